@@ -5,7 +5,7 @@ for runs that use them.
 import contextlib
 import importlib
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,24 +31,17 @@ def describe_gpu(version: tuple[int, int, int]) -> None:
 Qkv = tuple[jax.Array, jax.Array, jax.Array]
 
 
-class CudnnScores(NamedTuple):
-    """The rules of cuDNN's scores."""
-
-    window: int  # positions that a query sees, its own and those before it; 0: all
-    scale: float
-    causal: bool
-
-    def arguments(self) -> dict[str, Any]:
-        """Returns them under cuDNN's names."""
-        mask = cudnn.MaskType.CAUSAL if self.causal else cudnn.MaskType.NO_MASK
-        return dict(scale=self.scale, mask_type=mask, sliding_window_length=self.window or None)
+def cudnn_scoring(window: int, scale: float, causal: bool) -> dict[str, Any]:
+    """Returns the rules of a `model.attention.Scoring` under cuDNN's names."""
+    mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+    return dict(scale=scale, mask_type=mask, sliding_window_length=window or None)
 
 
-def cudnn_attention(heads: Qkv, scores: CudnnScores) -> tuple[jax.Array, jax.Array]:
+def cudnn_attention(heads: Qkv, scoring: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
     """cuDNN's attention of [B, T, H, K] and [B, T, G, K], causal or both ways: output [B, T, H, K] and float32 log of
     sums [B, H, T].
     """
-    return cudnn.dot_product_attention(*heads, **scores.arguments(), return_residual=True)
+    return cudnn.dot_product_attention(*heads, **scoring, return_residual=True)
 
 
 def cudnn_attention_backward(
@@ -56,13 +49,13 @@ def cudnn_attention_backward(
     out: jax.Array,
     log_sum: jax.Array,
     d_out: jax.Array,
-    scores: CudnnScores,
+    scoring: dict[str, Any],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Cotangents of `cudnn_attention`'s q, k and v, which JAX offers only through a rule that keeps its own copy of the
     output.
     """
     none = jnp.zeros(0, out.dtype)
-    params = scores.arguments() | dict(
+    params = scoring | dict(
         seed=42,
         dropout_rate=0.0,
         variadic_args=(False, False),

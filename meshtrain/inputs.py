@@ -53,7 +53,11 @@ def pad_rows(batch: Mapping[str, np.ndarray], missing: int) -> dict[str, np.ndar
     """
     if LABELS in batch:
         batch = {WEIGHTS: np.ones(batch[LABELS].shape, np.float32), **batch}
-    return {name: np.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)]) for name, x in batch.items()}
+
+    def padded(x: np.ndarray) -> np.ndarray:
+        return np.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)])
+
+    return {name: padded(x) for name, x in batch.items()}
 
 
 # of a batch, beside tokens and labels

@@ -333,7 +333,9 @@ def own_part(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[slice, ..
         if part is not None
     ]
     bounds = [[part[at].indices(size)[:2] for part in parts] for at, size in enumerate(split)]
-    return tuple(slice(min(low for low, _ in b), max(high for _, high in b)) for b in bounds)
+    lowest = [min(low for low, _ in each) for each in bounds]
+    highest = [max(high for _, high in each) for each in bounds]
+    return tuple(map(slice, lowest, highest))
 
 
 def place_own_part(sharding: NamedSharding, own: np.ndarray, shape: tuple[int, ...]) -> jax.Array:

@@ -1,5 +1,6 @@
 """The optimizer: an Optax chain from the config, unmodified on sharded state."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,7 +10,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.config import Config
 from meshtrain.learning_rates import LEARNING_RATES
-from meshtrain.mesh import PIPELINE
 from meshtrain.optimizers import OPTIMIZERS
 from meshtrain.parallel.layout import Layout, is_placed, shard_spec
 from meshtrain.parallel.placement import Placed, part
@@ -58,15 +58,20 @@ def make_optimizer(config: Config, layout: Layout) -> optax.GradientTransformati
         lambda weight: o.decay_norms or weight.decayed, layout.updated, is_leaf=is_placed
     )
 
-    def make(weights: Tree) -> optax.GradientTransformation:
-        return kind.make(o, rate, mask, weights)
+    def make(weights: Tree, *more: Any) -> optax.GradientTransformation:
+        return kind.make(o, rate, mask, weights, *more)
 
-    if kind.by_matrix:
-        from meshtrain.parallel.per_matrix import per_matrix
-
-        optimizer = per_matrix(make, layout)
-    else:
+    if not (kind.by_matrix or kind.orthogonalizes):
         optimizer = make(layout.updated)
+    else:
+        from meshtrain.parallel import orthogonal, per_matrix
+
+        if kind.by_matrix:
+            optimizer = per_matrix.per_matrix(make, layout)
+        else:
+            spread = partial(orthogonal.orthogonalizer, layout)
+            parts = (make(weights, spread) for weights in per_matrix.divide(layout.updated))
+            optimizer = per_matrix.join(*parts)
     if not kind.decays:
         # Theirs differ in what the rate multiplies: here it is w -= rate * weight_decay * w for all, as in AdamW.
         optimizer = optax.chain(optimizer, _decay(rate, o.weight_decay, mask))
@@ -120,13 +125,10 @@ def mirrored_leaves(layout: Layout, state: Tree) -> list[Placed | None]:
 
     def mirrored(path: tuple, value: jax.ShapeDtypeStruct) -> Placed | None:
         keys = tuple(str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path)
-        weight = next((weights[keys[i:]] for i in range(len(keys)) if keys[i:] in weights), None)
+        endings = (keys[i:] for i in range(len(keys)))
+        weight = next((weights[ending] for ending in endings if ending in weights), None)
         if weight is None:
-            return (
-                _place_per_layer(layout, ".".join(keys), value)
-                if "layers" in keys and value.ndim
-                else None
-            )
+            return None
         if value.shape == weight.padded:
             return weight
         rank = len(weight.axes)
@@ -143,13 +145,3 @@ def mirrored_leaves(layout: Layout, state: Tree) -> list[Placed | None]:
         return part(weight, [0], more=value.ndim - 1) if weight.stacked else None
 
     return [mirrored(path, value) for path, value in jax.tree_util.tree_flatten_with_path(state)[0]]
-
-
-def _place_per_layer(layout: Layout, name: str, value: jax.ShapeDtypeStruct) -> Placed:
-    """An array for each layer that mirrors none of its weights: Muon's coefficients."""
-    shape = (layout.config.model.layers, *value.shape[1:])
-    rest = value.ndim - 1
-    axes = ("layers", *("one",) * rest)
-    over = ((PIPELINE,), *((),) * rest)
-    ways = (layout.pipeline, *(1,) * rest)
-    return Placed(name, axes, shape, value.shape, value.shape, over, ways, None)

@@ -12,6 +12,7 @@ where one is made, so that a plan needs no JAX.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 # Adafactor factors a moment whose two largest dimensions have at least as many elements.
 FACTORED_FROM = 32
+# Of Muon's iterations: x becomes a x + (b A + c A A) x, where A is x times its transpose.
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+NEWTON_SCHULZ_STEPS = 5
 
 
 class OptimizerKeys(Protocol):
@@ -41,6 +45,8 @@ class OptimizerKeys(Protocol):
 class OptimizedWeight(Protocol):
     """A weight as an optimizer sees it: `model.weights.Weight`, or `parallel.placement.Placed`."""
 
+    @property
+    def name(self) -> str: ...
     @property
     def axes(self) -> tuple[str, ...]: ...
     @property
@@ -61,13 +67,15 @@ class Optimizer:
     """
 
     name: str
-    make: Callable[[OptimizerKeys, optax.Schedule, Any, Any], optax.GradientTransformation]
+    make: Callable[..., optax.GradientTransformation]
     moments: Callable[[OptimizerKeys, OptimizedWeight], Sequence[Sequence[int]]]
     # It does the decoupled decay itself; else that comes after it.
     decays: bool = False
     # An update of one number depends on others of its matrix, which must therefore be whole, unpadded, and of one
     # layer.
     by_matrix: bool = False
+    # `make` takes one more: a function that orthogonalizes matrices, which are spread over the mesh.
+    orthogonalizes: bool = False
 
 
 def _all(weight: OptimizedWeight) -> list[int]:
@@ -112,31 +120,67 @@ def _factors(o: OptimizerKeys, weight: OptimizedWeight) -> list[list[int]]:
     return [[], *([d for d in every if d != dropped] for dropped in by_size[-2:])]
 
 
-def _muon(o: OptimizerKeys, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
+def _muon(
+    o: OptimizerKeys, rate: Any, mask: Any, weights: Any, orthogonalizer: Any
+) -> optax.GradientTransformation:
     import jax
     import optax
 
-    def dimensions(weight: OptimizedWeight) -> optax.contrib.MuonDimensionNumbers | None:
-        """A layer's weight as a matrix: (input dimensions, output dimensions); None: Adam is used."""
-        if not _orthogonalised(weight):
-            return None
-        # of experts each is a matrix of its own
-        dims = [d for d, axis in enumerate(weight.axes[1:]) if axis != "experts"]
-        inputs = dims[:-1] if weight.axes[-1] == "embed" else dims[:1]
-        return optax.contrib.MuonDimensionNumbers(tuple(inputs), tuple(dims[len(inputs) :]))
-
-    numbers = jax.tree.map(dimensions, weights, is_leaf=lambda x: hasattr(x, "axes"))
-    return optax.contrib.muon(
-        rate,
-        beta=o.beta1,
-        eps=o.eps,
-        adam_b1=o.beta1,
-        adam_b2=o.beta2,
-        muon_weight_dimension_numbers=numbers,
+    is_weight = lambda x: hasattr(x, "axes")
+    matrices = [w for w in jax.tree.leaves(weights, is_leaf=is_weight) if orthogonalized(w)]
+    momentum = _orthogonal_momentum(o, matrices, orthogonalizer(matrices, o.eps))
+    adam = optax.adamw(rate, o.beta1, o.beta2, o.eps, weight_decay=0.0, nesterov=True)
+    names = jax.tree.map(
+        lambda weight: "muon" if orthogonalized(weight) else "adam", weights, is_leaf=is_weight
     )
+    of_matrices = optax.chain(momentum, optax.scale_by_learning_rate(rate))
+    return optax.partition({"muon": of_matrices, "adam": adam}, names)
 
 
-def _orthogonalised(weight: OptimizedWeight) -> bool:
+def _orthogonal_momentum(
+    o: OptimizerKeys, matrices: Sequence[OptimizedWeight], orthogonalize: Any
+) -> optax.GradientTransformation:
+    import jax
+    import optax
+    from optax.contrib import MuonState
+
+    def init(params: Any) -> Any:
+        zeros = jax.tree.map(jax.numpy.zeros_like, params)
+        return MuonState(jax.numpy.zeros((), jax.numpy.int32), zeros, None)
+
+    def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        mu = optax.tree.update_moment(gradients, state.mu, o.beta1, 1)
+        count = optax.safe_increment(state.count)
+        # Nesterov's, each part divided by what its weights add up to
+        ahead = jax.tree.map(
+            lambda m, g: o.beta1 * m + (1 - o.beta1) * g,
+            optax.tree.bias_correction(mu, o.beta1, optax.safe_increment(count)),
+            optax.tree.bias_correction(gradients, o.beta1, count),
+        )
+        flat, tree = jax.tree.flatten(ahead)
+        moved = orthogonalize(dict(zip((w.name for w in matrices), flat, strict=True)))
+        scaled = [jax.numpy.sqrt(max(1.0, width_ratio(w))) * moved[w.name] for w in matrices]
+        return jax.tree.unflatten(tree, scaled), MuonState(count, mu, None)
+
+    return optax.GradientTransformation(init, update)
+
+
+def matrix_sides(weight: OptimizedWeight) -> tuple[list[int], list[int]]:
+    """Returns the dimensions of a layer's weight as a matrix, those of its inputs and of its outputs; of experts each
+    is a matrix of its own, and so is each factor of an adapter, which leads into its rank or out of it.
+    """
+    dims = [d for d, axis in enumerate(weight.axes) if axis not in ("layers", "experts")]
+    inputs = len(dims) - 1 if weight.axes[-1] in ("embed", "rank") else 1
+    return dims[:inputs], dims[inputs:]
+
+
+def width_ratio(weight: OptimizedWeight) -> float:
+    """Returns the outputs of a layer's weight over its inputs."""
+    inputs, outputs = (math.prod(weight.shape[d] for d in side) for side in matrix_sides(weight))
+    return outputs / inputs
+
+
+def orthogonalized(weight: OptimizedWeight) -> bool:
     """Muon's own update: not for embedding and head, norms and biases."""
     return weight.stacked and weight.decayed
 
@@ -149,7 +193,7 @@ OPTIMIZERS = Registry(
     Optimizer(
         "muon",
         _muon,
-        lambda o, weight: [_all(weight)] * (1 if _orthogonalised(weight) else 2),
-        by_matrix=True,
+        lambda o, weight: [_all(weight)] * (1 if orthogonalized(weight) else 2),
+        orthogonalizes=True,
     ),
 )

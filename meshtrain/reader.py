@@ -42,8 +42,8 @@ from meshtrain.hf_families import is_hf_directory
 from meshtrain.inputs import PATCHES, TOKENS, a_batch, inputs, pad_rows, some_ids, some_patches
 from meshtrain.mesh import check_axes, make_mesh
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
+from meshtrain.registry import Shown
 from meshtrain.run.processes import first_decides, gathered
-from meshtrain.shown import Shown
 from meshtrain.step import Program
 
 TRIES = 5  # steps that retention may take away under a reader, one after the other

@@ -4,6 +4,8 @@ outside.
     FAMILIES.register(Family("mine", ...))
 
 From then on `model.family: mine` is legal; schedules, optimizers and sources of data are registered likewise.
+
+A function that stands above whoever asks for it is found by name, too (`late`), as is the picture of a `Shown`.
 """
 
 import pkgutil
@@ -89,3 +91,16 @@ def late(function: str) -> Callable[..., Any]:
     a name.
     """
     return lambda *arguments: pkgutil.resolve_name(function)(*arguments)
+
+
+_picture = late("meshtrain.pictures:show")
+
+
+class Shown:
+    """A class whose instances show themselves: a picture in a notebook, a few lines of text elsewhere."""
+
+    def _repr_html_(self) -> str:
+        return _picture(self).html
+
+    def __repr__(self) -> str:
+        return _picture(self).text

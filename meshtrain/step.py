@@ -65,7 +65,7 @@ from meshtrain.precision import (
     taken_if,
     unscaled,
 )
-from meshtrain.shown import Shown
+from meshtrain.registry import Shown
 
 if TYPE_CHECKING:
     from meshtrain.hlo import CompiledCollectives
@@ -279,12 +279,8 @@ class Program(Shown):
         """
         if self.config.mesh.context == 1:
             return None
-        from meshtrain.parallel.context import column_order
-
         check_length(self.config, length)
-        return column_order(
-            length, self.config.mesh.context, self.local.forward.collectives.by_heads
-        )
+        return self.local.forward.collectives.column_order(length)
 
     @property
     def batch_sharding(self) -> NamedSharding:
@@ -413,16 +409,6 @@ class Program(Shown):
         return jax.jit(self._evaluate)
 
     @cached_property
-    def eval_images(self) -> Callable[[Tree, Batch], tuple[jax.Array, jax.Array]]:
-        """(params, batch of images) -> (mean loss, accuracy by the weights of the images)."""
-        names = "eval_loss", "eval_accuracy"
-        return jax.jit(
-            lambda *given: tuple(
-                self._map_batch(self.local.evaluated, *given)[name] for name in names
-            )
-        )
-
-    @cached_property
     def eval_metrics(self) -> Callable[[Tree, Batch], dict[str, jax.Array]]:
         """(params, batch) -> the means that a row has of an evaluation, by their names."""
         return jax.jit(partial(self._map_batch, self.local.evaluated))
@@ -497,10 +483,14 @@ class Program(Shown):
 
         Compiles it.
         """
-        from meshtrain.hlo import collectives
-
         with lines_as_they_are():
             compiled = self.lower(batch).compile()
+        return self.read_collectives(compiled)
+
+    def read_collectives(self, compiled: jax.stages.Compiled) -> "CompiledCollectives":
+        """Returns the collectives of a compiled step."""
+        from meshtrain.hlo import collectives
+
         return collectives(compiled, self.mesh, self.busy)
 
     @property

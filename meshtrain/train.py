@@ -473,14 +473,11 @@ class OffloadCheck(RunHook):
         return state, batch
 
 
-def _costs(config: Config) -> Iterator[str]:
+def _costs(program: Program) -> Iterator[str]:
     """Yields a sentence on each thing that is legal but costs something."""
-    yield from notes(config)
-    yield from placement.notes(config)
-    if config.precision.matmul != "compute":
-        from meshtrain.parallel import float8
-
-        yield from float8.notes(config)
+    yield from notes(program.config)
+    yield from placement.notes(program.config)
+    yield from program.layout.storage.notes()
 
 
 def _opening(
@@ -502,7 +499,7 @@ def _opening(
         yield f"train.epochs {config.train.epochs:g}: {config.train.steps:,} steps"
     yield from _stands_in(program)
     yield from chosen(config)
-    for sentence in _costs(config):
+    for sentence in _costs(program):
         yield f"note: {sentence}"
     if start >= config.train.steps:
         yield f"step {start} is taken already and train.steps is {config.train.steps}: nothing is left to do"

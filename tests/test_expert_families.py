@@ -74,7 +74,10 @@ def test_gradients_are_those_of_one_device(case):
     for (path, mine), wanted in zip(
         jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(right), strict=True
     ):
-        # what a router counts is equal; a key's bias has no gradient but noise
+        if "load" in str(path[-1]):
+            # what a router counts is equal, but for the rounds, which only spread experts take
+            mine, wanted = (np.delete(x, -2, axis=-1) for x in (mine, wanted))
+        # a key's bias has no gradient but noise
         least = 0.1 if "k_bias" in str(path[-1]) else 0
         bound = 3e-5 * max(np.abs(wanted).max(), least)
         np.testing.assert_allclose(mine, wanted, atol=bound, err_msg=jax.tree_util.keystr(path))

@@ -189,11 +189,13 @@ def test_an_evaluation_tells_the_share_of_images_whose_likeliest_class_is_theirs
     )
     labels = np.where(np.arange(8) % 2 == 0, likeliest, 9)[:, None].astype(np.int32)
     placed, kept = program.place(batch | {LABELS: labels}), batch["weights"]
-    loss, accuracy = program.eval_images(params, placed)
-    assert float(accuracy) == pytest.approx(
+    means = program.eval_metrics(params, placed)
+    assert float(means["eval_accuracy"]) == pytest.approx(
         np.sum((likeliest[:, None] == labels) * kept) / kept.sum(), rel=1e-6
     )
-    assert float(loss) == pytest.approx(float(program.eval_step(params, placed)), rel=1e-6)
+    assert float(means["eval_loss"]) == pytest.approx(
+        float(program.eval_step(params, placed)), rel=1e-6
+    )
 
 
 # --- what is given by hand

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from covering import slow_but
-from short_runs import canonical_numbers, place, token_batches
+from short_runs import canonical_numbers, place, start_optimizer, token_batches
 
 from meshtrain.config import ConfigError, load
 from meshtrain.learning_rates import LEARNING_RATES, LearningRate
@@ -37,13 +37,7 @@ def updates_of_two_steps(name: str, layout: dict) -> tuple[dict, dict]:
     program = Program(config, make_mesh(config))
     before = canonical_numbers(program.layout, 0)
     params = place(program.layout, before)
-    state = jax.jit(program.optimizer.init, out_shardings=program.state_shardings.optimizer)(params)
-
-    @jax.jit
-    def step(params, state, gradients):
-        updates, state = program.optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
-
+    state, step = start_optimizer(program, params)
     for seed in (1, 2):
         params, state = step(
             params, state, place(program.layout, canonical_numbers(program.layout, seed))

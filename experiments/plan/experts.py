@@ -253,8 +253,7 @@ def table() -> None:
         )
         rows.row(run.source, run.name, run.accelerator, run.reported, *figures)
     for ranks, more in ((1, ""), (8, ""), (16, ""), (16, ", a row to a node once")):
-        asked = [f"mesh.expert={ranks}", *["parallel.experts.capacity=1.25"] * (ranks > 1)]
-        config = load("configs/qwen3_30b_a3b.yaml", asked)
+        config = load("configs/qwen3_30b_a3b.yaml", [f"mesh.expert={ranks}"])
         found = plan(
             config, named("h100", 16), FrameworkProfile(compiled=True, token_per_node=bool(more))
         )
@@ -263,10 +262,9 @@ def table() -> None:
 
 
 def searched() -> None:
-    """Prints the layouts that a search takes, with a capacity of 1.25 times an even load."""
+    """Prints the layouts that a search takes, with nothing dropped."""
     for model, devices, rows in (("Qwen3-30B-A3B", 16, 1024), ("DeepSeek-V3's size", 1024, 8192)):
         keys = config_of(model, {"data": devices}, rows, 4096)
-        keys["parallel"] = {"experts": {"capacity": 1.25}}
         found = search(load(keys), named("h100", devices), devices)
         best = found.plans[0]
         staged = next((p for p in found.plans if p.config.mesh.pipeline > 1), best)

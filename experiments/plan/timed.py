@@ -133,7 +133,7 @@ class _Clock:
                 self._wait(total, under_way[op.operands[0]])
             elif op.opcode == "while":
                 body, _, turns = self.module.loop(op)
-                total.add(self.run(body), turns or 1)
+                total.add(self.run(body), 1 if turns is None else turns)
             elif op.opcode == "conditional":
                 total.add(
                     max(map(self.run, self.module.called(op)), key=lambda branch: branch.seconds)

@@ -119,7 +119,7 @@ class Work:
         """FLOPs of the matrix products that an instruction is or holds, of a loop all turns."""
         if op.opcode == "while":
             body, _, turns = self.module.loop(op)
-            return (turns or 1) * self.products(body)
+            return (1 if turns is None else turns) * self.products(body)
         if op.opcode == "dot":
             contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", op.attributes)
             return self._product(

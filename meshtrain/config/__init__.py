@@ -12,6 +12,7 @@ and the nearest right spelling.
   `mesh`, `model` (with
   `lora`), `images` (`data.images`), `reduce` (`parallel.reduce`, `parallel.sync`), `telemetry`. `meshtrain.config.key`:
   what a key's line can say.
+- `meshtrain.config.auto`: what `auto` stands for, one function a key.
 - `meshtrain.config.load`: `load`, of a file, dicts or another config, and overrides; `to_yaml`.
 - `meshtrain.config.values`: YAML whose types nobody has guessed; a text by its key's type, and a value as text.
 - `meshtrain.config.follow`: `resolve`, and `replaced` for a config with some values changed; the rows of a batch.

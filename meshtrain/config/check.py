@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.config import images, mesh, model, reduce, telemetry
+from meshtrain.config.auto import AUTO
 from meshtrain.config.follow import padded_batch_size, row_shards, runs_table
 from meshtrain.config.places import BOTH
-from meshtrain.config.schema import ACTIVATIONS, AUTO, RECIPES, Config
+from meshtrain.config.schema import ACTIVATIONS, RECIPES, Config
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import FAMILIES
 from meshtrain.files import nearest_file

@@ -11,8 +11,9 @@ import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
+from meshtrain.config.auto import unpaired_schedule
 from meshtrain.config.key import Followed, keys
-from meshtrain.config.schema import Config, ExpertsConfig, unpaired_schedule
+from meshtrain.config.schema import Config, ExpertsConfig
 from meshtrain.errors import ConfigError
 from meshtrain.families import FAMILIES
 from meshtrain.registry import NotImported
@@ -165,18 +166,15 @@ def loss_chunk(config: Config, tokens: int, rows: int) -> int | None:
 
 
 def expert_room(experts: ExpertsConfig, ranks: int, local: int, tokens: int, top_k: int) -> int:
-    """Returns how many rows a rank with `local` experts has room for, of `tokens` tokens on each of the `ranks` ranks:
-    all that could come or, with a capacity, so many times an even load. all_to_all has equal room for what each rank
+    """Returns how many rows a rank with `local` experts has room for in a round, of `tokens` tokens on each of the
+    `ranks` ranks: so many times an even load as `ExpertsConfig.room` says. all_to_all has equal room for what each rank
     sends.
     """
     most = tokens * min(top_k, local)
     pairs = tokens * top_k
-    capacity = experts.capacity
     if ranks > 1 and experts.dispatch == "all_to_all":
-        return ranks * (
-            most if capacity is None else min(most, math.ceil(capacity * pairs / ranks))
-        )
-    return ranks * most if capacity is None else min(ranks * most, math.ceil(capacity * pairs))
+        return ranks * min(most, math.ceil(experts.room * pairs / ranks))
+    return min(ranks * most, math.ceil(experts.room * pairs))
 
 
 def runs_table(config: Config) -> bool:

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import yaml
 
+from meshtrain.config.auto import AUTO
 from meshtrain.config.check import check, hook_texts
 from meshtrain.config.follow import nested, put, resolve, unresolved, value_of
 from meshtrain.config.key import SYNONYMS, Followed, Resume, keys, meant
 from meshtrain.config.places import config_file, placed
-from meshtrain.config.schema import AUTO, Config, RunConfig
+from meshtrain.config.schema import Config, RunConfig
 from meshtrain.config.telemetry import holds_secret
 from meshtrain.config.values import (
     NULL,

@@ -172,7 +172,8 @@ def problems(mesh: MeshConfig) -> Iterator[str]:
             f"the {ranks} data ranks of an island" if mesh.islands > 1 else f"mesh.data {ranks}"
         )
         yield f"mesh.expert {mesh.expert} does not divide {of_island}; legal are {listed_divisors(ranks)}."
-    if len(set(mesh.order)) < len(mesh.order) or not set(ORDER) <= set(mesh.order) <= set(ALL_AXES):
+    named = set(mesh.order)
+    if len(named) < len(mesh.order) or not set(ORDER) <= named <= set(ALL_AXES):
         yield f"mesh.order is [{', '.join(mesh.order)}]; {must_be}, each once."
 
 

@@ -3,16 +3,10 @@
 from collections.abc import Iterator
 
 from meshtrain.config import reduce
+from meshtrain.config.auto import AUTO, pairs_may_hide, planned_schedule, planned_strategy
 from meshtrain.config.follow import followed, padded_batch_size, value_of
 from meshtrain.config.key import keys
-from meshtrain.config.schema import (
-    AUTO,
-    Config,
-    ParallelConfig,
-    pairs_may_hide,
-    planned_schedule,
-    planned_strategy,
-)
+from meshtrain.config.schema import Config, ParallelConfig
 from meshtrain.errors import short
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 
@@ -113,7 +107,7 @@ def _pipeline_notes(config: Config) -> Iterator[str]:
     is_made_for_it = entry and entry.formulas
     if is_made_for_it and microbatches >= stages:
         return
-    from meshtrain.schedule import simulate
+    from meshtrain.schedule.simulation import simulate
 
     def idle(microbatches: int) -> str:
         table = make_table(schedule, stages, microbatches, chunks)

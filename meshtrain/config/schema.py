@@ -7,8 +7,9 @@ Sections with a file of their own: `data.images` (`images`), `mesh`, `model` and
 from dataclasses import dataclass, field
 from typing import Literal
 
+from meshtrain.config import auto
 from meshtrain.config.images import ImagesConfig
-from meshtrain.config.key import Followed, Resume, key
+from meshtrain.config.key import Resume, key
 from meshtrain.config.mesh import MeshConfig
 from meshtrain.config.model import LoraConfig, ModelConfig, positions_of
 from meshtrain.config.reduce import ReduceConfig, SyncConfig
@@ -17,9 +18,8 @@ from meshtrain.config.telemetry import TelemetryConfig
 from meshtrain.families import FAMILIES
 from meshtrain.learning_rates import LEARNING_RATES
 from meshtrain.optimizers import OPTIMIZERS
-from meshtrain.registry import late
-from meshtrain.schedule.generators import PAIRED, SCHEDULES, chosen_chunks, has_table, legal_chunks
-from meshtrain.shown import Shown
+from meshtrain.registry import Shown
+from meshtrain.schedule.generators import SCHEDULES, has_table
 
 FREE = Resume.FREE
 REFUSED = Resume.REFUSED
@@ -27,96 +27,6 @@ CONTENT = Resume.CONTENT
 TOKENS = Resume.TOKENS
 
 MOST_FAKE_DEVICES = 1024  # JAX starts so many CPU devices in 5 s; 4096 take more than a minute
-
-
-# what auto stands for: with several chunks a stage, with one
-AUTO = "auto"
-CHUNKED = "interleaved"
-PLAIN = "1f1b"
-
-
-def _chosen(config: "Config") -> int:
-    """Returns the chunks of a stage by default: those that parallel.layer_split is for, or the best number."""
-    parallel = config.parallel
-    stages = config.mesh.pipeline
-    if parallel.layer_split is not None and stages > 1:
-        return max(1, len(parallel.layer_split) // stages)
-    return chosen_chunks(config.model.layers, stages, parallel.microbatches)
-
-
-def _virtual_stages(config: "Config") -> int:
-    schedule = config.parallel.schedule
-    chunks = _chosen(config)
-    is_open = schedule == AUTO or isinstance(schedule, Followed)
-    if is_open or (config.parallel.virtual_stages == chunks > 1 and schedule == _schedule(config)):
-        return chunks
-    return legal_chunks(schedule) or 1
-
-
-# (config) -> (what parallel.context_strategy or, where pairs have messages to hide, parallel.schedule: auto stands for,
-# why)
-planned_strategy, planned_schedule = (
-    late(f"meshtrain.plan.choices:{of}") for of in ("context_strategy", "schedule")
-)
-
-
-def sends_parts(config: "Config") -> bool:
-    """Returns whether all-to-all may send each tensor rank's own part of a sequence, to experts that lie over tensor
-    too.
-    """
-    expert = config.mesh.expert
-    tensor = config.mesh.tensor
-    return (
-        config.parallel.sequence_parallel
-        and tensor > 1
-        and config.model.moe.experts % (expert * tensor) == 0
-    )
-
-
-def sends_less(config: "Config") -> str:
-    """Returns what parallel.experts.dispatch: auto stands for.
-
-    With room for all rows that may come all-gather sends no more than all-to-all.
-    """
-    expert = config.mesh.expert
-    tensor = config.mesh.tensor
-    capacity = config.parallel.experts.capacity
-    moe = config.model.moe
-    if expert == 1:
-        return AUTO
-    ranks = expert * (tensor if sends_parts(config) else 1)
-    return "all_gather" if capacity is None or ranks - 1 <= capacity * moe.top_k else "all_to_all"
-
-
-def _schedule(config: "Config") -> str:
-    """One chunk where more would be chosen comes from a schedule that was named."""
-    if config.mesh.pipeline > 1 and config.parallel.virtual_stages == 1 < _chosen(config):
-        return AUTO
-    return Followed(
-        planned_schedule(config)[0] if pairs_may_hide(config) else unpaired_schedule(config)
-    )
-
-
-def unpaired_schedule(config: "Config") -> str:
-    """Returns what parallel.schedule: auto stands for without pairs: on one stage, which then runs no schedule, it
-    stays.
-    """
-    if config.mesh.pipeline == 1:
-        return AUTO
-    return CHUNKED if config.parallel.virtual_stages > 1 else PLAIN
-
-
-def pairs_may_hide(config: "Config") -> bool:
-    """Returns whether there are messages that pairs could hide, and the config asks for no fake devices, which hide
-    none.
-    """
-    mesh = config.mesh
-    on_fakes = config.run.fake_devices > 0 and config.mesh.cluster is None
-    return (
-        mesh.splits_layers
-        and has_table(PAIRED, mesh.pipeline, config.parallel.microbatches)
-        and not on_fakes
-    )
 
 
 # A key keeps together what it says.
@@ -150,13 +60,18 @@ class ExpertsConfig:
     dispatch: Literal["auto", "all_gather", "all_to_all"] = key(
         "auto", "how rows come to their experts' ranks, and back. all_gather: all rows to all ranks, and a "
                 "reduce-scatter; all_to_all: each to where "
-        "it is computed; auto: which sends less, all_gather where capacity is null",
-        follows=sends_less, counts=lambda c: c.mesh.expert > 1
+        "it is computed; auto: which sends less",
+        follows=auto.dispatch, counts=lambda c: c.mesh.expert > 1
     )
     capacity: float | None = key(
         None, "rows that a rank has room for, over those of an even load: others are dropped, and counted; null: room "
-              "for all", above=0.0
+              "for 1.25 times, and what is beyond takes further rounds", above=0.0
     )
+
+    @property
+    def room(self) -> float:
+        """Rows that a rank has room for, over those of an even load: in a round where nothing is dropped."""
+        return 1.25 if self.capacity is None else self.capacity
 
 
 @dataclass(frozen=True)
@@ -180,7 +95,7 @@ class ParallelConfig:
         "attention across mesh.context. ring: keys and values travel round, overlapped with compute; all_gather: they "
         "are gathered, which supports windows too; ulysses: tokens are swapped for heads, which mesh.context must "
         "divide; auto: the strategy with the shortest planned time per layer",
-        follows=lambda c: planned_strategy(c)[0] if c.mesh.context > 1 else AUTO, counts=lambda c: c.mesh.context > 1
+        follows=auto.context_strategy, counts=lambda c: c.mesh.context > 1
     )
     remat: Literal["none", "selective", "full", "dots", "names"] = key(
         "none",
@@ -198,14 +113,14 @@ class ParallelConfig:
     virtual_stages: int = key(
         1, "model chunks per stage, for the interleaved schedules; 1: as many as the schedule has, under auto the "
            "largest number, up to 8, that divides the layers of a stage",
-        least=1, follows=_virtual_stages, counts=lambda c: c.mesh.pipeline > 1
+        least=1, follows=auto.virtual_stages, counts=lambda c: c.mesh.pipeline > 1
     )
     schedule: str = key(
-        AUTO,
+        auto.AUTO,
         f"pipeline schedule: {', '.join(SCHEDULES)}, or the path of a .csv table; auto chooses for you: interleaved, "
         "1f1b with one chunk per stage, or a paired schedule where the plan is clearly faster; with one stage only "
         "paired has an effect",
-        path=True, follows=_schedule,
+        path=True, follows=auto.schedule,
         counts=lambda c: has_table(c.parallel.schedule, c.mesh.pipeline, c.parallel.microbatches)
     )
     layer_split: tuple[int, ...] | None = key(None, "layers of each virtual stage in model order; null: as even as "

@@ -29,8 +29,8 @@ Measured (`experiments/bench_data.py`): packing fills 0.9998 of the places in ro
 of the rate at which a bare loop copies their tokens and labels out of a memory map.
 """
 
-from meshtrain.data.batches import SplitBatches, resolve_epochs
-from meshtrain.data.from_config import TextBatches, open_data
+from meshtrain.data.batches import SplitBatches, TextBatches, resolve_epochs
+from meshtrain.data.from_config import open_data
 from meshtrain.data.loader import Loader
 
 __all__ = ["Loader", "SplitBatches", "TextBatches", "open_data", "resolve_epochs"]

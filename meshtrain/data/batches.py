@@ -20,6 +20,7 @@ from meshtrain.config.follow import round_up
 from meshtrain.config.key import keys
 from meshtrain.data.loader import Batch, Batches
 from meshtrain.data.token_rows import Stretches, read_part
+from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError
 from meshtrain.inputs import LABELS, pad_rows
 
@@ -113,7 +114,8 @@ class BatchesOfRows:
         parts = [read_part(portion.rows, portion.places, columns) for portion in portions]
         if len(portions[0].at) == count:
             return parts[0]
-        batch = {name: np.zeros((count, *x.shape[1:]), x.dtype) for name, x in parts[0].items()}
+        first = parts[0].items()
+        batch = {name: np.zeros((count, *x.shape[1:]), x.dtype) for name, x in first}
         for portion, part in zip(portions, parts, strict=True):
             for name, x in part.items():
                 batch[name][portion.at] = x
@@ -288,3 +290,28 @@ def digests(config: Config, data: SplitBatches, validation: SplitBatches | None)
     if config.data.validation_source is not None and validation is not None:
         entries["validation_digest"] = validation.digest
     return {name: digest for name, digest in entries.items() if digest}
+
+
+@dataclass(frozen=True, repr=False)
+class TextBatches(SplitBatches):
+    """The batches of one split of text, and the tokenizer that their ids are of.
+
+    A batch has int32 arrays [rows, T] `tokens` and `labels` (the token after each); where the batching needs them also
+    `segments` (of a row, from 1; 0 is padding) and `positions` (in the segment), and float32 `weights` of the loss
+    (absent: all ones).
+    """
+
+    tokenizer: Tokenizer
+
+    @property
+    def padding(self) -> float:
+        """The share of the places in a batch that hold no label, on average over an epoch; padding rows are not
+        counted.
+        """
+        return 1 - self.tokens_per_batch / self.batches.places_per_batch
+
+    def describe(self) -> str:
+        shapes = f" in {len(self.shapes)} shapes" if len(self.shapes) > 1 else ""
+        padding = f", {self.padding:.1%} padding" if self.padding >= 0.0005 else ""
+        epoch = f"{self.batches_per_epoch:,} batches an epoch of {self.tokens_per_batch:,.0f} tokens{shapes}{padding}"
+        return f"{self.source}: " + "; ".join((epoch, *self.notes))

@@ -31,20 +31,21 @@ import numpy as np
 from meshtrain.data.boundaries import Spans
 from meshtrain.data.chat import Conversation, conversation, pair
 from meshtrain.data.documents import Document
-from meshtrain.data.manifest import LEARNED, REJECTED, Contents
+from meshtrain.data.manifest import (
+    ANSWERS,
+    APART,
+    EXAMPLES,
+    LEARNED,
+    REJECTED,
+    SPECIAL,
+    TOKENS,
+    Contents,
+)
 from meshtrain.data.messages import ASSISTANT, Message, Unfit, function_of, text_of
 from meshtrain.data.template import READ, ChatTemplate
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import short
 
-# Counts of a preparation of conversations.
-EXAMPLES, ANSWERS, TOKENS, APART, SPECIAL = COUNTED = (
-    "examples",
-    "learned answers",
-    "learned tokens",
-    "conversations of which each answer is an example",
-    "messages that hold special tokens",
-)
 # Counts of what a template leaves out, or a record asks for in vain; they are named where there are any.
 THOUGHTS = "answers without the thought that they have, or that the template opens"
 UNWRITTEN = "messages that the template does not write"

@@ -25,6 +25,15 @@ Contents = Literal["text", "chat", "pairs"]
 LEARNED = np.uint32(1 << 31)
 REJECTED = np.uint32(1 << 30)
 ID = REJECTED - np.uint32(1)
+PADDING = -1  # the first label of a stretch of zeros, see `token_rows`
+# Counts of a preparation of conversations; a manifest has others of what a template leaves out, where there is any.
+EXAMPLES, ANSWERS, TOKENS, APART, SPECIAL = COUNTED = (
+    "examples",
+    "learned answers",
+    "learned tokens",
+    "conversations of which each answer is an example",
+    "messages that hold special tokens",
+)
 OF_CHATS = ("contents", "template_digest", "counts")  # fields of a manifest of conversations alone
 
 

@@ -1,27 +1,169 @@
-"""Several sources in fixed shares: which source each row (or batch) comes from, computed from its number.
+"""Batches of documents, of one source or of several in fixed shares.
+
+Which source each row (or batch) of a mixture comes from is computed from its number.
 
 Numbers come in blocks of BLOCK; in each block every source has its share exactly, in an order drawn for the block. The
 source's own rows follow one another, epoch after epoch, so a source is seen whole before any of it is seen again.
 """
 
+import os
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from pathlib import Path
 
 import numpy as np
 
 from meshtrain.config import Config
-from meshtrain.data.batches import BatchesOfRows, EpochRows, GlobalBatches, RowBatches
-from meshtrain.data.cache import cache_directory
+from meshtrain.config.follow import row_multiple
+from meshtrain.config.places import BOTH
+from meshtrain.config.schema import DataConfig
+from meshtrain.data.batches import (
+    BatchesOfRows,
+    EpochRows,
+    GlobalBatches,
+    RowBatches,
+    TextBatches,
+    few,
+)
+from meshtrain.data.cache import cache_directory, open_path
 from meshtrain.data.grouping import Grouped, budget_rows, choose_lengths, make_groups
 from meshtrain.data.loader import Batch
+from meshtrain.data.manifest import is_preparation
 from meshtrain.data.packing import Packed
 from meshtrain.data.permutation import key_of, permute
 from meshtrain.data.pieces import DocumentPieces, open_pieces
-from meshtrain.data.shards import Corpus, Source
+from meshtrain.data.shards import Corpus, Source, open_shards
 from meshtrain.data.token_rows import Windows
-from meshtrain.errors import ConfigError
+from meshtrain.data.tokenizer import Tokenizer
+from meshtrain.errors import ConfigError, nearest, refusal, short
+from meshtrain.files import refuse_passing
+from meshtrain.sources import MIXTURE, SOURCES, has_documents, has_text
 
 BLOCK = 1 << 12
+
+# How a sentence on a split (all: of data.validation_source) with too little text ends: evaluation can have more, or be
+# left out.
+WAYS_OUT = {
+    "train": ".",
+    "validation": "; hold out more with data.validation (of prepared shards: with --validation when they are "
+    "prepared), "
+    "give other text as data.validation_source, or set eval.every to 0.",
+    "all": "; give more text as data.validation_source, or set eval.every to 0.",
+}
+
+
+def open_documents(config: Config, tokenizer: Tokenizer) -> tuple[TextBatches, TextBatches | None]:
+    """Opens training and validation batches of the documents of one source, or of the mixture; None if nothing is held
+    out.
+    """
+    data = config.data
+    names, weights = (data.mixture, data.weights) if data.mixture else ((data.source,), (1.0,))
+    key = "data.mixture" if data.mixture else "data.source"
+    sources = [_open_source(key, name, data, tokenizer) for name in names]
+    train = _open_batches(config, tokenizer, sources, weights, "train")
+    split = "validation"
+    if data.validation_source is not None:
+        split = "all"
+        sources = [_open_source("data.validation_source", data.validation_source, data, tokenizer)]
+        weights = (1.0,)
+    try:
+        return train, _open_batches(config, tokenizer, sources, weights, split)
+    except ConfigError as error:
+        if config.eval.every:
+            raise ConfigError(f"eval.every is {config.eval.every}, but {error}") from None
+        return train, None
+
+
+def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) -> Source:
+    if name in SOURCES and data.format != "text":
+        raise ConfigError(
+            f"{key} is {name}, which holds no conversations; with data.format {data.format} name files of them."
+        )
+    if name in SOURCES and (opens := SOURCES[name].documents) is not None:
+        return opens(data, tokenizer)
+    path = Path(os.path.expanduser(name))
+    try:
+        if is_preparation(path):
+            return open_shards(path, name, data, tokenizer)
+        if os.path.lexists(path):
+            return open_path(path, name, data, tokenizer)
+    except OSError as error:
+        refuse_passing(error.filename or name, error)
+        raise ConfigError(f"{key} {short(name)} cannot be read: {refusal(error)}.") from None
+    words = (
+        [*filter(has_text, SOURCES), MIXTURE]
+        if key == "data.source"
+        else list(filter(has_documents, SOURCES))
+    )
+    raise ConfigError(
+        f"{key} is '{short(name)}', but there is no such file or directory, {BOTH}; it must be a file or directory of "
+        "text, prepared shards "
+        f"or {' or '.join(words)}" + (nearest(name, words) or ".")
+    )
+
+
+def _open_batches(
+    config: Config,
+    tokenizer: Tokenizer,
+    sources: Sequence[Source],
+    weights: Sequence[float],
+    split: str,
+) -> TextBatches:
+    pairs = _corpora(config, sources, weights, split)
+    corpora = [corpus for _, corpus, _ in pairs]
+    weights = [w for _, _, w in pairs]
+    length = config.train.sequence_length
+    tables = []
+    if config.data.batching != "window":
+        tables = open_tables([source for source, *_ in pairs], corpora, split, length)
+    # No validation text is left out: it is little, and what is logged of it is of all.
+    pad = config.data.last == "pad" or split != "train"
+    batches = build_batches(config, corpora, tables, weights, pad)
+    padded = not batches.batches_per_epoch
+    if padded:
+        batches = build_batches(config, corpora, tables, weights, True)
+    notes = list(tokenizer.boundaries.notes) if split == "train" else []
+    for number, (source, corpus, _) in enumerate(pairs):
+        told = list(source.notes)
+        if tables:
+            shortened = partial(tables[number].shortened, corpus, length)
+            told += source.describe(corpus.documents, shortened, length)
+        notes += [f"{source.name}: {note}" for note in told] if len(pairs) > 1 else told
+    notes += few(config.train.global_batch_size) if padded else ()
+    digest = "+".join(source.digest(split)[:16] for source, _, _ in pairs)
+    name = " + ".join(source.name for source in sources)
+    return TextBatches(
+        batches, name, digest, tokenizer, multiple=row_multiple(config), notes=tuple(notes)
+    )
+
+
+def _corpora(
+    config: Config, sources: Sequence[Source], weights: Sequence[float], split: str
+) -> list[tuple[Source, Corpus, float]]:
+    """Returns the sources that have text in a split, with it and their weights; ConfigError for too little of it."""
+    pairs = [
+        (s, corpus, w)
+        for s, w in zip(sources, weights, strict=True)
+        if (corpus := s.corpus(split)) is not None
+    ]
+    purpose = f" for {split}" if split != "all" else ""
+    if not pairs or (split == "train" and len(pairs) < len(sources)):
+        name = " + ".join(source.name for source in sources)
+        raise ConfigError(f"{name} has no documents{purpose}{WAYS_OUT[split]}")
+    length = config.train.sequence_length
+    drops = config.data.batching == "window" and config.data.last == "drop" and split == "train"
+    for source, corpus, _ in pairs:
+        if corpus.labels == corpus.documents * (1 + len(source.manifest.begin)):
+            raise ConfigError(
+                f"{source.name} holds {corpus.documents} documents{purpose}, but of none of them data.tokenizer "
+                f"{short(config.data.tokenizer)} knows anything; give the tokenizer that was made for such text."
+            )
+        if drops and corpus.labels < length:
+            raise ConfigError(
+                f"{source.name} holds {corpus.labels} tokens{purpose}, fewer than train.sequence_length "
+                f"{length}{WAYS_OUT[split]}"
+            )
+    return pairs
 
 
 class Draw:

@@ -27,9 +27,9 @@ from typing import Any
 
 from meshtrain.data.boundaries import companion_files
 from meshtrain.data.documents import RULES, Part, units
-from meshtrain.data.examples import COUNTED, NOTED
+from meshtrain.data.examples import NOTED
 from meshtrain.data.input_files import InputFile
-from meshtrain.data.manifest import MANIFEST, RECIPE, SPLITS, UNITS, ShardManifest
+from meshtrain.data.manifest import COUNTED, MANIFEST, RECIPE, SPLITS, UNITS, ShardManifest
 from meshtrain.data.template import JINJA, OF_TOOLS, find_template
 from meshtrain.data.tokenizer import Tokenizer, use_one_thread
 from meshtrain.data.unit import (

@@ -32,12 +32,21 @@ from pathlib import Path
 import numpy as np
 
 from meshtrain.config.schema import DataConfig
-from meshtrain.data.manifest import MANIFEST, RECIPE, SPLITS, Contents, ShardManifest, read_manifest
+from meshtrain.data.manifest import (
+    COUNTED,
+    MANIFEST,
+    RECIPE,
+    SPECIAL,
+    SPLITS,
+    TOKENS,
+    Contents,
+    ShardManifest,
+    read_manifest,
+)
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError, short
 from meshtrain.files import refuse_passing, retried
 
-PADDING = -1  # the first label of a stretch of zeros
 SHARE = 0.003  # of the time, for looks at the stamps of shards
 MOST_OPEN = 256  # files at a time; a process may have 1,024
 
@@ -326,8 +335,6 @@ class Source:
         manifest = self.manifest
         if manifest.contents == "text":
             return []
-        from meshtrain.data.examples import NOTED, SPECIAL, TOKENS
-
         stored = sum(manifest.count(split, "tokens") for split in SPLITS)
         notes = [f"{manifest.counts[TOKENS] / stored:.0%} of the tokens are learned"]
         cut, left_out = shortened()
@@ -345,7 +352,7 @@ class Source:
         if special := manifest.counts[SPECIAL]:
             notes.append(f"{special:,} messages hold special tokens, which are read as such")
         return notes + [
-            f"{count:,} {what}" for what, count in manifest.counts.items() if what in NOTED
+            f"{count:,} {what}" for what, count in manifest.counts.items() if what not in COUNTED
         ]
 
 

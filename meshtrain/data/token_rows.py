@@ -21,15 +21,17 @@ rejected conversation, whose answers weigh 1 and -1; `pairs` says to which pair 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from meshtrain.config import Config
 from meshtrain.data.loader import Batch
-from meshtrain.data.manifest import ID, LEARNED, REJECTED
+from meshtrain.data.manifest import ID, LEARNED, PADDING, REJECTED
 from meshtrain.data.permutation import key_of, keys_of, permute
-from meshtrain.data.shards import PADDING, Corpus
+
+if TYPE_CHECKING:
+    from meshtrain.data.shards import Corpus
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Stretches:
             len(columns), first, (high - low)[run, which], self.segments[which], edges, skipped
         )
 
-    def read(self, corpus: Corpus) -> Batch:
+    def read(self, corpus: "Corpus") -> Batch:
         """tokens, labels: int32 [rows, length]; of conversations also weights, of pairs also segments, positions and
         pairs.
         """
@@ -180,7 +182,7 @@ class Windows:
     Keys of a batch: tokens, labels; with pad also weights (0 where nothing stands).
     """
 
-    def __init__(self, corpus: Corpus, length: int, pad: bool, seed: int) -> None:
+    def __init__(self, corpus: "Corpus", length: int, pad: bool, seed: int) -> None:
         self.corpus = corpus
         self.length = length
         self.pad = pad

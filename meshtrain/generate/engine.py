@@ -18,7 +18,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,15 +66,11 @@ class Engine:
         keep: bool = True,
         decoding: Callable[..., Any] | None = None,
     ) -> None:
-        if decoding is None:
-            from meshtrain.generate.programs import Decoding
-
-            decoding = partial(Decoding, kind=opened.weights)
         self.opened = opened
         self.slots = slots
         self.length = opened.length if length is None else length
         self._most_waiting = waiting
-        self._decoding = decoding(opened.model, slots, self.length, keep)
+        self._decoding = (decoding or opened.decoding)(opened.model, slots, self.length, keep)
         self._spelling = Spelling(opened.tokenizer)
         self._state: Any = None
         self._running: list[Running | None] = [None] * slots

@@ -19,8 +19,9 @@ import argparse
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
@@ -38,6 +39,7 @@ from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import FAMILIES
 from meshtrain.generate.cache import OwnGroups
 from meshtrain.generate.held import KINDS, round_weights
+from meshtrain.generate.programs import Decoding
 from meshtrain.generate.request import Sampling
 from meshtrain.generate.text import Conversations
 from meshtrain.hf_families import CONFIG, is_hf_directory, read_json
@@ -171,6 +173,11 @@ class Opened:
     weights: str | None = (
         None  # what holds them, see `generate.held`; None: the dtype that computes
     )
+
+    @property
+    def decoding(self) -> Callable[..., Decoding]:
+        """Makes the device's programs."""
+        return partial(Decoding, kind=self.weights)
 
 
 def open_model(

@@ -20,6 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+# the scope of loops that turn only where experts' loads are uneven (`parallel.rounds`)
+FURTHER_ROUNDS = "further_rounds"
 
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
@@ -193,8 +195,10 @@ class Module:
 
     def _turns(self, op: Operation, condition: str) -> int | None:
         """Returns the turns as XLA knows them, else the one integer that the condition compares with (JAX counts from 0
-        by 1).
+        by 1); of `FURTHER_ROUNDS` none.
         """
+        if FURTHER_ROUNDS in op.attributes:
+            return 0
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', op.attributes):
             return int(known.group(1))
         compared = list(self.computations[condition])

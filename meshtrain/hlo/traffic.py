@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from meshtrain.hlo.module import HloLine, Module, Operation, byte_count, dtypes, replica_groups
-from meshtrain.shown import Shown
+from meshtrain.registry import Shown
 
 
 @dataclasses.dataclass(frozen=True)

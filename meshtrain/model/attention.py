@@ -9,8 +9,7 @@ as the rows that the output projection keeps too, and the log of each query's su
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +80,15 @@ class MaskArrays(NamedTuple):
         return self.segments if self.key_segments is None else self.key_segments
 
 
+class AttentionKernel(Protocol):
+    """A module of an accelerator's kernel: its two passes, called one by one."""
+
+    # (scoring, heads, masks) -> the output [B, T, H, K] and float32 log of sums [B, H, T]
+    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    # (scoring, heads, masks, outputs, cotangent) -> the cotangents of q, k and v
+    backward: Callable[..., tuple[jax.Array, ...]]
+
+
 def attention_arguments(config: ModelConfig) -> dict[str, Any]:
     """Returns the arguments of `attend` that follow from a resolved config's model."""
     causal = FAMILIES[config.family].causal
@@ -145,13 +153,12 @@ def attend(
     )
     if sinks is not None:
         sinks = vary(sinks, varying(q_BTHK))
-    if collectives.context > 1:
-        shared = vary(masks._replace(local=None), varying(q_BTHK))._replace(local=masks.local)
-        return collectives.attend_in_zigzag(kernel, scoring, given, shared, sinks)
-    if kernel == "blocks":
+    if kernel == "blocks" and collectives.context == 1:
         return blockwise(scoring, given, masks, sinks)
-    shared = vary(masks._replace(local=None), varying(q_BTHK))
-    return run_kernel(kernel, scoring, given, shared._replace(local=masks.local), sinks)
+    shared = vary(masks._replace(local=None), varying(q_BTHK))._replace(local=masks.local)
+    if collectives.context > 1:
+        return collectives.attend_in_zigzag(kernel, scoring, given, shared, sinks)
+    return run_kernel(kernel, scoring, given, shared, sinks)
 
 
 def add_sinks(outputs: Outputs, sinks_H: jax.Array | None) -> Outputs:
@@ -190,7 +197,10 @@ def within(cap: float, x: jax.Array) -> jax.Array:
 # With what it gives kept for the backward, and nothing else. Pallas lowers none for Triton, so kernels take `within`
 # itself.
 capped = jax.custom_vjp(within, nondiff_argnums=(0,))
-capped.defvjp(lambda cap, x: (within(cap, x),) * 2, lambda cap, y, g: (g * cap_slope(cap, y),))
+capped.defvjp(
+    lambda cap, x: (within(cap, x),) * 2,
+    lambda cap, y, g: (g * cap_slope(cap, y),),
+)
 
 
 def cap_slope(cap: float, y: jax.Array) -> jax.Array:
@@ -258,7 +268,7 @@ def forward(kernel: Kernel, scoring: Scoring, heads: Heads, masks: MaskArrays) -
         out, log_sum = _forward_blocks(scoring, *_group_heads(scoring, heads), masks)
         sums = log_sum.reshape(q.shape[0], q.shape[2], q.shape[1])
         return Outputs(out.reshape(q.shape), sums)
-    return Outputs(*_module(kernel).forward(scoring, heads, masks))
+    return Outputs(*_imported(kernel).forward(scoring, heads, masks))
 
 
 def backward(
@@ -281,12 +291,13 @@ def backward(
         return _backward_blocks(
             scoring, Residuals(*grouped, rows, sums), masks, cotangent.reshape(rows.shape)
         )
-    return _module(kernel).backward(scoring, heads, masks, outputs, cotangent)
+    return _imported(kernel).backward(scoring, heads, masks, outputs, cotangent)
 
 
-def _module(kernel: str) -> ModuleType:
+def _imported(kernel: str) -> AttentionKernel:
     """Imports a kernel where it is used: Pallas for GPUs takes a fifth of JAX's own time to import."""
-    return import_module(f"meshtrain.model.{kernel}")
+    module: Any = import_module(f"meshtrain.model.{kernel}")
+    return module
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -447,10 +458,9 @@ def _scores(
         back = jnp.arange(start, stop)[:, None] - jnp.arange(seen.start, seen.stop)
         visible = (back >= 0) & (back < scoring.window) if scoring.window else back >= 0
     elif scoring.window:
-        (query, key), (queries, keys) = (
-            _first(masks),
-            (jnp.arange(start, stop), jnp.arange(seen.start, seen.stop)),
-        )
+        query, key = _first(masks)
+        queries = jnp.arange(start, stop)
+        keys = jnp.arange(seen.start, seen.stop)
         visible = (query + queries)[:, None] - (key + keys) < scoring.window
     if masks.segments is not None:
         assert masks.of_keys is not None

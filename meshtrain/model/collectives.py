@@ -11,6 +11,7 @@ The model calls these methods and knows nothing of a mesh; `parallel.tensor` ove
 from typing import Any
 
 import jax
+import numpy as np
 
 
 class Collectives:
@@ -67,6 +68,10 @@ class Collectives:
         """Global id of the first of `rows` local rows of the vocabulary."""
         return 0
 
+    def column_order(self, length: int) -> np.ndarray | None:
+        """Returns the positions of a row's `length` tokens in the order of the ranks; None where one has them all."""
+        return None
+
     def first_position(self, length: int) -> jax.Array | int:
         """Position in the sequence of the first of `length` local entries of the residual stream.
 
@@ -121,7 +126,7 @@ class Collectives:
         self, compute: Any, experts: int, rows: jax.Array, chosen: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the output of the chosen experts for rows [N, D], computed by `model.experts.Experts.compute`, and
-        the pairs that were dropped.
+        what is noted of it: the pairs that a capacity dropped, without one the rounds of each token.
         """
         return compute(rows, chosen, weights, chosen.size)
 

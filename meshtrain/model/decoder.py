@@ -131,11 +131,13 @@ class PatchEmbedding(nnx.Module):
         weight = self.patches[...]
         own = _own_numbers(patches_BNP, len(weight), collectives).astype(weight.dtype)
         own = vary(own, varying(weight))
-        x = linear(own.reshape(-1, own.shape[-1]), weight).reshape(*own.shape[:2], -1)
+        rows = own.reshape(-1, own.shape[-1])
+        x = linear(rows, weight).reshape(*own.shape[:2], -1)
         x = x + collectives.share_embedding(self.bias[...])
         if self.class_token is not None:
             token = collectives.share_embedding(self.class_token[...])
-            x = jnp.concatenate([jnp.broadcast_to(token, (len(x), 1, x.shape[-1])), x], axis=1)
+            tokens = jnp.broadcast_to(token, (len(x), 1, x.shape[-1]))
+            x = jnp.concatenate([tokens, x], axis=1)
         return _enter_stream(x, self.positions, positions, collectives, dropout)
 
 
@@ -178,7 +180,8 @@ class Head(nnx.Module):
         weight = tied_VD.T if self.weight is None else self.weight[...]  # type: ignore[union-attr]
         h = self._pooled(collectives.enter_head(self._pooled(self.norm(x_BTD))))
         h = vary(h, varying(weight))
-        logits = linear_float32(h.reshape(-1, h.shape[-1]), weight).reshape(*h.shape[:2], -1)
+        rows = h.reshape(-1, h.shape[-1])
+        logits = linear_float32(rows, weight).reshape(*h.shape[:2], -1)
         if self.bias is not None:
             logits = logits + self.bias[...].astype(jnp.float32)
         return capped(self.cap, logits) if self.cap else logits

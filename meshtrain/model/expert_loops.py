@@ -6,8 +6,8 @@ it.
     gradient of weights   sums over the blocks of each expert; a loop of its own, since a zero-bubble schedule has it in
                           another half
 
-There is room for all rows that may come, of which few do where ranks share the experts. To write and read arrays of
-that length takes longer than the products, so that none is kept for the backward: rows are, as they came.
+There is room for more rows than come. To write and read arrays of that length takes as long as the products, so that
+none is kept for the backward: rows are, as they came.
 """
 
 from collections.abc import Callable

@@ -179,8 +179,8 @@ class Experts(nnx.Module):
             losses = auxiliary_losses(moe, logits, routes, routed, collectives)
             rows = add_losses(rows, losses, collectives.once(routing.seeds_B))
         compute = partial(self.compute, collectives)
-        y, dropped = collectives.dispatch(compute, moe.experts, rows, routes.chosen, routes.weights)
-        y = recorded(y, load, collectives.once(counted(routes, dropped)))
+        y, noted = collectives.dispatch(compute, moe.experts, rows, routes.chosen, routes.weights)
+        y = recorded(y, load, collectives.once(counted(routes, noted)))
         return checkpoint_name(collectives.leave(y.reshape(x_BTD.shape)), "mlp_out")
 
     def compute(
@@ -190,11 +190,12 @@ class Experts(nnx.Module):
         chosen_NK: jax.Array,
         weights_NK: jax.Array,
         room: int,
+        skipped: jax.Array | int = 0,
     ) -> tuple[jax.Array, jax.Array]:
         """The experts that are here, of rows [N, D] that have chosen them by their number here, times the weights and
-        summed over K; and the number of pairs that were dropped beyond `room`.
+        summed over K: of `room` pairs behind the first `skipped`; and the number of those beyond.
         """
-        slots = slots_of(chosen_NK, len(self.gate[...]), room)
+        slots = slots_of(chosen_NK, len(self.gate[...]), room, skipped)
         if collectives.platform == "gpu" or self.float8 is not None:
             return self.compute_slots(collectives, rows_ND, weights_NK, slots), slots.dropped
         down_bias = None if self.down_bias is None else collectives.share(self.down_bias[...])
@@ -259,9 +260,9 @@ def slot_biases(bias_EF: jax.Array, slots: ExpertSlots) -> jax.Array:
     return jnp.repeat(by_block, len(slots.pairs) // len(by_block), axis=0)
 
 
-def counted(routes: RouterChoice, dropped: jax.Array) -> jax.Array:
-    """Returns the gradient of `load`, float32 [E + 2]: tokens of each expert, pairs dropped, the sum of the tokens'
-    entropies.
+def counted(routes: RouterChoice, noted: jax.Array) -> jax.Array:
+    """Returns the gradient of `load`, float32 [E + 2]: tokens of each expert, what a dispatch noted, the sum of the
+    tokens' entropies.
     """
     experts = routes.probabilities.shape[1]
     tokens = jnp.bincount(routes.chosen.reshape(-1), length=experts + 1)[:experts]
@@ -269,10 +270,10 @@ def counted(routes: RouterChoice, dropped: jax.Array) -> jax.Array:
     entropies = -jnp.sum(p * jnp.log(jnp.maximum(p, 1e-30)), axis=-1)
     entropy = jnp.sum(jnp.where(routes.chosen[:, 0] < experts, entropies, 0))
     counts = jnp.concatenate(
-        [tokens.astype(jnp.float32), jnp.stack([dropped.astype(jnp.float32), entropy])]
+        [tokens.astype(jnp.float32), jnp.stack([noted.astype(jnp.float32), entropy])]
     )
     assert len(counts) == experts + COUNTED
     return lax.stop_gradient(counts)
 
 
-Compute = Callable[[jax.Array, jax.Array, jax.Array, int], tuple[jax.Array, jax.Array]]
+Compute = Callable[..., tuple[jax.Array, jax.Array]]  # `Experts.compute` but for the collectives

@@ -215,7 +215,8 @@ class ModelParts:
         if hook is None:
             return self._attend(*arguments, local=local, sinks=sinks)
         out = hook(*arguments)
-        wanted = jax.ShapeDtypeStruct((q.shape[0] * q.shape[1], q.shape[2] * q.shape[3]), q.dtype)
+        batch, length, heads, width = q.shape
+        wanted = jax.ShapeDtypeStruct((batch * length, heads * width), q.dtype)
         _check_result(
             "attention",
             hook,

@@ -26,16 +26,20 @@ class ExpertSlots(NamedTuple):
     dropped: jax.Array  # int32: pairs for which there was no room
 
 
-def slots_of(chosen_NK: jax.Array, experts: int, room: int) -> ExpertSlots:
-    """Assigns slots to the pairs whose expert is one of `experts`, in their order, to at most `room` of them."""
+def slots_of(
+    chosen_NK: jax.Array, experts: int, room: int, skipped: jax.Array | int = 0
+) -> ExpertSlots:
+    """Assigns slots to the pairs whose expert is one of `experts`, in their order, to at most `room` of them behind the
+    first `skipped`.
+    """
     chosen = chosen_NK.reshape(-1)
     pairs = chosen_NK.size
     dropped = jnp.zeros((), jnp.int32)
     if room < pairs:
         here = chosen < experts
-        fits = jnp.cumsum(here) <= room
-        chosen = jnp.where(fits, chosen, experts)
-        dropped = jnp.sum(here & ~fits)
+        number = jnp.cumsum(here) - skipped
+        chosen = jnp.where((number > 0) & (number <= room), chosen, experts)
+        dropped = jnp.sum(here & (number > room))
     block = min(EXPERT_BLOCK, max(16, 1 << max(1, room // experts // 2).bit_length() - 1))
     count = -(-(room + experts * (block - 1)) // block)
     within, sizes = ranks_within(chosen, experts)

@@ -15,7 +15,8 @@ from meshtrain.families import FAMILIES
 
 BLOCKS = "blocks."
 EXPERT_BLOCK = 128  # the most rows of a block of an expert (`model.experts`)
-COUNTED = 2  # what a router counts besides the tokens of each expert: rows dropped, and the sum of its entropies
+# what a router counts besides the tokens of each expert: rows dropped or rounds, and the sum of its entropies
+COUNTED = 2
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,9 @@ class ContextCollectives(MeshCollectives):
             return super().positions(length)
         return positions(length, self.context, self.by_heads)
 
+    def column_order(self, length: int) -> np.ndarray:
+        return column_order(length, self.context, self.by_heads)
+
     def attend_in_zigzag(
         self, kernel: Any, scoring: Any, heads: Heads, masks: Any, sinks: Any = None
     ) -> Array:

@@ -6,11 +6,13 @@
     all_to_all    each row to the ranks of its experts, and back (GShard: Lepikhin et al. 2020, section 3)
                   of n top_k rows in an even load:            (P - 1) / P n top_k D capacity     each way
 
-Shapes are static: a rank has `room` for so many rows. Without a capacity these are all that could come, so that nothing
-is dropped; then all_to_all would send more than all_gather. With one, what is more than `capacity` times an even load
-is dropped, and counted.
+Shapes are static: a rank has `room` for so many rows, 1.25 times an even load or as a capacity says. With a capacity,
+rows beyond are dropped, and counted. Without one they take further rounds, of which all P ranks count as many as the
+fullest needs: one where loads are even, at most about P. The first stands in the layer, so that its activations may be
+kept and its messages hidden; the others are a loop (`parallel.rounds`).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,13 +20,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshtrain.config import Config
-from meshtrain.config.follow import expert_room
+from meshtrain.config.follow import expert_room, runs_table
 from meshtrain.mesh import EXPERT, TENSOR
 from meshtrain.model.experts import Compute
 from meshtrain.model.slots import collected, inverse_of, ranks_within, spread
 from meshtrain.parallel.context import ContextCollectives
-from meshtrain.parallel.placement import expert_axes, expert_ranks
+from meshtrain.parallel.placement import expert_axes, expert_ranks, table
+from meshtrain.parallel.rounds import add_rounds
 from meshtrain.parallel.tensor import SEQUENCE
+
+# (number, rows, weights of the choices) -> what the experts give for the rows, and pairs for which there is no room
+Round = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 class ExpertCollectives(ContextCollectives):
@@ -35,53 +41,59 @@ class ExpertCollectives(ContextCollectives):
         self.experts = config.parallel.experts
         self.expert_axes = expert_axes(config)
         self.expert_ranks = expert_ranks(config)
+        self.apart = runs_table(config) and table(config).split
 
     def dispatch(
-        self, compute: Any, experts: int, rows: jax.Array, chosen: jax.Array, weights: jax.Array
+        self, compute: Compute, experts: int, rows: jax.Array, chosen: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         here = experts // self.expert_ranks
         room = expert_room(self.experts, self.expert_ranks, here, *chosen.shape)
+        rounds: jax.Array | int = 1
         if self.expert_ranks == 1:
-            return compute(rows, chosen, weights, room)
-        sends = self.experts.dispatch == "all_to_all"
-        share = self.send_chosen_rows if sends else self.share_all_rows
-        return share(compute, here, room, rows, chosen, weights)
+            y, dropped = compute(rows, chosen, weights, room)
+        else:
+            sends = self.experts.dispatch == "all_to_all"
+            share = self.send_chosen_rows if sends else self.share_all_rows
+            one, load = share(compute, here, room, chosen)
+            y, dropped = one(0, rows, weights)
+            if self.experts.capacity is None:
+                rounds = -(-load // (room // self.expert_ranks if sends else room))
+                y = add_rounds(y, lambda *of: one(*of)[0], rounds, self.apart, rows, weights)
+        if self.experts.capacity is not None:
+            return y, dropped
+        return y, rounds * jnp.sum(chosen[:, 0] < experts)
 
     def expert_collectives(self) -> ContextCollectives:
         return PartsOfSequences(self) if TENSOR in self.expert_axes else self
 
     def share_all_rows(
-        self,
-        compute: Compute,
-        here: int,
-        room: int,
-        rows_ND: jax.Array,
-        chosen_NK: jax.Array,
-        weights_NK: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Gathers all rows on all ranks, of which this one has `here` experts.
+        self, compute: Compute, here: int, room: int, chosen_NK: jax.Array
+    ) -> tuple[Round, jax.Array]:
+        """Gathers all rows on all ranks, of which this one has `here` experts: returns a round of `room` of those that
+        chose them, and the rows of the fullest rank.
 
         Dropped is what came to it and had no room.
         """
-        rows, chosen, weights = (
-            lax.all_gather(x, EXPERT, tiled=True) for x in (rows_ND, chosen_NK, weights_NK)
-        )
-        chosen = chosen - lax.axis_index(EXPERT) * here
-        y, dropped = compute(
-            rows, jnp.where((chosen >= 0) & (chosen < here), chosen, here), weights, room
-        )
-        return lax.psum_scatter(y, EXPERT, scatter_dimension=0, tiled=True), dropped
+        chosen = lax.all_gather(chosen_NK, EXPERT, tiled=True)
+        loads = jnp.bincount(chosen.reshape(-1) // here, length=self.expert_ranks + 1)
+        own = chosen - lax.axis_index(EXPERT) * here
+        own = jnp.where((own >= 0) & (own < here), own, here)
+
+        def one(number: Any, *local: jax.Array) -> tuple[jax.Array, jax.Array]:
+            rows, weights = (lax.all_gather(x, EXPERT, tiled=True) for x in local)
+            y, dropped = compute(rows, own, weights, room, number * room)
+            return lax.psum_scatter(y, EXPERT, scatter_dimension=0, tiled=True), dropped
+
+        return one, loads[: self.expert_ranks].max()
 
     def send_chosen_rows(
-        self,
-        compute: Compute,
-        here: int,
-        room: int,
-        rows_ND: jax.Array,
-        chosen_NK: jax.Array,
-        weights_NK: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Sends each row to the ranks of its experts. Dropped is what this rank could not send."""
+        self, compute: Compute, here: int, room: int, chosen_NK: jax.Array
+    ) -> tuple[Round, jax.Array]:
+        """Sends each row to the ranks of its experts: returns a round, in which each sends an equal part of `room` to
+        each, and the most rows that one sends to another.
+
+        Dropped is what this rank could not send.
+        """
         axes = self.expert_axes
         ranks = self.expert_ranks
         width = chosen_NK.shape[1]
@@ -89,23 +101,26 @@ class ExpertCollectives(ContextCollectives):
         each = room // ranks  # for what one rank sends to another
         # The rank of each pair's expert (`ranks`: none), and its place in what is sent there.
         to = pairs // here
-        place, _ = ranks_within(to, ranks)
-        places = jnp.where((to < ranks) & (place < each), to * each + place, room)
-        sent = inverse_of(places, room)
-        places_NK = places.reshape(chosen_NK.shape)
+        place, loads = ranks_within(to, ranks)
 
         def exchanged(x: jax.Array) -> jax.Array:
             return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
 
-        rows = exchanged(spread(rows_ND, sent // width, places_NK))
-        weights = exchanged(spread(weights_NK.reshape(-1, 1), sent, places.reshape(-1, 1)))
-        chosen = jnp.take(
-            jnp.where(to < ranks, pairs % here, here), sent, mode="fill", fill_value=here
-        )
-        y, _ = compute(rows, exchanged(chosen)[:, None], weights, room)
-        return collected(exchanged(y), sent // width, places_NK), jnp.sum(
-            (to < ranks) & (place >= each)
-        )
+        def one(number: Any, rows: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+            at = place - number * each
+            places = jnp.where((to < ranks) & (at >= 0) & (at < each), to * each + at, room)
+            sent = inverse_of(places, room)
+            places_NK = places.reshape(chosen_NK.shape)
+            rows = exchanged(spread(rows, sent // width, places_NK))
+            weights = exchanged(spread(weights.reshape(-1, 1), sent, places.reshape(-1, 1)))
+            chosen = jnp.take(
+                jnp.where(to < ranks, pairs % here, here), sent, mode="fill", fill_value=here
+            )
+            y, _ = compute(rows, exchanged(chosen)[:, None], weights, room)
+            dropped = jnp.sum((to < ranks) & (at >= each))
+            return collected(exchanged(y), sent // width, places_NK), dropped
+
+        return one, lax.pmax(loads.max(), axes)
 
 
 class PartsOfSequences(ExpertCollectives):

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.config import Config
 from meshtrain.model.float8 import Float8Products, Float8Recipe, Rounded, rounded, widened
-from meshtrain.parallel.float8 import MODULES, groups_of, is_held
+from meshtrain.parallel.float8 import MODULES, groups_of, is_held, notes
 from meshtrain.parallel.layout import Storage
 from meshtrain.parallel.placement import Placed
 from meshtrain.parallel.reduce.reduction import gather
@@ -34,6 +34,9 @@ class Float8Storage(Storage):
     def __init__(self, config: Config, masters: bool) -> None:
         self.config = config
         self.masters = masters
+
+    def notes(self) -> list[str]:
+        return notes(self.config)
 
     def rounds(self, weight: Placed) -> bool:
         return self.masters and is_held(self.config, weight)

@@ -25,14 +25,18 @@ from meshtrain.model.decoder import Decoder
 from meshtrain.model.weights import parameters
 from meshtrain.parallel.placement import Placed, all_placed, stages, table
 from meshtrain.parallel.reduce.reduction import gather
+from meshtrain.registry import Shown
 from meshtrain.schedule.table import Table
-from meshtrain.shown import Shown
 
 Tree = Any
 
 
 class Storage:
     """How a state holds weights: as arrays, in the dtype that trains or computes."""
+
+    def notes(self) -> list[str]:
+        """Returns sentences on what the storage costs, or does not do though it is asked for."""
+        return []
 
     def rounds(self, weight: Placed) -> bool:
         """Returns whether a state has a weight in float8."""
@@ -144,7 +148,8 @@ class Layout(Shown):
             np.where(np.any(skipped & (layer_at >= 0), axis=0), "either", "float8"),
             "compute",
         )
-        starts = [0, *(np.flatnonzero(kinds[1:] != kinds[:-1]) + 1), len(kinds)]
+        changes = np.flatnonzero(kinds[1:] != kinds[:-1])
+        starts = [0, *(changes + 1), len(kinds)]
         return [Segment(int(a), int(b), str(kinds[a])) for a, b in itertools.pairwise(starts)]
 
     @cached_property

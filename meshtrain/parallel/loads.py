@@ -1,7 +1,8 @@
 """The routers' counts of a step: the metrics of experts' loads, of each layer where asked, and the bias that evens
 loads out.
 
-    gradient of `load` [layers, experts + 2] ──► expert_load, router_entropy, dropped_rows   of all layers, in each row
+    gradient of `load` [layers, experts + 2] ──► expert_load, router_entropy, and expert_rounds or, with a capacity,
+                                             │   dropped_rows, of all layers, in each row
                                              ├─► the same of each layer, and the tokens of each expert, where
                                              telemetry.experts_every └─► the step of the bias (balance: bias)
 
@@ -76,18 +77,22 @@ def metrics(config: Config, layout: Layout, gradients: Tree) -> dict[str, jax.Ar
     """Returns numbers for the row of metrics from the counts of a model's routers; none where loads are frozen.
 
     `expert_load`: an expert's most tokens over the mean, in the worst layer. `router_entropy`: in nats, the mean over
-    tokens and layers. `dropped_rows`: rows that a capacity had no room for, of all layers. With telemetry.experts_every
-    also all counts, for `LayerLoads`.
+    tokens and layers. `expert_rounds`: rounds in which rows went to their experts, the mean likewise; with a capacity
+    `dropped_rows`, for which there was no room, of all layers. With telemetry.experts_every also all counts, for
+    `LayerLoads`.
     """
     counts = gradients["blocks"]["experts"]["load"]
     if counts is None:
         return {}
-    tokens, dropped, entropy = divided(counts, config.model.moe.experts)
+    tokens, noted, entropy = divided(counts, config.model.moe.experts)
     total = jnp.maximum(tokens.sum(), 1)
     # no mean, which a compiler makes a product with 1 / experts
     worst = jnp.max(tokens.max(-1) * config.model.moe.experts / jnp.maximum(tokens.sum(-1), 1))
-    entropy = entropy.sum() * config.model.moe.top_k / total
-    numbers = {"expert_load": worst, "router_entropy": entropy, "dropped_rows": dropped.sum()}
+    numbers = {
+        "expert_load": worst,
+        "router_entropy": entropy.sum() * config.model.moe.top_k / total,
+        **dropped_or_rounds(config, noted.sum(), total),
+    }
     if config.telemetry.experts_every:
         in_order = layout.canonical_leaf(layout.weights["blocks"]["experts"]["load"], counts)
         # on all devices, so that the first process can read it
@@ -98,10 +103,19 @@ def metrics(config: Config, layout: Layout, gradients: Tree) -> dict[str, jax.Ar
 
 
 def divided(counts: Any, experts: int) -> tuple[Any, Any, Any]:
-    """Returns the counts of layers [L, experts + 2] as tokens [L, experts], dropped rows [L] and entropies summed over
-    tokens [L].
+    """Returns the counts of layers [L, experts + 2] as tokens [L, experts], what `dropped_or_rounds` takes [L] and
+    entropies summed over tokens [L].
     """
     return counts[:, :experts], counts[:, experts], counts[:, experts + 1]
+
+
+def dropped_or_rounds(config: Config, noted: Any, pairs: Any) -> dict[str, Any]:
+    """Returns the metric of what dispatches note: with a capacity dropped rows, else each token's rounds, of which it
+    is the mean.
+    """
+    if config.parallel.experts.capacity is not None:
+        return {"dropped_rows": noted}
+    return {"expert_rounds": noted * config.model.moe.top_k / pairs}
 
 
 class LayerLoads(RunHook):
@@ -145,12 +159,12 @@ class LayerLoads(RunHook):
 
 def of_layers(counts: np.ndarray, config: Config) -> Row:
     """Returns what a row says of each layer, by its number, and `expert_tokens`, a list of each layer's experts."""
-    tokens, dropped, entropy = divided(counts, config.model.moe.experts)
+    tokens, noted, entropy = divided(counts, config.model.moe.experts)
     total = np.maximum(tokens.sum(-1), 1)
     by_layer = {
         "layer_expert_load": tokens.max(-1) / (total / tokens.shape[1]),
         "layer_router_entropy": entropy * config.model.moe.top_k / total,
-        "layer_dropped_rows": dropped,
+        **{f"layer_{name}": x for name, x in dropped_or_rounds(config, noted, total).items()},
     }
     numbered = {
         name: {str(i): float(x) for i, x in enumerate(values)} for name, values in by_layer.items()

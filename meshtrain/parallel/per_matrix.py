@@ -1,4 +1,4 @@
-"""An optimizer whose update of one number depends on others of its matrix, such as Muon, on matrices of one layer
+"""An optimizer whose update of one number depends on others of its matrix, such as Adafactor, on matrices of one layer
 each.
 """
 
@@ -13,6 +13,29 @@ from meshtrain.parallel.layout import Layout, is_placed
 from meshtrain.parallel.placement import Placed
 
 Tree = Any
+
+
+def divide(tree: Tree) -> tuple[Tree, Tree]:
+    """Returns the layers' part of a tree, and the rest."""
+    return {"blocks": tree["blocks"]}, {name: tree[name] for name in tree if name != "blocks"}
+
+
+def join(
+    on_layers: optax.GradientTransformation, on_edge: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """Returns the optimizer that takes the layers by one, and the rest by the other."""
+
+    def init(params: Tree) -> Tree:
+        layers, edge = divide(params)
+        return {"layers": on_layers.init(layers), "edge": on_edge.init(edge)}
+
+    def update(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        (g_layers, g_edge), (p_layers, p_edge) = divide(gradients), divide(params)
+        u_layers, layers = on_layers.update(g_layers, state["layers"], p_layers)
+        u_edge, edge = on_edge.update(g_edge, state["edge"], p_edge)
+        return {**u_edge, **u_layers}, {"layers": layers, "edge": edge}
+
+    return optax.GradientTransformation(init, update)
 
 
 def per_matrix(
@@ -30,13 +53,6 @@ def per_matrix(
     def pad(weight: Placed, x: jax.Array) -> jax.Array:
         return jnp.pad(x, [(0, to - n) for n, to in zip(x.shape, weight.padded, strict=True)])
 
-    def divided(tree: Tree) -> tuple[Tree, Tree]:
-        """The layers' part of a tree, and the rest."""
-        return {"blocks": tree["blocks"]}, {name: tree[name] for name in tree if name != "blocks"}
-
-    def parts(tree: Tree) -> tuple[Tree, Tree]:
-        return divided(mapped(cut, tree))
-
     def mapped(function: Callable[[Placed, jax.Array], jax.Array], tree: Tree) -> Tree:
         return layout.map(lambda weight, x: function(weight, x) if weight.updated else None, tree)
 
@@ -44,7 +60,7 @@ def per_matrix(
         """Maps a function over layers; returns it as it is where no layer is trained."""
         return jax.vmap(function, in_axes=in_axes, out_axes=out_axes) if layers_train else function
 
-    on_layer, on_edge = map(make, divided(layout.updated))
+    on_layer, on_edge = map(make, divide(layout.updated))
     layers_train = bool(jax.tree.leaves(layout.updated["blocks"], is_leaf=is_placed))
 
     def axes(blocks: Tree) -> Tree:
@@ -52,19 +68,19 @@ def per_matrix(
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), blocks)
         return jax.tree.map(lambda x: 0 if x.ndim else None, jax.eval_shape(on_layer.init, one))
 
-    def init(params: Tree) -> Tree:
-        blocks, edge = parts(params)
-        return {
-            "layers": map_layers(on_layer.init, 0, axes(blocks))(blocks),
-            "edge": on_edge.init(edge),
-        }
+    def init_layers(blocks: Tree) -> Tree:
+        return map_layers(on_layer.init, 0, axes(blocks))(blocks)
+
+    def update_layers(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        by_layer = axes(params)
+        return map_layers(on_layer.update, (0, by_layer, 0), (0, by_layer))(
+            gradients, state, params
+        )
+
+    both = join(optax.GradientTransformation(init_layers, update_layers), on_edge)
 
     def update(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        (g_blocks, g_edge), (p_blocks, p_edge) = parts(gradients), parts(params)
-        by_layer = axes(p_blocks)
-        on_all = map_layers(on_layer.update, (0, by_layer, 0), (0, by_layer))
-        u_blocks, layers = on_all(g_blocks, state["layers"], p_blocks)
-        u_edge, edge_state = on_edge.update(g_edge, state["edge"], p_edge)
-        return mapped(pad, {**u_edge, **u_blocks}), {"layers": layers, "edge": edge_state}
+        updates, state = both.update(mapped(cut, gradients), state, mapped(cut, params))
+        return mapped(pad, updates), state
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(lambda params: both.init(mapped(cut, params)), update)

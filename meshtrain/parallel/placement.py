@@ -21,11 +21,12 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from meshtrain.config.auto import sends_parts
 from meshtrain.config.follow import round_up
 from meshtrain.config.mesh import EXPERT, PIPELINE, TENSOR, MeshConfig
 from meshtrain.config.model import LoraConfig, ModelConfig
 from meshtrain.config.reduce import sends_by_table
-from meshtrain.config.schema import Config, sends_parts
+from meshtrain.config.schema import Config
 from meshtrain.errors import ConfigError, nearest, short
 from meshtrain.model.weights import Weight, all_weights, is_trained, weights
 from meshtrain.schedule.generators import make_table, with_sends

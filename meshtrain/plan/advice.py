@@ -8,8 +8,8 @@ from typing import Any
 
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config, ConfigError, check, replaced
+from meshtrain.config.auto import CHUNKED, PLAIN
 from meshtrain.config.follow import CHUNK, put, runs_table
-from meshtrain.config.schema import CHUNKED, PLAIN
 from meshtrain.config.values import as_text
 from meshtrain.errors import short
 from meshtrain.families import FAMILIES

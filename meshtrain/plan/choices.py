@@ -8,9 +8,10 @@ from typing import Any
 
 from meshtrain.cluster.cluster import Cluster, named, usual_cluster
 from meshtrain.config import Config, MeshConfig
+from meshtrain.config.auto import AUTO, PLAIN, unpaired_schedule
 from meshtrain.config.check import check, context_problems
 from meshtrain.config.follow import put, resolve
-from meshtrain.config.schema import ACTIVATIONS, AUTO, PLAIN, SELECTIVE, unpaired_schedule
+from meshtrain.config.schema import ACTIVATIONS, SELECTIVE
 from meshtrain.errors import ConfigError, divisors
 from meshtrain.parallel.placement import stages as stages_of
 from meshtrain.plan import activations

@@ -10,7 +10,7 @@ from meshtrain.config.follow import as_run_on, runs_table, skips_idle_work
 from meshtrain.inputs import a_config
 from meshtrain.model.weights import parameters
 from meshtrain.parallel.placement import stages
-from meshtrain.plan import compute, memory, pipeline, shapes, traffic
+from meshtrain.plan import compute, memory, orthogonal, pipeline, shapes, traffic
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile
 from meshtrain.plan.gradient_traffic import Transfer
 from meshtrain.plan.memory import MemoryItem
@@ -22,9 +22,9 @@ from meshtrain.plan.seconds import (
     hidden_seconds,
     microbatch_costs,
 )
+from meshtrain.registry import Shown
 from meshtrain.schedule.buffers import Depths
 from meshtrain.schedule.simulation import Timeline
-from meshtrain.shown import Shown
 
 PART_NAMES = {
     "matmul": "matrix products",
@@ -247,6 +247,8 @@ def outside_seconds(
     optimizer = compute.optimizer(
         config, device, (trained.block * layers + trained.outer).shard, profile
     )
+    data += orthogonal.transfer_seconds(config, cluster)
+    optimizer += orthogonal.product_seconds(config, device)
     copied = (
         2 * 4 * shapes.optimizer_state(config, layers) if config.parallel.offload_optimizer else 0
     )

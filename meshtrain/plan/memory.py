@@ -18,7 +18,7 @@ from meshtrain.config.rl import has_reference
 from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import stages, zero_ways
 from meshtrain.parallel.reduce.sizes import feedback_bytes
-from meshtrain.plan import activations, float8, gradient_traffic, shapes
+from meshtrain.plan import activations, float8, gradient_traffic, orthogonal, shapes
 from meshtrain.plan.shapes import Elements
 from meshtrain.schedule.buffers import Depths
 from meshtrain.schedule.facts import ScheduleFacts
@@ -44,21 +44,6 @@ KEPT = {"residual": "residual of compressed gradients", "q": "PowerSGD's Q"}
 KINDS = ("parameters", "gradients", "optimizer_state", "activations")
 
 
-def zero_state(
-    elements: float,
-    stage: int,
-    data: int,
-    weight: float = 2,
-    gradient: float = 2,
-    state: float = 12,
-) -> float:
-    """Bytes of model state per device in mixed-precision training (ZeRO, figure 1): `state` counts masters and two
-    moments.
-    """
-    degrees = [data if stage >= level else 1 for level in (3, 2, 1)]
-    return elements * (weight / degrees[0] + gradient / degrees[1] + state / degrees[2])
-
-
 def items(config: Config, facts: ScheduleFacts, platform: str = "gpu") -> list[MemoryItem]:
     """Returns the items on a device at the fullest moment of a step, with the schedule's `facts` (`pipeline.facts`)."""
     return fullest(config, facts, platform)[1]
@@ -70,6 +55,12 @@ def fullest(
     """The moment of a step at which a device holds most, and what it holds then."""
     always = [*state(config), *_images(config), *kept(config, facts, platform)]
     moments = passing(config, facts, platform)
+    if iterated := orthogonal.held_bytes(config):
+        # Weights, sums and activations are gone by then.
+        reused = total([*_weights(config), *_sums(config), *kept(config, facts, platform)])
+        shards = 4 * _elements(config, trained=True).shard
+        held = max(0.0, shards + iterated - reused)
+        moments["update"] = [MemoryItem("matrices as they are iterated", "optimizer_state", held)]
     name = max(moments, key=lambda name: total([*always, *moments[name]]))
     return name, [item for item in [*always, *moments[name]] if item.nbytes]
 

@@ -6,6 +6,7 @@
     data       weights gathered, gradients scattered or summed (ZeRO, section 7)  once a step, or a pass if not held
     island     what data scattered, summed                                        once a step
                or what islands moved by themselves (`gradient_traffic`)           once in `parallel.sync.every` steps
+    data+tensor, context too: matrices to the ranks that orthogonalize them       once a step, and back
     pipeline   activations down, cotangents up                                    a clock
                sums over the stages that share the vocabulary                     a clock, or a head
 
@@ -36,6 +37,7 @@ from meshtrain.plan.gradient_traffic import (
     gradient_transfers,
     sync_transfers,
 )
+from meshtrain.plan.orthogonal import orthogonal_transfers
 
 # What other frameworks send more or less often than our program, see `practised_count`.
 GATHERED_FOR_WEIGHTS = "layer inputs gathered again for weights"
@@ -52,7 +54,7 @@ def transfers(
     transfers = _multiply(config, iterations)
     transfers += [*_data(config, iterations), *_messages(config, iterations), *_replicated(config)]
     transfers += _reference(config, reference) if reference is not None else []
-    transfers += sync_transfers(config)
+    transfers += [*orthogonal_transfers(config), *sync_transfers(config)]
     return [t for t in transfers if t.size > 1 and t.count]
 
 

@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 
 from meshtrain.cluster.algorithms import sent
 from meshtrain.config import MeshConfig
-from meshtrain.shown import Shown
+from meshtrain.registry import Shown
 
 BARRIER = "barrier"
 PARTS = (BARRIER, "collectives", "pairs", "products")  # what is measured

@@ -92,6 +92,7 @@ OF_STEPS = (
     MetricChart("Fullest expert over the mean", "expert_load", _plain),
     MetricChart("Entropy of the routers, nats", "router_entropy", _plain),
     MetricChart("Rows dropped", "dropped_rows", _short),
+    MetricChart("Rounds of rows to their experts", "expert_rounds", _plain),
     MetricChart("Memory of a device", "memory_in_use_bytes", _bytes),
 )
 OF_PROCESSES = (

@@ -24,7 +24,6 @@ Compared by simulation, with no device: `experiments/4_pipelines.ipynb`. That th
 measured by `experiments/bench_pipeline.py`.
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from meshtrain.schedule.generators import SCHEDULES, Schedule, make_table
@@ -56,9 +55,11 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        # No run draws, and few simulate.
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        home = "draw" if name.startswith("gantt_") else "simulation"
-        value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+        # No run draws, and few simulate.
+        from meshtrain.schedule import draw, simulation
+
+        # Kept, since the reference shows what stands in the module.
+        value = globals()[name] = getattr(draw if name.startswith("gantt_") else simulation, name)
         return value

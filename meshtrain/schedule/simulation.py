@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from meshtrain.registry import Shown
 from meshtrain.schedule.phases import boundaries, ops_per_clock, phases
 from meshtrain.schedule.table import B, F, Table, W, check_is_table
-from meshtrain.shown import Shown
 
 # kinds of span, besides F, B and W
 HEAD = 3

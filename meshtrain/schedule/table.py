@@ -43,7 +43,7 @@ import numpy as np
 
 from meshtrain.errors import ConfigError, nearest, short
 from meshtrain.files import read_text
-from meshtrain.shown import Shown
+from meshtrain.registry import Shown
 
 F = 0
 B = 1
@@ -179,7 +179,8 @@ class Table(Shown):
 
     def ops(self) -> Iterator[Op]:
         """Everything that is done, in the order (clock, slot, stage), which is an order in which it can be done."""
-        for clock, slot, stage in np.argwhere(self.cells[..., 0].transpose(0, 2, 1) >= 0).tolist():
+        is_used = self.cells[..., 0].transpose(0, 2, 1) >= 0
+        for clock, slot, stage in np.argwhere(is_used).tolist():
             microbatch, chunk = self.cells[clock, stage, slot].tolist()
             yield Op(clock, stage, slot, microbatch, chunk)
 

@@ -88,6 +88,10 @@ class Heartbeat:
         self._lock = threading.RLock()
         self.is_watched = False  # by a thread that counts pauses
 
+    def log_batches(self) -> Any:
+        """Returns the `supervised.BatchLog` of what this process reads; None without a supervisor."""
+        return None
+
     def phase(self, name: str) -> None:
         """Goes on to another phase."""
         self._go_on(name)

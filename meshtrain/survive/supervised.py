@@ -89,6 +89,9 @@ class SupervisedHeartbeat(Heartbeat):
         self._check_lease()
         self._write()
 
+    def log_batches(self) -> "BatchLog":
+        return BatchLog(self.supervised)
+
     def count_alive(self) -> None:
         self.alive += 1
         self._check_lease()

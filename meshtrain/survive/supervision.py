@@ -45,13 +45,12 @@ class Supervision(RunHook):
     def __init__(self, config: Config) -> None:
         self.heartbeat = begun() or Heartbeat()
         self.supervised = self.heartbeat.supervised
+        self._batches = self.heartbeat.log_batches() if config.log.batches else None
         self._compiled: jax.stages.Compiled | None = None  # the newest step's program
         if self.supervised is not None:
             from meshtrain.survive.injector import Injector
-            from meshtrain.survive.supervised import BatchLog
 
             self._injector = Injector(self.heartbeat, config.survive.inject)
-            self._batches = BatchLog(self.supervised) if config.log.batches else None
         elif config.survive.inject:
             say("survive.inject is left out: faults are injected into runs of meshtrain survive.")
 
@@ -143,11 +142,7 @@ class Supervision(RunHook):
         self.at("save", step)
 
     def _name_collectives(self, compiled: jax.stages.Compiled) -> None:
-        from meshtrain import hlo
-
-        self.heartbeat.collectives = hlo.collectives(
-            compiled, self._program.mesh, self._program.busy
-        ).summary
+        self.heartbeat.collectives = self._program.read_collectives(compiled).summary
 
     # --- the end
 

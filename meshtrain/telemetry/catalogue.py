@@ -179,6 +179,11 @@ METRICS: tuple[Metric, ...] = (
         "experts: rows of the step that a capacity had no room for, of all layers",
     ),
     _step(
+        "expert_rounds",
+        "",
+        "experts, without a capacity: rounds in which rows go to their experts, a mean over tokens and layers",
+    ),
+    _step(
         "layer_expert_load",
         "",
         "telemetry.experts_every: expert_load of each layer",
@@ -186,6 +191,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     _step("layer_router_entropy", "", "the same: router_entropy of each layer", labels=("layer",)),
     _step("layer_dropped_rows", "", "the same: dropped_rows of each layer", labels=("layer",)),
+    _step("layer_expert_rounds", "", "the same: expert_rounds of each layer", labels=("layer",)),
     _step(
         "tokens",
         "tokens",

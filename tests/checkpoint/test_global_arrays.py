@@ -45,6 +45,38 @@ def test_names_are_the_models_own():
     assert "scale.value" in records(build_for(config(precision={"compute": "float16"})))
 
 
+# Arrays of Muon's part of an optimizer state, of layers and of the rest, as Optax's own state has had them.
+COEFFICIENTS = {
+    "optimizer.layers.inner_states.muon.inner_state.ns_coeffs": (5, 3),
+    "optimizer.edge.inner_states.muon.inner_state.ns_coeffs": (3,),
+}
+
+
+def test_a_muon_state_that_has_optaxs_coefficients_is_read(tmp_path):
+    """Checkpoints of earlier versions hold them; momentum, moments and counts have kept their names and shapes."""
+    built = build_for(config(optimizer={"name": "muon"}))
+    canonical = GlobalArrays(built)
+    names = {e.name for e in canonical.entries}
+    for part in ("layers", "edge"):
+        inner = f"optimizer.{part}.inner_states"
+        assert {
+            f"{inner}.{kind}.inner_state.{count}"
+            for kind in ("muon", "adam")
+            for count in ("count", "count-2")
+        } < names
+    assert {
+        "optimizer.layers.inner_states.muon.inner_state.mu.blocks.attention.q",
+        "optimizer.layers.inner_states.adam.inner_state.nu.blocks.mlp_norm.scale",
+        "optimizer.edge.inner_states.adam.inner_state.mu.head.weight",
+    } < names
+    assert not names & COEFFICIENTS.keys()
+    state = numbered(built)
+    saved = canonical.arrays(state)
+    saved |= {name: jax.numpy.ones(shape) for name, shape in COEFFICIENTS.items()}
+    arrays.write(tmp_path / "arrays", saved).result()
+    assert same(GlobalArrays(built).state(tmp_path, where(saved)), state)
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [

@@ -8,7 +8,7 @@ from data_configs import config, write_random_shards
 
 from meshtrain.config import Config
 from meshtrain.data import TextBatches, open_data
-from meshtrain.data.shards import PADDING
+from meshtrain.data.manifest import PADDING
 from meshtrain.data.token_rows import arrange_rows
 
 

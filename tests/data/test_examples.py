@@ -13,16 +13,8 @@ import numpy as np
 import pytest
 
 from meshtrain.data.documents import Document
-from meshtrain.data.examples import (
-    APART,
-    PASSED_OVER,
-    SPECIAL,
-    THOUGHTS,
-    UNREAD,
-    UNWRITTEN,
-    Examples,
-)
-from meshtrain.data.manifest import ID, LEARNED, REJECTED, Contents
+from meshtrain.data.examples import PASSED_OVER, THOUGHTS, UNREAD, UNWRITTEN, Examples
+from meshtrain.data.manifest import APART, ID, LEARNED, REJECTED, SPECIAL, Contents
 from meshtrain.data.messages import Unfit
 from meshtrain.data.template import ChatTemplate, TemplateText, find_template
 from meshtrain.data.tokenizer import load_tokenizer

@@ -14,8 +14,8 @@ import pytest
 
 from meshtrain.config import ConfigError
 from meshtrain.data import shards
-from meshtrain.data.manifest import ShardManifest, read_manifest
-from meshtrain.data.shards import PADDING, Corpus, TokenFile, open_corpus
+from meshtrain.data.manifest import PADDING, ShardManifest, read_manifest
+from meshtrain.data.shards import Corpus, TokenFile, open_corpus
 from meshtrain.data.unit import ShardWriter
 
 DOCUMENTS = [[[1, 2, 3], []], [[4]], [[5, 6, 7, 8, 9], [10, 11]]]  # by shard

@@ -46,7 +46,6 @@ def _built(key: _Key) -> Program:
         "_gradients",
         "train_step",
         "eval_step",
-        "eval_images",
         "eval_metrics",
         "logits",
         "is_finite",

@@ -2,12 +2,13 @@
 reference.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from meshtrain.config import Config
 from meshtrain.mesh import make_mesh
@@ -98,6 +99,22 @@ def packed_batch(tokens: np.ndarray, labels: np.ndarray, seed: int = 2) -> dict[
         "segments": np.cumsum(starts, axis=1).astype(np.int32),
         "weights": np.where(seams | (at % 5 == 4), 0, 1).astype(np.float32),
     }
+
+
+def start_optimizer(
+    program: Program, params: Tree
+) -> tuple[Tree, Callable[..., tuple[Tree, Tree]]]:
+    """The optimizer's state before the first step, and the compiled step (params, state, gradients) -> (params,
+    state).
+    """
+    init = jax.jit(program.optimizer.init, out_shardings=program.state_shardings.optimizer)
+
+    @jax.jit
+    def step(params: Tree, state: Tree, gradients: Tree) -> tuple[Tree, Tree]:
+        updates, state = program.optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return init(params), step
 
 
 def start(program: Program, canonical: Tree) -> State:

@@ -178,9 +178,10 @@ def test_what_idle_stages_and_padding_compute_with_chooses_no_expert(monkeypatch
     config = configuration(*CELLS["idle and padded"][:3])
     routed: list[int] = []
 
-    def slots(chosen: jax.Array, local: int, room: int) -> Any:
-        jax.debug.callback(lambda n: routed.append(int(n)), jnp.sum(chosen < local))
-        return slots_of(chosen, local, room)
+    def slots(chosen: jax.Array, local: int, room: int, skipped: Any) -> Any:
+        if isinstance(skipped, int):  # a first round
+            jax.debug.callback(lambda n: routed.append(int(n)), jnp.sum(chosen < local))
+        return slots_of(chosen, local, room, skipped)
 
     monkeypatch.setattr("meshtrain.model.experts.slots_of", slots)
     program = Program(config)
@@ -399,7 +400,10 @@ def test_losses_gradients_and_counts_are_those_of_a_loop_over_experts(cell):
     assert np.array_equal(load[:, :experts], counts)
     tokens = counts[0].sum() / config.model.moe.top_k
     assert counts.max() > tokens / 2, "no expert is crowded"
-    assert (load[:, experts] == 0).all(), "rows were dropped"
+    # of each token its rounds: more than one where many ranks share experts, of which one is crowded
+    rounds = load[:, experts] / tokens
+    ranks = config.mesh.expert
+    assert (rounds == 1).all() if ranks == 1 else (rounds >= 1 + (ranks > 2) / tokens).all()
 
     errors = errors_of(ours_of, gradients)
     limits = jax.tree.map(
@@ -416,8 +420,8 @@ def ragged(config: Config) -> dict[str, np.ndarray]:
     """A batch whose rows end at RAGGED, with places inside that do not weigh, two of them a chunk's last."""
     tokens, labels = token_batches(config, 1)[0]
     weights = (np.arange(tokens.shape[1]) < np.array(RAGGED)[:, None]).astype(np.float32)
-    for row, place in ((1, 2), (1, 5), (3, 11)):
-        weights[row, place] = 0
+    for row, token in ((1, 2), (1, 5), (3, 11)):
+        weights[row, token] = 0
     return {"tokens": tokens, "labels": labels, "weights": weights}
 
 

@@ -64,10 +64,13 @@ def test_experts_lie_over_tensor_too_where_parts_of_sequences_are_sent_to_them()
         gate = next(weight for weight in all_placed(config) if weight.name == "blocks.experts.gate")
         return gate.over, math.prod(gate.shape) // gate.on_device()
 
-    swapped = "parallel.experts.dispatch=all_to_all"
+    parts = "parallel.sequence_parallel=true"
+    gathered, swapped = (f"parallel.experts.dispatch={x}" for x in ("all_gather", "all_to_all"))
     by_columns = ((("pipeline",), ("expert",), (), ("tensor",)), 4)
-    assert over() == over("parallel.sequence_parallel=true") == over(swapped) == by_columns
-    by_experts = over("parallel.sequence_parallel=true", swapped)
+    assert over() == over(parts, gathered) == over(swapped) == by_columns
+    by_experts = over(parts, swapped)
     assert by_experts == ((("pipeline",), ("expert", "tensor"), (), ()), 4)
+    # all_to_all sends 3 / 4 x 1.25 of the rows that all_gather does
+    assert over(parts) == by_experts
     # 6 experts do not divide over 4 ranks
-    assert over("parallel.sequence_parallel=true", swapped, "model.moe.experts=6") == by_columns
+    assert over(parts, swapped, "model.moe.experts=6") == by_columns

@@ -69,10 +69,11 @@ MORE = [*FEW, {"remat": "full"}, {"expert": 2}, {"tensor": 2}, {"context": 2}]
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("capacity", [None, 1.25])
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
 @pytest.mark.parametrize("more", slow_but(MORE, FEW))
-def test_the_program_sends_over_expert_what_is_planned(dispatch, more):
-    config = configuration(dispatch, 1.25, **more)
+def test_the_program_sends_over_expert_what_is_planned(dispatch, capacity, more):
+    config = configuration(dispatch, capacity, **more)
     compiled = compile_step(config, "cpu")
     clocks = [c for c in compiled.collectives if not before_or_after_the_clocks(c["source"])]
     sent = replace(compiled, collectives=clocks).sent()
@@ -176,19 +177,20 @@ def test_a_search_has_rows_sent_as_each_number_of_ranks_asks_unless_the_config_s
 
 
 def test_passes_over_memory_are_over_the_room_on_gpus_and_over_rows_in_use_in_loops_and_elsewhere():
-    """4 ranks with 2 of 8 experts, of which a token takes 2: of none dropped 4 times the rows of an even load."""
+    """4 ranks with 2 of 8 experts, of which a token takes 2: without a capacity a round has 1.25 times an even load."""
 
     def activation(capacity, name, profile=DEFAULT_PROFILE):
         config = replaced(configuration("all_gather", capacity), train={"sequence_length": 4096})
         idle = Layer(*[Seconds()] * len(fields(Layer)))
         return add_experts(config, idle, named(name, 4), profile).mlp_hidden.memory
 
-    assert activation(None, "h100") == pytest.approx(
-        4 * activation(1.0, "h100"), rel=0.02
+    assert activation(None, "h100") == activation(1.25, "h100")
+    assert activation(4.0, "h100") == pytest.approx(
+        4 / 1.25 * activation(None, "h100"), rel=0.02
     )  # blocks are filled up
     other = replace(DEFAULT_PROFILE, compiled=False)
-    assert activation(None, "h100") == pytest.approx(
-        4 / 1.1 * activation(None, "h100", other), rel=0.02
+    assert activation(4.0, "h100") == pytest.approx(
+        4 / 1.1 * activation(4.0, "h100", other), rel=0.02
     )
     assert activation(None, "tpu-v5p") == pytest.approx(activation(None, "tpu-v5p", other))
 

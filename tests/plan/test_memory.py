@@ -18,19 +18,8 @@ from meshtrain.model.weights import parameters
 from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.pipeline.stage import Stage
 from meshtrain.plan import activations, memory, named, pipeline, plan, shapes
-from meshtrain.plan.memory import zero_state
 from meshtrain.schedule.facts import ONE_STAGE
 from meshtrain.step import Program
-
-
-@pytest.mark.parametrize(
-    "data, expected",
-    [(4, {1: 52.5, 2: 41.3, 3: 30.0}), (64, {1: 31.4, 2: 16.6, 3: 1.88})],
-    ids=["4 ranks", "64 ranks"],
-)
-def test_the_zero_papers_table_comes_out(data, expected):
-    for stage, gigabytes in expected.items():
-        assert zero_state(7.5e9, stage, data) / 1e9 == pytest.approx(gigabytes, abs=0.051)
 
 
 def odd(family, mesh, **parallel):

@@ -18,7 +18,8 @@ from meshtrain.report.page import page
 from meshtrain.report.summary import summarise
 from meshtrain.report.text import render
 
-# Of two layers with four experts: tokens, dropped rows, entropies summed over the tokens; two experts a token.
+# Of two layers with four experts: tokens, dropped rows or tokens' rounds, entropies summed over the tokens; two experts
+# a token.
 COUNTED = np.array([[4, 0, 2, 2, 1, 3.0], [8, 0, 0, 0, 0, 0.5]])
 RUN = {
     "model": {
@@ -42,13 +43,18 @@ def rows_of(directory):
 
 
 def test_a_row_has_each_layers_numbers():
-    row = of_layers(COUNTED, config())
+    counts = COUNTED.copy()
+    counts[:, 4] = 4, 6  # of four tokens each
+    row = of_layers(counts, config())
     assert row["expert_tokens"] == [[4, 0, 2, 2], [8, 0, 0, 0]]
-    assert row["layer_expert_load"] == {"0": 2.0, "1": 4.0} and row["layer_dropped_rows"] == {
-        "0": 1.0,
-        "1": 0.0,
-    }
+    assert row["layer_expert_load"] == {"0": 2.0, "1": 4.0}
+    assert row["layer_expert_rounds"] == {"0": 1.0, "1": 1.5} and "layer_dropped_rows" not in row
     assert row["layer_router_entropy"] == {"0": 0.75, "1": 0.125}
+
+
+def test_a_row_has_each_layers_dropped_rows_where_a_capacity_drops():
+    row = of_layers(COUNTED, mt.load(RUN, ["parallel.experts.capacity=1.25"]))
+    assert row["layer_dropped_rows"] == {"0": 1.0, "1": 0.0} and "layer_expert_rounds" not in row
 
 
 def test_rows_have_them_as_often_as_asked_and_at_the_end():

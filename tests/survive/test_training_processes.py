@@ -164,7 +164,9 @@ def test_the_end_of_each_process_tells_the_cause_from_its_effects(tmp_path, faul
     assert [row["step"] for row in rows(tmp_path / "run")] in ([1, 2, 3], [1, 2, 3, 4])
     if fault.startswith("bit-flip"):
         assert [rank.fault["ranks"] for rank in ranks] == [[1], [1]]
-        assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
+        # The flipped bits are in no checkpoint; that of step 2 may still be written when the run ends.
+        steps = [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()]
+        assert steps in (["2"], ["2.writing"])
 
 
 def test_a_run_that_another_has_is_told_from_a_wrong_config_by_all_processes(tmp_path):

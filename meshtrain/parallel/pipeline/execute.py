@@ -26,6 +26,7 @@ from meshtrain.compat import varying
 from meshtrain.mesh import PIPELINE
 from meshtrain.parallel.forward import Batch, Forward, LabelLosses, LossAndGradients, sum_at_once
 from meshtrain.parallel.pipeline.clock import Execution, row_of
+from meshtrain.parallel.pipeline.sending import Sending
 from meshtrain.parallel.pipeline.stage import Stage
 from meshtrain.parallel.zero import Weights
 from meshtrain.schedule.buffers import executed
@@ -66,8 +67,6 @@ class Executor:
         stage = Stage(self.forward, self.table.chunks, weights, batches, key)
         execution = Execution(self.table, self.buffers, stage, seed)
         if self.sends:
-            from meshtrain.parallel.pipeline.sending import Sending
-
             carry = Sending(execution, self.phases).run()
         else:
             carry = execution.start()
