@@ -414,6 +414,11 @@ class Program(Shown):
         return jax.jit(partial(self._map_batch, self.local.evaluated))
 
     @cached_property
+    def row_gaps(self) -> Callable[[Tree, Batch], jax.Array]:
+        """(params, batch of answers) -> `parallel.forward.ROW_GAPS`."""
+        return jax.jit(partial(self._map_batch, self.local.row_gaps))
+
+    @cached_property
     def logits(self) -> Callable[[Tree, jax.Array], jax.Array]:
         """(params, tokens int32 [B, T]) -> logits float32 [B, T, vocab_size], rows over data, which must divide B.
 

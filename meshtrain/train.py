@@ -186,6 +186,8 @@ def _run(
             report.write,
         )
         closing.callback(loop.loader.close)
+        if answers is not None:
+            answers.newest = lambda: loop.state
         check = NumbersCheck(config, start, program.is_finite, lambda: evaluation.ended)
         loop.hooks += [*filter(None, [answers]), record, hub, report, check]
         _add_chosen_hooks(loop, directory, closing)
@@ -337,6 +339,7 @@ class Loop:
     report: Callable[[str], None]
     hooks: list[RunHook] = field(default_factory=list)  # called in their order
     losses: list[float] = field(default_factory=list)  # of the steps taken
+    state: Any = None  # after the last step
     # compiled, by the shape of the batch
     steps: dict[tuple[TrainStep, tuple[int, ...]], jax.stages.Compiled] = field(
         default_factory=dict
@@ -365,6 +368,7 @@ class Loop:
             step += 1
             if self.program.islands is not None:
                 state, metrics = self.program.islands.finish(state, metrics, step)
+            self.state = state
             if pending is not None:
                 self.log(*pending)
             pending = step, metrics

@@ -14,6 +14,7 @@ from meshtrain.config import images, mesh, model, reduce, telemetry
 from meshtrain.config.auto import AUTO
 from meshtrain.config.follow import padded_batch_size, row_shards, runs_table
 from meshtrain.config.places import BOTH
+from meshtrain.config.rl import reward_terms
 from meshtrain.config.schema import ACTIVATIONS, RECIPES, Config
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import FAMILIES
@@ -428,12 +429,17 @@ def _rl_problems(config: Config) -> Iterator[str]:
     train = config.train
     if train.objective != "grpo":
         if rl.prompts or rl.reward or rl.teacher:
-            yield f"the section rl has prompts or a reward, but train.objective is {train.objective}; set it to grpo."
+            yield f"the section rl has prompts, a reward or a teacher, but train.objective is {train.objective}; set it to grpo."
         return
     if not rl.prompts:
         yield "train.objective grpo draws answers to rl.prompts, which is null; give a file of JSON Lines."
     if not rl.reward and not rl.teacher:
         yield "train.objective grpo needs rl.reward (MODULE:NAME, exact or number) or rl.teacher; give one."
+    try:
+        reward_terms(rl.reward)
+    except ValueError:
+        legal = "write MODULE:NAME, exact or number, or a sum of them with weights, such as exact + 0.2 mine:brief"
+        yield f"rl.reward is {short(repr(rl.reward))}; {legal}."
     if len(rl.clip) != 2 or rl.clip[0] >= 1:
         yield f"rl.clip is {list(rl.clip)}; it must be two numbers, the first below 1."
     if train.global_batch_size % rl.group:
@@ -452,6 +458,9 @@ def _rl_problems(config: Config) -> Iterator[str]:
         yield f"mesh.islands is {config.mesh.islands}, but answers are drawn on one mesh without islands; set it to 1."
     if config.eval.every:
         yield "eval.every asks for evaluations, which train.objective grpo has none of; set it to 0."
+    if rl.lag and rl.loss == "reinforce":
+        why = f"rl.lag is {rl.lag}, but rl.loss reinforce does not weigh answers by who drew them"
+        yield f"{why}; cispo does, with the same gradient for fresh ones."
     if rl.lag and rl.epochs > 1:
         yield f"rl.lag is {rl.lag} and rl.epochs {rl.epochs}; one of them must be as it is by default."
 

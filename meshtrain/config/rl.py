@@ -17,12 +17,11 @@ class RlConfig:
         path=True, resume=Resume.CONTENT
     )
     reward: str | None = key(
-        None, "a function in the place of the built-in rewards, as MODULE:NAME of run.imports; exact or number: "
-              "the record's `answer` against the whole answer, or its last number", resume=Resume.REPORTED
+        None, "MODULE:NAME, a function of run.imports; exact: the answer is the record's `answer`; number: its last "
+              "number is; or a sum with weights, such as exact + 0.2 mine:brief", resume=Resume.REPORTED
     )
     environment: str | None = key(
-        None, "a class of run.imports, as MODULE:NAME, which answers the model's answers: several turns",
-        resume=REFUSED
+        None, "MODULE:NAME, a class of run.imports that replies to answers: several turns", resume=REFUSED
     )
     group: int = key(8, "answers to each prompt, which are compared with one another; it divides "
                         "train.global_batch_size, the answers of a step", least=2, resume=REFUSED)
@@ -61,6 +60,17 @@ class RlConfig:
               "the model's own (on-policy distillation)", path=True, resume=REFUSED
     )
 # fmt: on
+
+
+def reward_terms(text: str | None) -> tuple[tuple[str, float], ...]:
+    """Returns the rewards of `rl.reward` with their weights; ValueError for a term that is none."""
+    terms = []
+    for term in (text or "").split("+") if text else ():
+        *weight, name = term.split()
+        if len(weight) > 1:
+            raise ValueError(f"{term.strip()} is more than a weight and a name")
+        terms.append((name, float(weight[0]) if weight else 1.0))
+    return tuple(terms)
 
 
 def has_reference(config: Any) -> bool:

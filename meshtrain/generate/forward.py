@@ -80,7 +80,16 @@ class DecodingForward:
         layers = [PromptAttention(self.parts.attention, self.groups) for _ in range(count)]
         x = self._stream(weights, tokens, jnp.arange(tokens.shape[1]), layers)
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-        return tuple(layer.cache for layer in layers), self._logits(weights, last)
+        return tuple(layer.cache for layer in layers), self._logits(weights, last)[:, 0]
+
+    def logprobs(self, weights: Parts, text: jax.Array, temperature: float) -> jax.Array:
+        """Returns the log-probability of each token of a text [T + 1] but the first, float32 [T]."""
+        count = self.config.model.layers
+        layers = [PromptAttention(self.parts.attention, self.groups) for _ in range(count)]
+        tokens = text[None, :-1]
+        x = self._stream(weights, tokens, jnp.arange(tokens.shape[1]), layers)
+        by_id = jax.nn.log_softmax(self._logits(weights, x)[0] / temperature)
+        return jnp.take_along_axis(by_id, text[1:, None], axis=1)[:, 0]
 
     def step(
         self, weights: Parts, caches: Caches, tokens: jax.Array, positions: jax.Array
@@ -91,7 +100,7 @@ class DecodingForward:
         model = self.config.model
         layers = [DecodeAttention(model, self.groups, cache, positions) for cache in caches]
         x = self._stream(weights, tokens[:, None], positions[:, None], layers)
-        return tuple(layer.cache for layer in layers), self._logits(weights, x)
+        return tuple(layer.cache for layer in layers), self._logits(weights, x)[:, 0]
 
     def _stream(
         self,
@@ -113,12 +122,12 @@ class DecodingForward:
         return x
 
     def _logits(self, weights: Parts, x: jax.Array) -> jax.Array:
-        """Returns the logits of one position, [S, 1, D], on every tensor rank."""
+        """Returns the logits behind a stream [S, T, D], float32 [S, T, V], on every tensor rank."""
         head = nnx.merge(self.graphs.head, weights.head)
         tied = weights.embedding["tokens"] if self.config.model.tied_head else None
-        shards = head(x, tied, self.collectives)[:, 0]
-        padded = lax.all_gather(shards, TENSOR, axis=1, tiled=True, to="invarying")
-        return padded[:, : self.config.model.vocab_size]
+        shards = head(x, tied, self.collectives)
+        padded = lax.all_gather(shards, TENSOR, axis=2, tiled=True, to="invarying")
+        return padded[..., : self.config.model.vocab_size]
 
     def _check_slots(self, slots: int) -> None:
         if slots >= 1 and slots % self.ranks == 0:

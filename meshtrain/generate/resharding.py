@@ -80,6 +80,27 @@ class Resharding:
                 jax.tree.map(lambda x: x.delete(), stored)
         return self._parts(by_weight)
 
+    def differing(self, params: Tree, held: Parts) -> list[Placed]:
+        """Returns the weights of which `held` has other values than `params`, compared as canonical arrays: nothing
+        here is what resharded them.
+        """
+        names = self._parts([[weight.name] * self._layers(weight) for weight in self.decoded.flat])
+        layers: dict[str, list[jax.Array]] = {weight.name: [] for weight in self.decoded.flat}
+        for name, x in zip(jax.tree.leaves(names), jax.tree.leaves(held), strict=True):
+            layers[name].append(x)
+
+        def are_equal(weight: Placed, stored: Any, held: list[jax.Array]) -> jax.Array:
+            wanted = self.trained.canonical_leaf(weight, self.trained.unstored(weight, stored))
+            there = jnp.stack(held) if weight.stacked else held[0]
+            there = there[tuple(slice(n) for n in weight.shape)]
+            return jnp.array_equal(wanted.astype(there.dtype), there)
+
+        compare = jax.jit(are_equal, static_argnums=0)
+        pairs = zip(self.trained.flat, self._leaves(params), strict=True)
+        return [
+            weight for weight, stored in pairs if not compare(weight, stored, layers[weight.name])
+        ]
+
     @property
     def _pairs(self) -> list[tuple[Placed, Placed]]:
         return list(zip(self.trained.flat, self.decoded.flat, strict=True))
@@ -90,8 +111,11 @@ class Resharding:
         return tree.flatten_up_to(params)
 
     def _specs(self, weight: Placed) -> list[Any]:
-        layers = weight.shape[0] if weight.stacked else 1
-        return [held.spec(weight, self.kind)] * layers
+        return [held.spec(weight, self.kind)] * self._layers(weight)
+
+    @staticmethod
+    def _layers(weight: Placed) -> int:
+        return weight.shape[0] if weight.stacked else 1
 
     def shardings(self, specs: Tree) -> Tree:
         """Returns the NamedShardings of a tree of PartitionSpecs on the mesh."""
@@ -112,8 +136,7 @@ class Resharding:
     def _resharded(self, trained: Placed, decoded: Placed, stored: Any) -> list[Any]:
         """Returns the layers of a weight, or the weight alone, as decoding has them. Traceable."""
         axes = shard_spec(decoded)
-        layers = decoded.shape[0] if decoded.stacked else 1
-        out = [PartitionSpec(*axes[decoded.stacked :])] * layers
+        out = [PartitionSpec(*axes[decoded.stacked :])] * self._layers(decoded)
         send = jax.shard_map(
             lambda x: self._send(trained, decoded, x),
             mesh=self.decoded.mesh,

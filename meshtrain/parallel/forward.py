@@ -298,8 +298,8 @@ class Forward:
         ways = self.config.mesh.ways("data") * self.config.parallel.microbatches
         parts = self.collectives.context
         part = lax.axis_index(CONTEXT) if parts > 1 else 0
-        zeros = vary(jnp.zeros((ways * len(gaps), parts)), varying(gaps))
-        return zeros.at[batch["rows"], part].add(gaps).ravel()
+        zeros = vary(jnp.zeros((ways * losses.shape[-2], parts)), varying(gaps))
+        return zeros.at[batch["rows"].ravel(), part].add(gaps).ravel()
 
     def length(self, batch: Batch) -> int:
         """Returns the positions of a row, or of the part of it that is here."""

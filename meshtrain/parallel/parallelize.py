@@ -179,6 +179,14 @@ class LocalStep:
             totals["eval_accuracy"] = weighted(labels.correct, batches)
         return {name: self._sum(total) / _divisor(count) for name, total in totals.items()}
 
+    def row_gaps(self, masters: Tree, batch: Batch) -> jax.Array:
+        """Returns `forward.ROW_GAPS` of a batch of answers, without a step."""
+        weights = self.zero.gather_params(masters)
+        batches, _ = self.microbatches(batch)
+        batches = self._add_reference(weights, batches)
+        labels = self._label_losses(self.forward, weights, batches)
+        return self._sum(self.forward.total(labels, batches)[1][ROW_GAPS])
+
     def microbatches(self, batch: Batch) -> tuple[Batch, jax.Array]:
         """This data rank's rows as [microbatches, rows, ..] with their global indices and what experts must know of
         them, and what counts in

@@ -5,37 +5,47 @@ batch      text             rollout 0        rollout 0        rollout 1        r
 gap                         checked                           checked
 
 a rollout    weights ─► answers of every group ─► rewards ─► advantages ─► packed rows
+
+With `rl.lag: 1` the next rollout is drawn before a step, so that its rewards are computed while the step runs:
+
+step       S                           S+1                         S+2
+drawn      rollouts 0 and 1            rollout 2                   rollout 3
+learned    rollout 0                   rollout 1, one step old     rollout 2, one step old
+
+Rollouts that wait when a checkpoint is written are kept beside it (`waiting/`): the weights that drew them are gone.
 """
 
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from meshtrain.config import Config, replaced
+from meshtrain.config.rl import reward_terms
 from meshtrain.data.loader import Loader
 from meshtrain.parallel.forward import ROW_GAPS
+from meshtrain.rl import waiting
 from meshtrain.rl.advantages import flat_groups, group_advantages
-from meshtrain.rl.prompts import Prompt, Prompts
-from meshtrain.rl.rewards import Case, Rewards
-from meshtrain.rl.rollouts import Answer, Rollouts
-from meshtrain.rl.rows import Learned, pack, rows_needed
+from meshtrain.rl.episodes import Episode, play
+from meshtrain.rl.gate import Gate
+from meshtrain.rl.prompts import Prompts
+from meshtrain.rl.rewards import Rewards, RewardScores
+from meshtrain.rl.rollouts import Rollouts
+from meshtrain.rl.rows import Learned, pack
+from meshtrain.rl.teacher import Teacher
 from meshtrain.run.hooks import Batch, Row, RunHook
 from meshtrain.run.processes import gathered, is_first
 from meshtrain.step import Program, State, TrainStep
 
-# Of every step the answers with the best, the worst and the median reward are kept here, for the report.
+# The answers of every step with the best, the worst and the median reward are kept here, for the report.
 ANSWERS = "answers.jsonl"
-GAPS = "gaps"
-
-
-class Disagreement(FloatingPointError):
-    """Drawing and training give the same tokens other log-probabilities, with the same weights."""
 
 
 class PolicyProgram(Program):
@@ -54,42 +64,64 @@ class PolicyProgram(Program):
         return super().step_after(taken)
 
 
+class Waiting(NamedTuple):
+    """A rollout whose answers are being scored."""
+
+    number: int
+    groups: list[list[Episode]]
+    failed: Counter[str]
+    scores: Callable[[], RewardScores]  # of this process's share; waits for them
+
+
+class Drawn(NamedTuple):
+    """A rollout, and what is to be learned from it."""
+
+    number: int
+    batch: dict[str, np.ndarray]
+    told: Row  # what a row of metrics has of it
+
+
 class Answering(RunHook):
     """Draws answers to prompts, has them scored, and makes batches of them; as a hook, it tells of them in rows, and
     ends the run where drawing and training disagree.
 
-    `texts`: batches of text for the first steps. Raises Disagreement.
+    `texts`: batches of text for the first steps. `newest`: the state after the last step. Raises Disagreement.
     """
 
     def __init__(
         self,
         program: Program,
         prompts: Prompts,
-        rewards: Rewards,
         texts: Loader | None,
         directory: Path,
         enter: Callable[[str], None],
     ) -> None:
         config = program.config
         rl = config.rl
+        self.newest: Callable[[], State] | None = None
+        self.waited = 0.0
         self._program = program
         self._config = config
         self._prompts = prompts
-        self._rewards = rewards
         self._texts = texts
         self._directory = directory
         self._enter = enter
-        self._rows = rows_needed(config, config.train.global_batch_size, prompts.longest)
-        length = prompts.longest + rl.answers
+        self._rewards = Rewards(reward_terms(rl.reward), rl.reward_seconds, rl.environment)
         ranks = program.mesh.size // config.mesh.tensor
         slots = -(-config.train.global_batch_size // ranks) * ranks
-        self._rollouts = Rollouts(program, slots, length, rl.answers, rl.temperature, prompts.ends)
-        self._held: tuple[int, dict[str, np.ndarray]] | None = None  # a rollout and its batch
+        self._rollouts = Rollouts(
+            program, slots, prompts.length, rl.answers, rl.temperature, prompts.ends
+        )
+        self._teacher = Teacher(program, prompts.length) if rl.teacher else None
+        self._gate = Gate(program, self._rollouts, directory, self._placed)
+        # One alone, since the children of rewards are asked by one thread.
+        self._thread = ThreadPoolExecutor(1) if rl.lag else None
+        self._waiting: dict[int, Waiting] = {}
+        self._held: Drawn | None = None
         self._told: dict[int, Row] = {}  # what there is to say of a step, until its row comes
-        self._fresh: dict[int, dict[str, np.ndarray]] = {}  # batches whose gaps are to be checked
+        self._fresh: dict[int, Drawn] = {}  # whose gaps are to be checked
         self._gaps: dict[int, jax.Array] = {}
         self._tokens: dict[int, tuple[int, int]] = {}  # by steps taken, real ones and padding
-        self.waited = 0.0
 
     # --- batches
 
@@ -101,78 +133,110 @@ class Answering(RunHook):
             _, batch = next(self._texts)
             return batch
         rollout = (taken - supervised) // self._config.rl.epochs
-        if self._held is None or self._held[0] != rollout:
-            batch, told = self._draw(rollout, state)
-            self._held = rollout, batch
-            self._told[taken + 1] = told
-            self._fresh[taken + 1] = batch
-        batch = self._held[1]
+        if self._held is None or self._held.number != rollout:
+            self._held, is_fresh = self._rollout(rollout, state)
+            self._told[taken + 1] = self._held.told
+            if is_fresh:
+                self._fresh[taken + 1] = self._held
+        batch = self._held.batch
         real = int((batch["segments"] > 0).sum())
         self._tokens[taken] = real, batch["segments"].size - real
         return self._placed(batch)
 
-    def _draw(self, rollout: int, state: State) -> tuple[dict[str, np.ndarray], Row]:
-        """Returns a batch of answers drawn by the state's weights, and what there is to say of them."""
-        rl = self._config.rl
+    def _rollout(self, number: int, state: State) -> tuple[Drawn, bool]:
+        """Returns a rollout to be learned from, and whether the state's own weights have drawn it. Those behind it up
+        to `rl.lag` are drawn too.
+        """
         began = time.perf_counter()
-        self._enter("rollout")
-        self._rollouts.synchronise(state.params)
-        chosen = self._prompts.chosen(rollout)
-        prompts = [self._prompts.all[number] for number in chosen]
-        seeds = self._prompts.seeds(rollout, chosen, rl.group)
-        answers = self._rollouts.draw([prompt.tokens for prompt in prompts], seeds)
-        self._rollouts.free()
+        config = self._config
+        steps = config.train.steps - config.rl.supervised
+        last = min(number + config.rl.lag, -(-steps // config.rl.epochs) - 1)
+        missing = [n for n in range(number, last + 1) if n not in self._waiting]
+        if missing:
+            self._enter("rollout")
+            self._rollouts.synchronise(state.params)
+            for each in missing:
+                self._waiting[each] = self._scored(each, *self._play(each))
+            self._rollouts.free()
         drawn = time.perf_counter()
         self._enter("reward")
-        rewards, failed = self._scores(prompts, answers)
-        advantages = group_advantages(rewards, rl.scale)
-        flat = flat_groups(rewards)
-        scored = time.perf_counter()
-        learned = [
-            Learned(prompt.tokens, answer, np.full(len(answer.tokens), advantage, np.float32))
-            for prompt, group, of_group, teaches_nothing in zip(
-                prompts, answers, advantages, flat, strict=True
-            )
-            if not (rl.drop_flat_groups and teaches_nothing)
-            for answer, advantage in zip(group, of_group, strict=True)
-        ]
-        batch = pack(learned, self._config, self._rows)
-        every = [answer for group in answers for answer in group]
+        rollout = self._waiting.pop(number)
+        rewards, failed = self._rewards_of(rollout)
         told = {
+            "rl/rewards_failed": sum((rollout.failed + failed).values()),
+            "rl/draw_seconds": drawn - began,
+            "rl/reward_seconds": time.perf_counter() - drawn,
+        }
+        return self._learn(rollout, rewards, told), number in missing
+
+    def _learn(self, rollout: Waiting, rewards: np.ndarray, told: Row) -> Drawn:
+        """Returns the batch of a rollout with its rewards, and adds what there is to tell of it."""
+        config = self._config
+        advantages = group_advantages(rewards, config.rl.scale)
+        answers = [episode for group in rollout.groups for episode in group]
+        learned = list(self._learned(rollout.groups, rewards, advantages))
+        told |= {
             "rl/reward": float(rewards.mean()),
             "rl/reward_std": float(rewards.std()),
-            "rl/flat_groups": float(flat.mean()),
-            "rl/answer_tokens": float(np.mean([len(answer.tokens) for answer in every])),
-            "rl/ended": float(np.mean([answer.ended for answer in every])),
-            "rl/rewards_failed": sum(failed.values()),
-            "rl/draw_seconds": drawn - began,
-            "rl/reward_seconds": scored - drawn,
+            "rl/flat_groups": float(flat_groups(rewards).mean()),
+            "rl/answer_tokens": float(np.mean([episode.drawn.sum() for episode in answers])),
+            "rl/ended": float(np.mean([episode.ended for episode in answers])),
         }
-        self._keep(rollout, prompts, answers, rewards, advantages)
-        return batch, told
+        if self._teacher is not None:
+            told["rl/teacher_kl"] = self._learn_from_teacher(self._teacher, learned)
+        self._keep(rollout, rewards, advantages)
+        return Drawn(rollout.number, pack(learned, config, self._prompts.length - 1), told)
 
-    def _scores(
-        self, prompts: list[Prompt], answers: list[list[Answer]]
-    ) -> tuple[np.ndarray, Counter[str]]:
+    def _play(self, rollout: int) -> tuple[list[list[Episode]], Counter[str]]:
+        """Returns the episodes of a rollout, by the weights that were synchronised last."""
+        numbers = self._prompts.chosen(rollout)
+        chosen = [self._prompts.all[number] for number in numbers]
+        seeds = self._prompts.seeds(rollout, numbers, self._config.rl.group)
+        return play(self._rollouts, self._prompts, self._rewards, chosen, seeds)
+
+    def _learned(
+        self, groups: Sequence[Sequence[Episode]], rewards: np.ndarray, advantages: np.ndarray
+    ) -> Iterator[Learned]:
+        rl = self._config.rl
+        flat = flat_groups(rewards)
+        for group, of_group, teaches_nothing in zip(groups, advantages, flat, strict=True):
+            # A teacher teaches where rewards do not.
+            if rl.drop_flat_groups and teaches_nothing and not rl.teacher:
+                continue
+            for episode, advantage in zip(group, of_group, strict=True):
+                each = np.full(len(episode.tokens), advantage, np.float32)
+                yield Learned(episode.tokens, episode.drawn, episode.logprobs, each)
+
+    def _learn_from_teacher(self, teacher: Teacher, learned: Sequence[Learned]) -> float:
+        """Adds what a teacher makes of each token to its advantage; returns the mean distance from it."""
+        of_teacher = teacher.logprobs([each.tokens for each in learned])
+        total = 0.0
+        for each, logprobs in zip(learned, of_teacher, strict=True):
+            distance = (each.logprobs[1:] - logprobs)[each.drawn[1:]]
+            each.advantages[1:][each.drawn[1:]] -= distance
+            total += float(distance.sum())
+        return total / max(sum(int(each.drawn.sum()) for each in learned), 1)
+
+    def _scored(
+        self, number: int, groups: list[list[Episode]], failed: Counter[str]
+    ) -> Waiting:
+        """Returns a rollout whose rewards are on their way: with a lag a thread waits for them."""
+        cases = [episode.case for group in groups for episode in group]
+        own = cases[jax.process_index() :: jax.process_count()]
+        if self._thread is None:
+            return Waiting(number, groups, failed, partial(self._rewards.score, own))
+        return Waiting(number, groups, failed, self._thread.submit(self._rewards.score, own).result)
+
+    def _rewards_of(self, rollout: Waiting) -> tuple[np.ndarray, Counter[str]]:
         """Returns the rewards, float32 [prompts, group], the same on all processes, of which each scores a share."""
-        cases = [
-            Case(prompt.given, self._text(answer), prompt.record)
-            for prompt, group in zip(prompts, answers, strict=True)
-            for answer in group
-        ]
-        processes = jax.process_count()
-        scores = self._rewards.score(cases[jax.process_index() :: processes])
+        scores = rollout.scores()
         of_all = gathered([scores.values.tolist(), dict(scores.failed)])
-        rewards = np.zeros(len(cases), np.float32)
+        rewards = np.zeros(sum(map(len, rollout.groups)), np.float32)
         failed: Counter[str] = Counter()
         for process, (values, kinds) in enumerate(of_all):
-            rewards[process::processes] = values
+            rewards[process :: len(of_all)] = values
             failed.update(kinds)
-        return rewards.reshape(len(prompts), -1), failed
-
-    def _text(self, answer: Answer) -> str:
-        tokens = answer.tokens[:-1] if answer.ended else answer.tokens
-        return self._prompts.tokenizer.decode(tokens)
+        return rewards.reshape(len(rollout.groups), -1), failed
 
     def _placed(self, batch: dict[str, np.ndarray]) -> Batch:
         rows, columns = self._program.part(batch["tokens"].shape)
@@ -181,27 +245,22 @@ class Answering(RunHook):
             own = {name: x[:, columns] for name, x in own.items()}
         return self._program.place(own)
 
-    def _keep(
-        self,
-        rollout: int,
-        prompts: list[Prompt],
-        answers: list[list[Answer]],
-        rewards: np.ndarray,
-        advantages: np.ndarray,
-    ) -> None:
+    def _keep(self, rollout: Waiting, rewards: np.ndarray, advantages: np.ndarray) -> None:
         """Writes the best, the worst and a median answer of a rollout into the run."""
         if not is_first():
             return
+        rl = self._config.rl
         order = np.argsort(rewards, axis=None, kind="stable")
         kinds = {"worst": order[0], "median": order[len(order) // 2], "best": order[-1]}
         with (self._directory / ANSWERS).open("a", encoding="utf-8") as file:
             for kind, at in kinds.items():
                 prompt, sample = divmod(int(at), rewards.shape[1])
+                episode = rollout.groups[prompt][sample]
                 line = {
-                    "step": self._config.rl.supervised + rollout * self._config.rl.epochs + 1,
+                    "step": rl.supervised + rollout.number * rl.epochs + 1,
                     "kind": kind,
-                    "prompt": prompts[prompt].given,
-                    "answer": self._text(answers[prompt][sample]),
+                    "prompt": episode.given,
+                    "answer": episode.answer,
                     "reward": float(rewards[prompt, sample]),
                     "advantage": float(advantages[prompt, sample]),
                     "group_rewards": rewards[prompt].tolist(),
@@ -227,6 +286,8 @@ class Answering(RunHook):
     def close(self) -> None:
         """Ends the processes of rewards, and what reads text ahead."""
         self._rewards.close()
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
         if self._texts is not None:
             self._texts.close()
 
@@ -241,27 +302,27 @@ class Answering(RunHook):
         step = row["step"]
         row |= self._told.pop(step, {})
         gaps = self._gaps.pop(step, None)
-        batch = self._fresh.pop(step, None)
-        if (
-            gaps is not None
-            and batch is not None
-            and not row["rl/gap_max"] <= self._config.rl.gap_limit
-        ):
-            self._end(step, row["rl/gap_max"], np.asarray(gaps), batch)
-
-    def _end(self, step: int, gap: float, gaps: np.ndarray, batch: dict[str, np.ndarray]) -> None:
-        """Saves the rows whose log-probabilities disagree, and raises Disagreement."""
-        by_row = gaps.reshape(len(batch["tokens"]), -1).max(1)
-        wrong = np.flatnonzero(~(by_row <= self._config.rl.gap_limit))
-        file = self._directory / GAPS / f"{step}.npz"
-        if is_first():
-            file.parent.mkdir(exist_ok=True)
-            arrays: dict[str, Any] = {name: x[wrong] for name, x in batch.items()}
-            np.savez(file, gaps=by_row[wrong], **arrays)
-        raise Disagreement(
-            f"step {step}: with the same weights the log-probability of a token is {gap:.3g} apart between drawing and "
-            f"training, above rl.gap_limit {self._config.rl.gap_limit:g}; the {len(wrong)} rows are in {file}."
+        drawn = self._fresh.pop(step, None)
+        if gaps is None or drawn is None or self._gate.passes(row["rl/gap_max"]):
+            return
+        assert self.newest is not None
+        self._gate.close(
+            step,
+            np.asarray(gaps),
+            drawn.batch,
+            self.newest().params,
+            lambda: (episode for group in self._play(drawn.number)[0] for episode in group),
         )
+
+    def before_save(self, step: int, state: State) -> None:
+        if self._config.rl.lag and is_first():
+            waiting.write(self._directory, step, self._waiting)
+
+    def take_up(self, step: int) -> None:
+        """Takes up the rollouts that waited when the checkpoint of a step was written."""
+        if self._config.rl.lag:
+            for number, groups in waiting.read(self._directory, step, self._prompts).items():
+                self._waiting[number] = self._scored(number, groups, Counter())
 
 
 def begin_answering(
@@ -274,9 +335,9 @@ def begin_answering(
 ) -> Answering:
     """Returns the batches behind step `start`; `loader` reads batches of text ahead, of a program that takes them."""
     assert isinstance(program, PolicyProgram)
-    rl = program.config.rl
     texts = None
-    if prompts.texts is not None and start < rl.supervised:
+    if prompts.texts is not None and start < program.config.rl.supervised:
         texts = loader(prompts.texts, program.supervised)
-    rewards = Rewards([(str(rl.reward), 1.0)], rl.reward_seconds)
-    return Answering(program, prompts, rewards, texts, directory, enter)
+    answering = Answering(program, prompts, texts, directory, enter)
+    answering.take_up(start)
+    return answering

@@ -44,13 +44,14 @@ class Spec(NamedTuple):
     functions: tuple[tuple[str, str, str, str], ...]
     seconds: float  # a call
     memory: int  # bytes
+    has_environment: bool = False  # the last function is a class of episodes' environments
 
 
 class Reply(NamedTuple):
     """The outcome of a call."""
 
     kind: str | None  # of failure
-    value: float
+    value: Any  # a float; of an environment a list of messages, or None
     how: str  # it failed
 
 
@@ -111,13 +112,18 @@ def _work(trainer: Connection, directory: str) -> None:
     # The first one does nothing.
     functions: list[Callable[..., Any]] = [float]
     reply = call(_load, (spec, functions), spec.functions[-1][1], BaseException)
+    environment = len(spec.functions) if spec.has_environment else 0
     _limit(spec.memory)
     me = os.getpid()
     while os.getpid() == me:  # a function may return in a process that it has forked, too
         trainer.send_bytes(json.dumps(reply).encode())
         number, *arguments = pickle.loads(trainer.recv_bytes())
         _lower(resource.RLIMIT_CPU, math.ceil(time.process_time() + spec.seconds) + 1)
-        reply = call(functions[number], arguments, spec.functions[number - 1][1], BaseException)
+        file = spec.functions[number - 1][1]
+        if number and number == environment:
+            reply = call(_step, (functions[number], *arguments), file, BaseException, _messages)
+        else:
+            reply = call(functions[number], arguments, file, BaseException)
 
 
 def _load(spec: Spec, functions: list[Callable[..., Any]]) -> float:
@@ -147,19 +153,36 @@ def _lower(limit: int, most: int) -> None:
     resource.setrlimit(limit, (most if hard < 0 else min(most, hard), hard))
 
 
+def _step(environment: Callable[..., Any], messages: Any, record: Any) -> Any:
+    return environment(record).step(messages)
+
+
+def _number(value: Any) -> float:
+    if not math.isfinite(value) or abs(value) > LARGEST:
+        raise ValueError
+    return float(value)
+
+
+def _messages(value: Any) -> Any:
+    if value is not None and not (value and all(message["role"] for message in value)):
+        raise ValueError
+    return json.loads(json.dumps(value))
+
+
 def call(
     function: Callable[..., Any],
     arguments: Sequence[Any],
     file: str = "",
     caught: type[BaseException] = Exception,
+    read: Callable[[Any], Any] = _number,
 ) -> Reply:
-    """Returns what becomes of a call of a reward; `file`: where it is written."""
+    """Returns what becomes of a call of a reward; `file`: where it is written; `read`: the value of what it returns."""
     try:
         value = function(*arguments)
-        with suppress(TypeError, ValueError, OverflowError):
-            if math.isfinite(value) and abs(value) <= LARGEST:
-                return Reply(None, float(value), "")
-        return Reply("not_finite", 0.0, f"returned {reprlib.repr(value)}")
+        with suppress(TypeError, ValueError, OverflowError, KeyError):
+            return Reply(None, read(value), "")
+        kind = "not_finite" if read is _number else "not_messages"
+        return Reply(kind, 0.0, f"returned {reprlib.repr(value)}")
     except MemoryError:
         return Reply("memory", 0.0, "took more memory than it may")
     except caught as error:

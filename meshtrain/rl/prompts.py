@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from meshtrain.config import Config, ConfigError, replaced, short
+from meshtrain.config.rl import reward_terms
 from meshtrain.data import SplitBatches, open_data
 from meshtrain.data.documents import documents
 from meshtrain.data.input_files import find
@@ -21,77 +22,118 @@ from meshtrain.data.permutation import key_of, permute
 from meshtrain.data.template import find_template
 from meshtrain.data.tokenizer import Tokenizer, load_tokenizer
 from meshtrain.generate.text import Conversations, text_tokens
+from meshtrain.rl.rewards import BUILT_IN
+from meshtrain.rl.rollouts import Answer
 
 # Of a wrong file one sentence is enough.
 LEGAL = 'a record has "prompt", a text or a list of messages'
+# Stands for an answer in a conversation whose continuation is wanted: it is in no text.
+STAND_IN = "\U000f0ffd"
 
 
 @dataclass(frozen=True)
 class Prompt:
     """A record, and its prompt's tokens, int32 [T]."""
 
+    number: int  # in its file
     given: str | list[dict[str, Any]]
     record: dict[str, Any]
     tokens: np.ndarray
 
 
 class Prompts:
-    """All prompts of a run. `ends`: tokens that end an answer. ConfigError for a record that is none, and for a prompt
-    that leaves no room for its answer.
+    """All prompts of a run. `ends`: tokens that end an answer; `length`: tokens of a prompt with all that follows, at
+    most. ConfigError for a record that is none, and for a prompt that leaves no room for its answer.
     """
 
     def __init__(self, config: Config) -> None:
         rl = config.rl
         data = config.data
+        self._config = config
         self.seed = config.run.seed
         self.each = config.train.global_batch_size // rl.group
         self.tokenizer: Tokenizer = load_tokenizer(data.tokenizer, begin=data.begin, end=data.end)
-        marked = load_tokenizer(data.tokenizer, chat=True, begin=data.begin, end=data.end)
+        self._marked = load_tokenizer(data.tokenizer, chat=True, begin=data.begin, end=data.end)
         self.ends = frozenset(stop.id for stop in self.tokenizer.boundaries.stops)
-        room = config.train.sequence_length + 1 - rl.answers
-        template: Conversations | None = None
+        self._template: Conversations | None = None
         digest = hashlib.sha256()
         self.all: list[Prompt] = []
         for document in documents(find([str(rl.prompts)], what="prompts").files, None):
-            record = document.record
-            if document.problem or not isinstance(record, dict) or not record.get("prompt"):
-                wrong = document.problem or "has no prompt"
-                raise ConfigError(f"rl.prompts: {short(document.name)} {wrong}; {LEGAL}.")
-            given = record["prompt"]
-            if isinstance(given, str):
-                tokens = text_tokens(self.tokenizer, given)
-            elif isinstance(given, list):
-                if template is None:
-                    source = find_template(data.template, data.tokenizer)
-                    template = Conversations(source, marked, time.time())
-                    if (turn := template.end_of_turn()) is not None:
-                        self.ends |= {turn}
-                tokens = template.tokens(given)
-            else:
-                what = type(given).__name__
-                raise ConfigError(
-                    f"rl.prompts: {short(document.name)} has a prompt that is a {what}; {LEGAL}."
-                )
-            if len(tokens) > room:
-                raise ConfigError(
-                    f"rl.prompts: the prompt of {short(document.name)} has {len(tokens)} tokens; with rl.answers "
-                    f"{rl.answers} and train.sequence_length {config.train.sequence_length} it may have {room}."
-                )
-            digest.update(json.dumps(record, sort_keys=True).encode())
-            self.all.append(Prompt(given, record, tokens))
+            self.all.append(self._prompt(document.name, document.record, document.problem))
+            digest.update(json.dumps(document.record, sort_keys=True).encode())
         if len(self.all) < self.each:
             raise ConfigError(
                 f"rl.prompts holds {len(self.all)} prompts, but a step draws answers to {self.each} "
                 "(train.global_batch_size / rl.group); give more, or draw fewer."
             )
         self.longest = max(len(prompt.tokens) for prompt in self.all)
+        several = rl.environment is not None
+        self.length = config.train.sequence_length if several else self.longest + rl.answers
         self.texts: SplitBatches | None = None
         if rl.supervised:
             self.texts, _ = open_data(replaced(config, train={"objective": "next_token"}))
             digest.update(self.texts.digest.encode())
         self.digest = digest.hexdigest()
         self.batches_per_epoch = -(-len(self.all) // self.each) * rl.epochs
-        self._config = config
+
+    def _prompt(self, name: str, record: Any, problem: str | None) -> Prompt:
+        """Returns the prompt of a record; ConfigError for a record that is none."""
+        rl = self._config.rl
+        if problem or not isinstance(record, dict) or not record.get("prompt"):
+            wrong = problem or "has no prompt"
+            raise ConfigError(f"rl.prompts: {short(name)} {wrong}; {LEGAL}.")
+        given = record["prompt"]
+        if not isinstance(given, str | list):
+            what = type(given).__name__
+            raise ConfigError(f"rl.prompts: {short(name)} has a prompt that is a {what}; {LEGAL}.")
+        built_in = [reward for reward, _ in reward_terms(rl.reward) if reward in BUILT_IN]
+        if built_in and "answer" not in record:
+            raise ConfigError(
+                f'rl.prompts: {short(name)} has no "answer", with which the reward {built_in[0]} compares; add it.'
+            )
+        if isinstance(given, str) and rl.environment:
+            raise ConfigError(
+                f"rl.prompts: {short(name)} has a prompt that is a text, but rl.environment takes part in conversations; "
+                "give messages."
+            )
+        tokens = (
+            text_tokens(self.tokenizer, given)
+            if isinstance(given, str)
+            else self._conversations.tokens(given)
+        )
+        room = self._config.train.sequence_length + 1 - rl.answers
+        if len(tokens) > room:
+            raise ConfigError(
+                f"rl.prompts: the prompt of {short(name)} has {len(tokens)} tokens; with rl.answers "
+                f"{rl.answers} and train.sequence_length {self._config.train.sequence_length} it may have {room}."
+            )
+        return Prompt(len(self.all), given, record, tokens)
+
+    @property
+    def _conversations(self) -> Conversations:
+        """The template of prompts that are messages, whose end of a turn ends an answer."""
+        if self._template is None:
+            data = self._config.data
+            source = find_template(data.template, data.tokenizer)
+            self._template = Conversations(source, self._marked, time.time())
+            if (turn := self._template.end_of_turn()) is not None:
+                self.ends |= {turn}
+        return self._template
+
+    def text(self, answer: Answer) -> str:
+        """Returns the text of an answer, without its end."""
+        return self.tokenizer.decode(answer.tokens[:-1] if answer.ended else answer.tokens)
+
+    def between(self, messages: list[dict[str, Any]], more: list[dict[str, Any]]) -> np.ndarray:
+        """Returns the tokens that follow the end of the last message, an answer, up to the beginning of the next one.
+
+        `more`: the messages between the two. ConfigError for messages that the template does not take.
+        """
+        stand_in = {"role": "assistant", "content": STAND_IN}
+        written = self._conversations.text([*messages[:-1], stand_in, *more])
+        behind = written.rpartition(STAND_IN)[2]
+        # The first token is the end of the turn, which the model has drawn.
+        return self._marked.encode([behind])[0][1:].astype(np.int32)
 
     def describe(self) -> str:
         """Returns what a run draws answers to, in one line."""

@@ -15,15 +15,15 @@ A call that fails has the reward 0 and is counted by its kind; the run goes on:
     memory        takes more memory than it may
     raised        raises an exception, SystemExit included
     not_finite    returns NaN, an infinity, what float32 cannot hold, or no number
+    not_messages  returns no list of messages (an environment, see `episodes`)
     died          ends its process, or is killed in it
 
 Timeout, memory and died cost the process, with everything that it has started and its temporary files; the next call
 has a new one. A child has neither JAX nor the trainer, unless the file of the reward imports them. So a reward is best
 in a file of its own. Its prints are discarded. It has one thread for BLAS, and JAX on the CPU.
 
-The limits are for accidents. They do not make a sandbox: a child runs as the trainer's user, with its files,
-network and
-processes. A reward that runs a model's code has to put it into a container of its own.
+The limits are for accidents. They do not make a sandbox: a child runs as the trainer's user, with its files, network
+and processes. A reward that runs a model's code has to put it into a container of its own.
 """
 
 import json
@@ -93,6 +93,7 @@ class Rewards:
 
     names: each reward with its weight in the sum, as MODULE:FUNCTION of `run.imports` or built in.
     seconds: a call may take, by the clock and of CPU time.
+    environment: a class that replies to answers, as MODULE:NAME.
     memory: bytes that a call may take; each file that it writes may have as many.
     processes: children at most; by default one a core, and 8 at most.
 
@@ -103,19 +104,25 @@ class Rewards:
         self,
         names: Sequence[tuple[str, float]],
         seconds: float,
+        environment: str | None = None,
         memory: int = MEMORY,
         processes: int = 0,
     ) -> None:
         self._names = names
+        self.environment = environment
         outside = [name for name, _ in names if name not in BUILT_IN]
         # The child's first function is one that does nothing.
         self._numbers = {name: number for number, name in enumerate(outside, 1)}
-        self._spec = Spec(tuple(map(_defined, outside)), seconds, memory)
+        functions = [_defined(name) for name in outside]
+        if environment is not None:
+            functions.append(definition("rl.environment", environment))
+            outside = [*outside, environment]
+        self._spec = Spec(tuple(functions), seconds, memory, environment is not None)
         self._processes = processes or min(len(os.sched_getaffinity(0)), MOST)
         self._idle: list[_Child] = []
         if outside and (reply := self._ask({0: (0,)})[0]).kind is not None:
             raise ConfigError(
-                f"rl.reward: {' and '.join(outside)} cannot be imported in a process of its own, which "
+                f"rl: {' and '.join(outside)} cannot be imported in a process of its own, which "
                 f"{short(reply.how)}."
             )
 
@@ -139,6 +146,18 @@ class Rewards:
                 failed[reply.kind] += 1
                 first.setdefault(reply.kind, f"the reward {name} {short(reply.how)}")
         return RewardScores(sums.astype(np.float32), failed, first)
+
+    def turns(
+        self, conversations: Sequence[tuple[list[dict[str, Any]], dict[str, Any]]]
+    ) -> tuple[list[list[dict[str, Any]] | None], Counter[str]]:
+        """Returns what the environment replies to conversations with their records, None where they end, and how many
+        calls failed in which way: an episode ends there.
+        """
+        number = len(self._spec.functions)
+        replies = self._ask({key: (number, *each) for key, each in enumerate(conversations)})
+        failed = Counter(reply.kind for reply in replies.values() if reply.kind is not None)
+        in_order = [replies[key] for key in range(len(conversations))]
+        return [None if reply.kind else reply.value for reply in in_order], failed
 
     def close(self) -> None:
         _close(self._idle)

@@ -90,32 +90,32 @@ class Rollouts:
         self.temperature = temperature
         self.ends = ends
         self.forward = DecodingForward(program, slots, length)
-        self._resharding = Resharding(program.layout, self.forward.layout)
-        self._weights: Parts | None = None
+        self.resharding = Resharding(program.layout, self.forward.layout)
+        self.weights: Parts | None = None
 
     def synchronise(self, params: Tree) -> None:
         """Takes the weights of a state's `params`, by a program that is compiled at the first call."""
         # freed before there are others
-        self._weights = None
-        self._weights = self._resharding.program(params)
+        self.weights = None
+        self.weights = self.resharding.program(params)
 
     def free(self) -> None:
         """Frees the weights until they are synchronised again."""
-        self._weights = None
+        self.weights = None
 
     def draw(self, prompts: Sequence[np.ndarray], seeds: np.ndarray) -> list[list[Answer]]:
         """Returns G answers to each of P prompts, by their seeds, uint32 [P, G].
 
         All processes call it alike, and all get all answers.
         """
-        assert self._weights is not None, "synchronise comes first"
+        assert self.weights is not None, "synchronise comes first"
         prompts = [np.asarray(prompt, np.int32) for prompt in prompts]
         for prompt in prompts:
             self._check(prompt)
         group = seeds.shape[1]
         answers: list[Answer] = []
         for wave in self._waves(prompts, seeds):
-            tokens, logprobs, counts = map(np.asarray, self._program(self._weights, wave))
+            tokens, logprobs, counts = map(np.asarray, self._program(self.weights, wave))
             for slot in np.flatnonzero(wave.limits):
                 count = counts[slot]
                 chosen = tokens[slot, :count]
@@ -178,11 +178,11 @@ class Rollouts:
         mapped = jax.shard_map(
             self._answer,
             mesh=self.forward.mesh,
-            in_specs=(self._resharding.specs, rows),
+            in_specs=(self.resharding.specs, rows),
             out_specs=rows,
         )
         everywhere = NamedSharding(self.forward.mesh, PartitionSpec())
-        weights = self._resharding.shardings(self._resharding.specs)
+        weights = self.resharding.shardings(self.resharding.specs)
         return jax.jit(mapped, in_shardings=(weights, everywhere), out_shardings=everywhere)
 
     def _answer(self, weights: Parts, wave: Wave) -> tuple[jax.Array, jax.Array, jax.Array]:

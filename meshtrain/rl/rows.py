@@ -14,69 +14,85 @@ import numpy as np
 from meshtrain.config import Config
 from meshtrain.config.follow import round_up
 from meshtrain.inputs import OTHERS
-from meshtrain.rl.rollouts import Answer
+
+# A batch has one of so many numbers of rows, each of which is compiled for.
+SHAPES = 4
 
 
 class Learned(NamedTuple):
-    """An answer to be learned from."""
+    """A text to be learned from; arrays [n]."""
 
-    prompt: np.ndarray  # int32 [n]
-    answer: Answer
-    advantages: np.ndarray  # float32 [tokens of the answer]
+    tokens: np.ndarray  # int32
+    drawn: np.ndarray  # bool: by the model, not given to it
+    logprobs: np.ndarray  # float32, of the tokens that were drawn
+    advantages: np.ndarray  # float32, likewise
 
     @property
     def labels(self) -> int:
-        return len(self.prompt) + len(self.answer.tokens) - 1
+        return len(self.tokens) - 1
 
 
-def rows_needed(config: Config, answers: int, longest: int) -> int:
-    """Returns rows that hold so many answers, whatever their lengths, to prompts of at most `longest` tokens."""
-    each = max(1, config.train.sequence_length // (longest + config.rl.answers - 1))
-    multiple = config.mesh.data * config.parallel.microbatches
-    return round_up(-(-answers // each), multiple)
-
-
-def place_in_rows(lengths: Sequence[int], rows: int, length: int) -> list[int]:
-    """Returns a row for each, the longest first into the first row that has room: those of one row fit into it."""
-    room = np.full(rows, length)
+def place_in_rows(lengths: Sequence[int], length: int) -> list[int]:
+    """Returns a row for each text, the longest first into the first row that has room for it."""
+    room: list[int] = []
     places = [0] * len(lengths)
     for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
-        row = int(np.argmax(room >= lengths[number]))
-        assert room[row] >= lengths[number], "rows_needed has room for all"
+        row = next((r for r, left in enumerate(room) if left >= lengths[number]), len(room))
+        if row == len(room):
+            room.append(length)
         room[row] -= lengths[number]
         places[number] = row
     return places
 
 
-def pack(learned: Sequence[Learned], config: Config, rows: int) -> dict[str, np.ndarray]:
-    """Returns a batch of so many rows; the weights of its labels sum up to what `rl.average` has them count."""
+def rows_of(config: Config, needed: int, longest: int) -> int:
+    """Returns the rows of a batch that needs so many, one of `SHAPES` numbers, which the mesh divides.
+
+    `longest`: labels of the longest text that there may be; the largest number of rows holds a step's answers of that
+    length.
+    """
+    multiple = config.mesh.data * config.parallel.microbatches
+    each = max(1, config.train.sequence_length // longest)
+    most = -(-config.train.global_batch_size // each)
+    step = round_up(-(-most // SHAPES), multiple)
+    return round_up(max(needed, 1), step)
+
+
+def pack(
+    learned: Sequence[Learned], config: Config, longest: int, alone: bool = False
+) -> dict[str, np.ndarray]:
+    """Returns a batch; the weights of its labels sum up to what `rl.average` has them count.
+
+    `longest`: as `rows_of` has it. `alone`: each text has a row of its own.
+    """
     length = config.train.sequence_length
+    lengths = [each.labels for each in learned]
+    places = list(range(len(learned))) if alone else place_in_rows(lengths, length)
+    rows = rows_of(config, max(places, default=0) + 1, longest)
     kinds = {"tokens": np.int32, "labels": np.int32, **OTHERS}
     del kinds["pairs"]
     batch = {name: np.zeros((rows, length), kind) for name, kind in kinds.items()}
     begins = np.zeros(rows, np.int64)
     segments = np.zeros(rows, np.int32)
     counts = _counts(learned, config)
-    places = place_in_rows([each.labels for each in learned], rows, length)
     for each, row, count in zip(learned, places, counts, strict=True):
-        text = np.concatenate([each.prompt, each.answer.tokens])
         here = slice(begins[row], begins[row] + each.labels)
-        behind = slice(here.stop - len(each.answer.tokens), here.stop)
         segments[row] += 1
-        batch["tokens"][row, here] = text[:-1]
-        batch["labels"][row, here] = text[1:]
+        batch["tokens"][row, here] = each.tokens[:-1]
+        batch["labels"][row, here] = each.tokens[1:]
         batch["positions"][row, here] = np.arange(each.labels)
         batch["segments"][row, here] = segments[row]
-        batch["weights"][row, behind] = count
-        batch["advantages"][row, behind] = each.advantages
-        batch["drawn"][row, behind] = each.answer.logprobs
+        drawn = each.drawn[1:]
+        batch["weights"][row, here] = np.where(drawn, count, 0.0)
+        batch["advantages"][row, here] = np.where(drawn, each.advantages[1:], 0.0)
+        batch["drawn"][row, here] = np.where(drawn, each.logprobs[1:], 0.0)
         begins[row] = here.stop
     return batch
 
 
 def _counts(learned: Sequence[Learned], config: Config) -> list[float]:
     """Returns what each label of an answer counts; a step divides the sum by the number of labels."""
-    labels = [len(each.answer.tokens) for each in learned]
+    labels = [int(each.drawn.sum()) for each in learned]
     mean = sum(labels) / max(len(labels), 1)
     by_average = {
         "token": [1.0] * len(labels),

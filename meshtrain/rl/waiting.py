@@ -1,0 +1,66 @@
+"""Rollouts that wait to be learned from when a checkpoint is written (`rl.lag`), in a file beside the run's checkpoints:
+the weights that drew them are gone after a resume.
+"""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from meshtrain.checkpoint.steps import committed_in
+from meshtrain.files import write_atomically
+from meshtrain.rl.episodes import Episode
+from meshtrain.rl.prompts import Prompts
+from meshtrain.run.directory import CHECKPOINTS
+from meshtrain.run.processes import first_decides
+
+WAITING = "waiting"
+ARRAYS = {"tokens": np.int32, "drawn": np.bool_, "logprobs": np.float32}
+
+
+class Rollout(Protocol):
+    @property
+    def groups(self) -> list[list[Episode]]: ...
+
+
+def write(directory: Path, step: int, rollouts: Mapping[int, Rollout]) -> None:
+    """Writes the rollouts that wait behind a step, and removes those of steps that have no checkpoint any more."""
+    there = directory / WAITING
+    there.mkdir(exist_ok=True)
+    content = {
+        str(number): [[_plain(episode) for episode in group] for group in rollout.groups]
+        for number, rollout in rollouts.items()
+    }
+    write_atomically(there / f"{step}.json", json.dumps(content).encode())
+    kept = {str(step), *map(str, committed_in(directory / CHECKPOINTS))}
+    for file in there.glob("*.json"):
+        if file.stem not in kept:
+            with suppress(FileNotFoundError):
+                file.unlink()
+
+
+def read(directory: Path, step: int, prompts: Prompts) -> dict[int, list[list[Episode]]]:
+    """Returns the rollouts that waited behind a step by their numbers, on every process; none if it has no file: they
+    are drawn anew then.
+    """
+    file = directory / WAITING / f"{step}.json"
+    content = first_decides(lambda: json.loads(file.read_bytes()) if file.is_file() else {})
+    return {
+        int(number): [[_episode(each, prompts) for each in group] for group in groups]
+        for number, groups in content.items()
+    }
+
+
+def _plain(episode: Episode) -> dict[str, Any]:
+    arrays = {name: getattr(episode, name).tolist() for name in ARRAYS}
+    others = {name: getattr(episode, name) for name in ("given", "answer", "ended")}
+    return {"prompt": episode.prompt.number, "seed": int(episode.seed), **arrays, **others}
+
+
+def _episode(plain: dict[str, Any], prompts: Prompts) -> Episode:
+    arrays = {name: np.array(plain.pop(name), kind) for name, kind in ARRAYS.items()}
+    prompt = prompts.all[plain.pop("prompt")]
+    return Episode(prompt, np.uint32(plain.pop("seed")), **arrays, **plain)
