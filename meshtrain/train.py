@@ -174,10 +174,9 @@ def _run(
         for sentence in _opening(program, data, start, evaluation):
             report.write(sentence)
         loader = _read_ahead(program, data, start, supervision, directory)
-        answers = None if isinstance(loader, Loader) else loader
         loop = Loop(
             program,
-            answers or data,
+            data if isinstance(loader, Loader) else loader,
             loader,
             evaluation,
             checkpointer,
@@ -186,10 +185,12 @@ def _run(
             report.write,
         )
         closing.callback(loop.loader.close)
-        if answers is not None:
-            answers.newest = lambda: loop.state
+        if not isinstance(loader, Loader):
+            loader.newest = lambda: loop.state
+            # It adds to the rows that other hooks read.
+            loop.hooks.append(loader)
         check = NumbersCheck(config, start, program.is_finite, lambda: evaluation.ended)
-        loop.hooks += [*filter(None, [answers]), record, hub, report, check]
+        loop.hooks += [record, hub, report, check]
         _add_chosen_hooks(loop, directory, closing)
         loop.hooks += [supervision, *after]
         last = loop.run(state, start, stop)
@@ -204,9 +205,7 @@ def _open(
     supervision.heartbeat.phase("open")
     data: Any
     if config.train.objective == "grpo":
-        from meshtrain.rl.prompts import Prompts
-
-        data, held_out = Prompts(config), None
+        data, held_out = _answering().Prompts(config), None
     else:
         data, held_out = open_data(config)
     config = resolve_epochs(config, data.batches_per_epoch)
@@ -219,15 +218,17 @@ def _open(
 def _build(config: Config, supervision: Supervision, parts: dict[str, Any]) -> Program:
     """Builds the program, with the caller's `parts` of the model in place of the built-in ones."""
     supervision.heartbeat.phase("init")
-    program: Program
-    if config.train.objective == "grpo":
-        from meshtrain.rl.answering import PolicyProgram
-
-        program = PolicyProgram(config, **parts)
-    else:
-        program = Program(config, **parts)
+    is_policy = config.train.objective == "grpo"
+    program: Program = (_answering().PolicyProgram if is_policy else Program)(config, **parts)
     supervision.build(program)
     return program
+
+
+def _answering() -> Any:
+    """Returns the module of runs that learn from their own answers, which no other run imports."""
+    from meshtrain.rl import answering
+
+    return answering
 
 
 def _resume(checkpointer: Checkpointer, supervision: Supervision) -> tuple[State, int]:
@@ -265,9 +266,8 @@ def _read_ahead(
         return Loader(of, start, program.part, place, program.config.data.prefetch)
 
     if not isinstance(data, SplitBatches):
-        from meshtrain.rl.answering import begin_answering
-
-        return begin_answering(program, data, start, loader, directory, supervision.heartbeat.phase)
+        enter = supervision.heartbeat.phase
+        return _answering().begin_answering(program, data, start, loader, directory, enter)
     return loader(data, program)
 
 

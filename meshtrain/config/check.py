@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshtrain.config import images, mesh, model, reduce, telemetry
+from meshtrain.config import images, mesh, model, reduce, rl, telemetry
 from meshtrain.config.auto import AUTO
 from meshtrain.config.follow import padded_batch_size, row_shards, runs_table
 from meshtrain.config.places import BOTH
-from meshtrain.config.rl import reward_terms
 from meshtrain.config.schema import ACTIVATIONS, RECIPES, Config
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import FAMILIES
@@ -42,7 +41,7 @@ def check(config: Config) -> None:
         _remat_problems(config),
         float8_problems(config),
         _tuning_problems(config),
-        _rl_problems(config),
+        rl.problems(config),
         _survive_problems(config),
         telemetry.problems(config.telemetry, _steps(config)),
     )
@@ -415,54 +414,14 @@ def _tuning_problems(config: Config) -> Iterator[str]:
         )
     for name in ("label_smoothing", "z_loss"):
         if is_policy and (value := getattr(train, name)):
-            yield f"train.{name} is {value}, but train.objective {train.objective} takes plain log-probabilities; leave it out."
+            plain = f"train.objective {train.objective} takes plain log-probabilities"
+            yield f"train.{name} is {value}, but {plain}; leave it out."
     if is_dpo != (data.format == "pairs"):
         objective = f"train.objective is {train.objective}, but data.format is {data.format}"
         yield f"{objective}; dpo learns from pairs, and pairs are for dpo."
     if config.eval.patience and not config.eval.every:
         patience = f"eval.patience is {config.eval.patience} evaluations"
         yield f"{patience}, but eval.every is 0, so there are none; give eval.every."
-
-
-def _rl_problems(config: Config) -> Iterator[str]:
-    rl = config.rl
-    train = config.train
-    if train.objective != "grpo":
-        if rl.prompts or rl.reward or rl.teacher:
-            yield f"the section rl has prompts, a reward or a teacher, but train.objective is {train.objective}; set it to grpo."
-        return
-    if not rl.prompts:
-        yield "train.objective grpo draws answers to rl.prompts, which is null; give a file of JSON Lines."
-    if not rl.reward and not rl.teacher:
-        yield "train.objective grpo needs rl.reward (MODULE:NAME, exact or number) or rl.teacher; give one."
-    try:
-        reward_terms(rl.reward)
-    except ValueError:
-        legal = "write MODULE:NAME, exact or number, or a sum of them with weights, such as exact + 0.2 mine:brief"
-        yield f"rl.reward is {short(repr(rl.reward))}; {legal}."
-    if len(rl.clip) != 2 or rl.clip[0] >= 1:
-        yield f"rl.clip is {list(rl.clip)}; it must be two numbers, the first below 1."
-    if train.global_batch_size % rl.group:
-        groups = f"rl.group is {rl.group}, which does not divide the {train.global_batch_size} answers of a step"
-        yield f"{groups} (train.global_batch_size); legal are {listed_divisors(train.global_batch_size)}."
-    if rl.answers >= train.sequence_length:
-        room = f"train.sequence_length is {train.sequence_length}, a prompt and its answer together"
-        yield f"rl.answers is {rl.answers}, but {room}; give a longer row or shorter answers."
-    if rl.beta and not config.lora.rank:
-        yield "rl.beta takes the model without its adapters as reference; give lora.rank, or 0."
-    if rl.beta and train.trainable:
-        yield "rl.beta takes the model without its adapters as reference, which train.trainable would move; leave it out."
-    if train.loss:
-        yield f"train.loss is {train.loss}, but train.objective grpo has a loss of its own (rl.loss); leave it out."
-    if config.mesh.islands > 1:
-        yield f"mesh.islands is {config.mesh.islands}, but answers are drawn on one mesh without islands; set it to 1."
-    if config.eval.every:
-        yield "eval.every asks for evaluations, which train.objective grpo has none of; set it to 0."
-    if rl.lag and rl.loss == "reinforce":
-        why = f"rl.lag is {rl.lag}, but rl.loss reinforce does not weigh answers by who drew them"
-        yield f"{why}; cispo does, with the same gradient for fresh ones."
-    if rl.lag and rl.epochs > 1:
-        yield f"rl.lag is {rl.lag} and rl.epochs {rl.epochs}; one of them must be as it is by default."
 
 
 def _survive_problems(config: Config) -> Iterator[str]:

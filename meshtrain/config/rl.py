@@ -1,9 +1,11 @@
 """The section `rl`: which answers are drawn, how they are rewarded, and what a step learns from them."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from meshtrain.config.key import Resume, key
+from meshtrain.errors import listed_divisors, short
 
 REFUSED = Resume.REFUSED
 
@@ -44,8 +46,8 @@ class RlConfig:
         "token", "a step's loss is a mean over tokens (DAPO: Yu et al. 2025), over answers of their means (GRPO), or "
                  "over answers of their sums, divided by rl.answers (Dr. GRPO)"
     )
-    supervised: int = key(0, "steps at the beginning that learn from data, as objective next_token does, before answers "
-                             "are drawn", least=0, resume=REFUSED)
+    supervised: int = key(0, "steps at the beginning that learn from data, as objective next_token does, before any "
+                             "answers are drawn", least=0, resume=REFUSED)
     epochs: int = key(1, "steps on the same answers", least=1, most=64, resume=REFUSED)
     lag: int = key(0, "steps that the weights which draw are behind those that are trained", least=0, most=8,
                    resume=REFUSED)
@@ -77,3 +79,54 @@ def has_reference(config: Any) -> bool:
     """Returns whether each step begins with a forward without adapters."""
     objective = config.train.objective
     return objective == "dpo" or (objective == "grpo" and config.rl.beta > 0)
+
+
+def problems(config: Any) -> Iterator[str]:
+    """Yields a sentence on each thing that the section asks for in vain, or cannot have."""
+    rl = config.rl
+    train = config.train
+    if train.objective != "grpo":
+        if rl.prompts or rl.reward or rl.teacher:
+            wanted = "the section rl has prompts, a reward or a teacher"
+            yield f"{wanted}, but train.objective is {train.objective}; set it to grpo."
+        return
+    yield from _without_use(config)
+    if not rl.prompts:
+        yield "train.objective grpo draws answers to rl.prompts, which is null; give a file of JSON Lines."
+    if not rl.reward and not rl.teacher:
+        yield "train.objective grpo needs rl.reward (MODULE:NAME, exact or number) or rl.teacher; give one."
+    try:
+        reward_terms(rl.reward)
+    except ValueError:
+        legal = "write MODULE:NAME, exact or number, or a sum of them with weights, such as exact + 0.2 mine:brief"
+        yield f"rl.reward is {short(repr(rl.reward))}; {legal}."
+    if len(rl.clip) != 2 or rl.clip[0] >= 1:
+        yield f"rl.clip is {list(rl.clip)}; it must be two numbers, the first below 1."
+    if train.global_batch_size % rl.group:
+        groups = f"rl.group is {rl.group}, which does not divide the {train.global_batch_size} answers of a step"
+        yield f"{groups} (train.global_batch_size); legal are {listed_divisors(train.global_batch_size)}."
+    if rl.answers >= train.sequence_length:
+        room = f"train.sequence_length is {train.sequence_length}, a prompt and its answer together"
+        yield f"rl.answers is {rl.answers}, but {room}; give a longer row or shorter answers."
+    if rl.lag and rl.loss == "reinforce":
+        why = f"rl.lag is {rl.lag}, but rl.loss reinforce does not weigh answers by who drew them"
+        yield f"{why}; cispo does, with the same gradient for fresh ones."
+    if rl.lag and rl.epochs > 1:
+        yield f"rl.lag is {rl.lag} and rl.epochs {rl.epochs}; one of them must be as it is by default."
+
+
+def _without_use(config: Any) -> Iterator[str]:
+    """Yields a sentence on each key outside the section that objective grpo has no use for."""
+    train = config.train
+    if config.rl.beta:
+        reference = "rl.beta takes the model without its adapters as reference"
+        if not config.lora.rank:
+            yield f"{reference}; give lora.rank, or 0."
+        if train.trainable:
+            yield f"{reference}, which train.trainable would move; leave it out."
+    if train.loss:
+        yield f"train.loss is {train.loss}, but train.objective grpo has a loss of its own (rl.loss); leave it out."
+    if config.mesh.islands > 1:
+        yield f"mesh.islands is {config.mesh.islands}, but answers are drawn on one mesh without islands; set it to 1."
+    if config.eval.every:
+        yield "eval.every asks for evaluations, which train.objective grpo has none of; set it to 0."

@@ -117,6 +117,7 @@ class Answering(RunHook):
         # One alone, since the children of rewards are asked by one thread.
         self._thread = ThreadPoolExecutor(1) if rl.lag else None
         self._waiting: dict[int, Waiting] = {}
+        self._has_drawn = False
         self._held: Drawn | None = None
         self._told: dict[int, Row] = {}  # what there is to say of a step, until its row comes
         self._fresh: dict[int, Drawn] = {}  # whose gaps are to be checked
@@ -153,11 +154,13 @@ class Answering(RunHook):
         last = min(number + config.rl.lag, -(-steps // config.rl.epochs) - 1)
         missing = [n for n in range(number, last + 1) if n not in self._waiting]
         if missing:
-            self._enter("rollout")
+            # The first time the programs that draw are compiled.
+            self._enter("rollout" if self._has_drawn else "compile")
             self._rollouts.synchronise(state.params)
             for each in missing:
                 self._waiting[each] = self._scored(each, *self._play(each))
             self._rollouts.free()
+            self._has_drawn = True
         drawn = time.perf_counter()
         self._enter("reward")
         rollout = self._waiting.pop(number)
@@ -217,9 +220,7 @@ class Answering(RunHook):
             total += float(distance.sum())
         return total / max(sum(int(each.drawn.sum()) for each in learned), 1)
 
-    def _scored(
-        self, number: int, groups: list[list[Episode]], failed: Counter[str]
-    ) -> Waiting:
+    def _scored(self, number: int, groups: list[list[Episode]], failed: Counter[str]) -> Waiting:
         """Returns a rollout whose rewards are on their way: with a lag a thread waits for them."""
         cases = [episode.case for group in groups for episode in group]
         own = cases[jax.process_index() :: jax.process_count()]

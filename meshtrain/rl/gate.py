@@ -97,11 +97,11 @@ class Gate:
         plain = self._scorer.logprobs(held, texts, 1.0)
         told = [episode.logprobs[1:] for episode in episodes]
         masks = [episode.drawn[1:] for episode in episodes]
-        drawn_right = self._near(told, scored, masks)
+        drawn_right = self._agree(told, scored, masks)
         if self._trains_as(params, episodes, scored):
             if drawn_right:
                 return "it does not happen again with the weights of now"
-            if self._near(told, plain, masks):
+            if self._agree(told, plain, masks):
                 return "drawing tells log-probabilities at temperature 1, not at rl.temperature"
             return "drawing attends to the padding of prompts, or to another slot's keys"
         if self._trains_as(params, episodes, plain):
@@ -112,11 +112,13 @@ class Gate:
             return "drawing and training choose other experts"
         return "the same text alone has another log-probability in training"
 
-    def _near(
+    def _agree(
         self, some: list[np.ndarray], others: list[np.ndarray], masks: list[np.ndarray]
     ) -> bool:
         of_all = zip(some, others, masks, strict=True)
-        return all(self.passes(float(np.abs((a - b)[mask]).max(initial=0))) for a, b, mask in of_all)
+        return all(
+            self.passes(float(np.abs((a - b)[mask]).max(initial=0))) for a, b, mask in of_all
+        )
 
     def _trains_as(
         self,

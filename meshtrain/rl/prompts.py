@@ -16,7 +16,7 @@ import numpy as np
 from meshtrain.config import Config, ConfigError, replaced, short
 from meshtrain.config.rl import reward_terms
 from meshtrain.data import SplitBatches, open_data
-from meshtrain.data.documents import documents
+from meshtrain.data.documents import Document, documents
 from meshtrain.data.input_files import find
 from meshtrain.data.permutation import key_of, permute
 from meshtrain.data.template import find_template
@@ -59,7 +59,7 @@ class Prompts:
         digest = hashlib.sha256()
         self.all: list[Prompt] = []
         for document in documents(find([str(rl.prompts)], what="prompts").files, None):
-            self.all.append(self._prompt(document.name, document.record, document.problem))
+            self.all.append(self._prompt(document))
             digest.update(json.dumps(document.record, sort_keys=True).encode())
         if len(self.all) < self.each:
             raise ConfigError(
@@ -69,16 +69,24 @@ class Prompts:
         self.longest = max(len(prompt.tokens) for prompt in self.all)
         several = rl.environment is not None
         self.length = config.train.sequence_length if several else self.longest + rl.answers
-        self.texts: SplitBatches | None = None
-        if rl.supervised:
-            self.texts, _ = open_data(replaced(config, train={"objective": "next_token"}))
+        self.texts = self._supervised()
+        if self.texts is not None:
             digest.update(self.texts.digest.encode())
         self.digest = digest.hexdigest()
         self.batches_per_epoch = -(-len(self.all) // self.each) * rl.epochs
 
-    def _prompt(self, name: str, record: Any, problem: str | None) -> Prompt:
+    def _supervised(self) -> SplitBatches | None:
+        """Returns the text of the first steps."""
+        if not self._config.rl.supervised:
+            return None
+        return open_data(replaced(self._config, train={"objective": "next_token"}))[0]
+
+    def _prompt(self, document: Document) -> Prompt:
         """Returns the prompt of a record; ConfigError for a record that is none."""
         rl = self._config.rl
+        name = document.name
+        record = document.record
+        problem = document.problem
         if problem or not isinstance(record, dict) or not record.get("prompt"):
             wrong = problem or "has no prompt"
             raise ConfigError(f"rl.prompts: {short(name)} {wrong}; {LEGAL}.")
@@ -93,8 +101,8 @@ class Prompts:
             )
         if isinstance(given, str) and rl.environment:
             raise ConfigError(
-                f"rl.prompts: {short(name)} has a prompt that is a text, but rl.environment takes part in conversations; "
-                "give messages."
+                f"rl.prompts: {short(name)} has a prompt that is a text, but rl.environment takes part in "
+                "conversations; give messages."
             )
         tokens = (
             text_tokens(self.tokenizer, given)

@@ -149,23 +149,31 @@ class Rollouts:
         bucket = self.forward.bucket(max(map(len, prompts)))
         for wave, wave_seeds in zip(by_rank, seeds, strict=True):
             read = np.zeros((self.forward.ranks, most, bucket), np.int32)
-            lengths = np.ones((self.forward.ranks, most), np.int32)
-            sources = np.zeros(wave.shape, np.int32)
-            limits = np.zeros(wave.shape, np.int32)
-            for rank, of_rank in enumerate(wave):
-                for place, number in enumerate(np.unique(of_rank[of_rank >= 0])):
-                    prompt = prompts[number]
-                    read[rank, place, : len(prompt)] = prompt
-                    lengths[rank, place] = len(prompt)
-                    sources[rank, of_rank == number] = place
-                    limits[rank, of_rank == number] = min(self.most, self.length - len(prompt))
-            yield Wave(
-                read.reshape(-1, bucket),
-                lengths.reshape(-1),
-                sources.reshape(-1),
-                wave_seeds.astype(np.uint32),
-                limits.reshape(-1),
-            )
+            yield self._wave(prompts, wave, read, wave_seeds.astype(np.uint32))
+
+    def _wave(
+        self, prompts: list[np.ndarray], wave: np.ndarray, read: np.ndarray, seeds: np.ndarray
+    ) -> Wave:
+        """Returns the arrays of a wave, in which a rank's slots answer the prompts of these numbers, [ranks, slots];
+        `read` has room for the prompts of each rank.
+        """
+        lengths = np.ones(read.shape[:2], np.int32)
+        sources = np.zeros(wave.shape, np.int32)
+        limits = np.zeros(wave.shape, np.int32)
+        for rank, of_rank in enumerate(wave):
+            for place, number in enumerate(np.unique(of_rank[of_rank >= 0])):
+                prompt = prompts[number]
+                read[rank, place, : len(prompt)] = prompt
+                lengths[rank, place] = len(prompt)
+                sources[rank, of_rank == number] = place
+                limits[rank, of_rank == number] = min(self.most, self.length - len(prompt))
+        return Wave(
+            read.reshape(-1, read.shape[2]),
+            lengths.reshape(-1),
+            sources.reshape(-1),
+            seeds,
+            limits.reshape(-1),
+        )
 
     # --- the program
 

@@ -74,20 +74,27 @@ def pack(
     batch = {name: np.zeros((rows, length), kind) for name, kind in kinds.items()}
     begins = np.zeros(rows, np.int64)
     segments = np.zeros(rows, np.int32)
-    counts = _counts(learned, config)
-    for each, row, count in zip(learned, places, counts, strict=True):
+    for each, row, count in zip(learned, places, _counts(learned, config), strict=True):
         here = slice(begins[row], begins[row] + each.labels)
         segments[row] += 1
-        batch["tokens"][row, here] = each.tokens[:-1]
-        batch["labels"][row, here] = each.tokens[1:]
-        batch["positions"][row, here] = np.arange(each.labels)
+        for name, values in _arrays(each, count).items():
+            batch[name][row, here] = values
         batch["segments"][row, here] = segments[row]
-        drawn = each.drawn[1:]
-        batch["weights"][row, here] = np.where(drawn, count, 0.0)
-        batch["advantages"][row, here] = np.where(drawn, each.advantages[1:], 0.0)
-        batch["drawn"][row, here] = np.where(drawn, each.logprobs[1:], 0.0)
         begins[row] = here.stop
     return batch
+
+
+def _arrays(each: Learned, count: float) -> dict[str, np.ndarray]:
+    """Returns the arrays of one text in its row, of which each drawn label counts `count`."""
+    drawn = each.drawn[1:]
+    return {
+        "tokens": each.tokens[:-1],
+        "labels": each.tokens[1:],
+        "positions": np.arange(each.labels),
+        "weights": np.where(drawn, count, 0.0),
+        "advantages": np.where(drawn, each.advantages[1:], 0.0),
+        "drawn": np.where(drawn, each.logprobs[1:], 0.0),
+    }
 
 
 def _counts(learned: Sequence[Learned], config: Config) -> list[float]:

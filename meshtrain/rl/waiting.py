@@ -1,5 +1,6 @@
-"""Rollouts that wait to be learned from when a checkpoint is written (`rl.lag`), in a file beside the run's checkpoints:
-the weights that drew them are gone after a resume.
+"""Rollouts that wait to be learned from when a checkpoint is written (`rl.lag`).
+
+They are kept in a file beside the run's checkpoints, since the weights that drew them are gone after a resume.
 """
 
 import json

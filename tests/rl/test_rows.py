@@ -35,7 +35,9 @@ def test_each_text_stands_once_with_what_was_drawn_behind_what_was_given() -> No
         for segment in range(1, batch["segments"][row].max() + 1):
             here = batch["segments"][row] == segment
             assert (batch["positions"][row, here] == np.arange(here.sum())).all()
-            found[batch["tokens"][row, here].tobytes()] = {k: x[row, here] for k, x in batch.items()}
+            found[batch["tokens"][row, here].tobytes()] = {
+                k: x[row, here] for k, x in batch.items()
+            }
     assert len(found) == len(TEXTS)
     for each in TEXTS:
         row = found[each.tokens[:-1].tobytes()]
@@ -77,7 +79,7 @@ def test_rows_are_of_few_numbers_which_the_mesh_divides() -> None:
 
 
 def test_no_row_has_more_than_it_can_hold() -> None:
-    lengths = [7, 5, 4, 3, 3, 2]
+    lengths = [7, 5, 4, 3, 3, 1]
     places = place_in_rows(lengths, 8)
     sums = np.bincount(places, weights=lengths)
     assert sums.max() <= 8
