@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from meshtrain.errors import ConfigError
 from meshtrain.rl.prompts import Prompt, Prompts
 from meshtrain.rl.rewards import Case, Rewards
 from meshtrain.rl.rollouts import Answer, Rollouts
@@ -124,7 +125,11 @@ def _go_on(
         messages = of_all[number % processes][0][number // processes]
         if messages is None:
             continue
-        tokens = prompts.between(episode.messages, messages)
+        try:
+            tokens = prompts.between(episode.messages, messages)
+        except ConfigError:
+            failed["not_messages"] += 1
+            continue
         if len(episode.tokens) + len(tokens) < prompts.length:
             episode.add_messages(messages, tokens)
             going.append(episode)

@@ -122,7 +122,7 @@ class Rewards:
         self._idle: list[_Child] = []
         if outside and (reply := self._ask({0: (0,)})[0]).kind is not None:
             raise ConfigError(
-                f"rl: {' and '.join(outside)} cannot be imported in a process of its own, which "
+                f"rl.reward: {' and '.join(outside)} cannot be imported in a process of its own, which "
                 f"{short(reply.how)}."
             )
 

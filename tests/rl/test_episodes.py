@@ -79,13 +79,15 @@ class Told:
 
     def draw(self, prompts: Sequence[np.ndarray], seeds: np.ndarray) -> list[list[Answer]]:
         self.read += [self._prompts._marked.decode(np.array(tokens)) for tokens in prompts]
-        answers = [self._answer(text) for text in self._turns.pop(0)]
         group = seeds.shape[1]
+        rooms = [self._prompts.length - len(tokens) for tokens in prompts for _ in range(group)]
+        answers = [self._answer(*of) for of in zip(self._turns.pop(0), rooms, strict=True)]
         return [answers[first : first + group] for first in range(0, len(answers), group)]
 
-    def _answer(self, text: str) -> Answer:
-        tokens = self._prompts._marked.encode([text])[0].astype(np.int32)
-        ended = text.endswith("<|im_end|>")
+    def _answer(self, text: str, room: int) -> Answer:
+        whole = self._prompts._marked.encode([text])[0].astype(np.int32)
+        tokens = whole[:room]
+        ended = text.endswith("<|im_end|>") and len(tokens) == len(whole)
         return Answer(tokens, -np.arange(1.0, len(tokens) + 1, dtype=np.float32), ended)
 
 
@@ -142,9 +144,12 @@ def test_an_answer_that_ends_by_length_ends_the_episode(config: mt.Config) -> No
 
 def test_no_turn_begins_without_room_for_an_answer(config: mt.Config) -> None:
     answer = "1" * 19 + "<|im_end|>"
-    (_, second), _, _ = played(config, ["50<|im_end|>", answer], [answer], [answer], [answer])
+    (_, second), _, rollouts = played(
+        config, ["50<|im_end|>", answer], [answer], [answer], [answer]
+    )
     assert len(second.tokens) <= config.train.sequence_length
-    assert second.ended
+    assert len(rollouts.read) > 2
+    assert all(len(text) < config.train.sequence_length for text in rollouts.read)
 
 
 def test_a_prompt_that_is_a_text_is_refused_with_an_environment(config: mt.Config) -> None:

@@ -174,7 +174,7 @@ FAILURES = {
         "sleep_deaf()",
         "subprocess.run(['sleep', '600'])",
     ],
-    "memory": ["bytearray(2**40)", "[bytearray(2**24) for _ in range(2**12)]", "'a' * 2**29"],
+    "memory": ["bytearray(2**40)", "[bytes(2**26) for _ in range(2**12)]", "'a' * 2**29"],
     "raised": [
         "1 / 0",
         "sys.exit(0)",
@@ -236,7 +236,7 @@ def test_a_call_that_fails_is_counted_by_its_kind_and_the_others_have_their_rewa
 @pytest.mark.parametrize(
     "deed",
     [
-        "print('a' * 10**8)",
+        "print('a' * 10**6)",
         "os.write(1, bytes(10**8)) and None",
         "sys.stderr.write('a' * 10**6) and None",
         "os.system('cat /dev/zero | head -c 100000000') or None",
