@@ -25,8 +25,10 @@ from meshtrain.plan.experts import reached
 from meshtrain.plan.gradient_traffic import FLOAT32, Transfer
 
 LEAST_BUCKET = 16  # tokens that a prompt is padded to, at least
-# The float32 arrays of all logits that choosing a token has at once, as XLA's CPU program holds them.
-LOGITS = 3
+# What the compiled programs hold at once: float32 arrays of all logits as tokens are chosen, and of all tokens of the
+# prompts the stream and the hidden activations of a gated MLP.
+LOGITS = 4
+READ = 2
 
 
 def draws(config: Config) -> bool:
@@ -135,15 +137,10 @@ def weights_bytes(config: Config) -> float:
 def cache_bytes(config: Config) -> float:
     """Returns the bytes of the keys and values of a device's slots."""
     drawing = Drawing.of(config)
-    return _keys_bytes(config, drawing.slots * drawing.length)
-
-
-def _keys_bytes(config: Config, positions: int) -> float:
     model = config.model
-    heads = model.heads // config.mesh.tensor
-    each = _touched(heads, model.heads // model.kv_heads)
-    size = shapes.itemsize(config.precision.compute)
-    return 2.0 * size * model.layers * each * model.head_dim * positions
+    heads = _touched(model.heads // config.mesh.tensor, model.heads // model.kv_heads)
+    numbers = 2.0 * model.layers * drawing.slots * heads * drawing.length * model.head_dim
+    return shapes.itemsize(config.precision.compute) * numbers
 
 
 def held(config: Config) -> dict[str, tuple[str, float]]:
@@ -151,12 +148,18 @@ def held(config: Config) -> dict[str, tuple[str, float]]:
     if not draws(config):
         return {}
     drawing = Drawing.of(config)
-    read = _keys_bytes(config, drawing.prompts * drawing.bucket)
-    logits = LOGITS * FLOAT32 * drawing.slots * config.model.vocab_size
+    model = config.model
+    hidden = model.d_ff
+    if model.moe.experts:
+        hidden += model.moe.top_k * model.expert_width
+    width = model.d_model + hidden / config.mesh.tensor
+    size = shapes.itemsize(config.precision.compute)
+    read = READ * size * drawing.prompts * drawing.bucket * width
+    logits = LOGITS * FLOAT32 * drawing.slots * model.vocab_size
     return {
         "weights for decoding": ("parameters", weights_bytes(config)),
         "cache of keys and values": ("activations", cache_bytes(config)),
-        "keys and values of prompts, or logits": ("activations", max(read, logits)),
+        "prompts as they are read, or logits": ("activations", max(read, logits)),
     }
 
 

@@ -22,7 +22,7 @@ from meshtrain.config.mesh import AXES
 from meshtrain.config.reduce import keeps_feedback
 from meshtrain.parallel.placement import Stages
 from meshtrain.parallel.placement import stages as stages_of
-from meshtrain.plan import choices, memory, pipeline, shapes
+from meshtrain.plan import choices, memory, pipeline, rollouts, shapes
 from meshtrain.plan.compute import Seconds
 from meshtrain.plan.estimate import PART_NAMES, Plan, estimate, outside_seconds
 from meshtrain.plan.layer_costs import LayerCost, layer_cost
@@ -295,6 +295,7 @@ class _Group:
     def least(self) -> float:
         """Seconds that each layout that fits takes at least: of its table where head and messages between stages take
         none, since `pipeline.quick` grows with either; and no more hides over data than is sent (`hidden_seconds`).
+        Answers are drawn beside nothing.
         """
         seconds = []
         layers = dict[int, LayerCost]()
@@ -307,7 +308,7 @@ class _Group:
                 layers[key], FREE_EDGE, FREE_MESSAGE, stage.longest, stage.chunks
             )
             seconds.append(pipeline.quick(scheduled, self.tables.facts[i], costs))
-        return min(seconds)
+        return min(seconds) + rollouts.seconds(self.config, self.cluster)[1]
 
     def candidates(self, chosen: np.ndarray) -> Iterator[Candidate]:
         """Yields the layouts of [rows, columns], with their seconds."""
