@@ -37,7 +37,7 @@ def draws(config: Config) -> bool:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class RolloutSizes:
     """The sizes of a rollout on one device."""
 
     slots: int
@@ -46,7 +46,7 @@ class Drawing:
     length: int  # positions of a slot
 
     @classmethod
-    def of(cls, config: Config) -> "Drawing":
+    def of(cls, config: Config) -> "RolloutSizes":
         mesh = config.mesh
         slots = -(-config.train.global_batch_size * mesh.tensor // mesh.devices)
         length = config.train.sequence_length + 1
@@ -136,7 +136,7 @@ def weights_bytes(config: Config) -> float:
 
 def cache_bytes(config: Config) -> float:
     """Returns the bytes of the keys and values of a device's slots."""
-    drawing = Drawing.of(config)
+    drawing = RolloutSizes.of(config)
     model = config.model
     heads = _touched(model.heads // config.mesh.tensor, model.heads // model.kv_heads)
     numbers = 2.0 * model.layers * drawing.slots * heads * drawing.length * model.head_dim
@@ -147,7 +147,7 @@ def held(config: Config) -> dict[str, tuple[str, float]]:
     """Returns the kind and bytes of what is held while answers are drawn, by name."""
     if not draws(config):
         return {}
-    drawing = Drawing.of(config)
+    drawing = RolloutSizes.of(config)
     model = config.model
     hidden = model.d_ff
     if model.moe.experts:
@@ -170,7 +170,7 @@ def seconds(config: Config, cluster: Cluster) -> tuple[float, float]:
     """Returns the seconds a step of synchronising and of drawing: of `rl.epochs` steps the mean."""
     if not draws(config):
         return 0.0, 0.0
-    drawing = Drawing.of(config)
+    drawing = RolloutSizes.of(config)
     sent = sum(t.seconds(cluster, config.mesh) for t in synchronisation(config))
     prompts = drawing.prompts
     read = _forward(config, cluster, (prompts, drawing.bucket), drawing.bucket / 2, 0.0)

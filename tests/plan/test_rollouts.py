@@ -21,6 +21,7 @@ from meshtrain.rl.rollouts import Rollouts, Wave
 MODEL = {"layers": 3, "d_model": 16, "heads": 4, "kv_heads": 2, "d_ff": 30, "vocab_size": 61}
 EXPERTS = {"family": "mixtral", "d_ff": 0, "moe": {"experts": 4, "top_k": 2, "d_ff": 10}}
 WIDE = EXPERTS | {"moe": {"experts": 4, "top_k": 2, "d_ff": 36}}
+ODD = EXPERTS | {"moe": {"experts": 4, "top_k": 2, "d_ff": 9}}
 RL = {"prompts": "prompts.jsonl", "reward": "exact", "group": 4, "answers": 8}
 BATCH = {"objective": "grpo", "global_batch_size": 16, "sequence_length": 32}
 MESHES = {
@@ -63,6 +64,16 @@ MESHES = {
             "sequence_parallel": True,
             "experts": {"dispatch": "all_to_all"},
         },
+    },
+    "odd experts over tensor": {
+        "model": ODD,
+        "mesh": {"data": 4, "expert": 2, "tensor": 2},
+        "parallel": {"sequence_parallel": True, "experts": {"dispatch": "all_to_all"}},
+    },
+    "padded shards": {
+        "model": {"d_model": 18, "heads": 3, "kv_heads": 3},
+        "mesh": {"data": 4, "pipeline": 2},
+        "parallel": {"zero_stage": 3},
     },
     "LoRA": {
         "mesh": {"data": 2, "tensor": 2, "pipeline": 2},
@@ -140,7 +151,7 @@ def test_drawing_is_planned_to_hold_what_the_compiled_program_holds(name):
         }
     )
     program = program_of(config)
-    sizes = rollouts.Drawing.of(config)
+    sizes = rollouts.RolloutSizes.of(config)
     ranks = program.mesh.shape["data"]
     drawn = Rollouts(program, ranks * sizes.slots, sizes.length, answers, 1.0, frozenset({1}))
     prompts = np.zeros((64 // group, length + 1 - answers), np.int32)
