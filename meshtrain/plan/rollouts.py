@@ -1,4 +1,4 @@
-"""The rollouts of `train.objective: grpo` in a plan: the bytes and seconds of drawing the answers that steps learn from.
+"""The rollouts of `train.objective: grpo` in a plan: bytes and seconds of drawing the answers that steps learn from.
 
     synchronise   each device receives its part of the decoding weights, less what it has (`generate.resharding`)
     draw          prompts are read, once a rank; then rl.answers - 1 times a token of every slot: the weights and the
@@ -46,7 +46,7 @@ class RolloutSizes:
     length: int  # positions of a slot
 
     @classmethod
-    def of(cls, config: Config) -> "RolloutSizes":
+    def make(cls, config: Config) -> "RolloutSizes":
         mesh = config.mesh
         slots = -(-config.train.global_batch_size * mesh.tensor // mesh.devices)
         length = config.train.sequence_length + 1
@@ -82,43 +82,47 @@ def synchronisation(config: Config) -> list[Transfer]:
 
 def _transfers(config: Config, trained: Placed, decoded: Placed) -> Iterator[Transfer]:
     """Yields a weight's collectives, in the order of `generate.resharding`."""
-    mesh = config.mesh
     nbytes: float = _size(config, trained) * trained.on_rank()
     zero = trained.zero_dim
     moved = [d for d, over in enumerate(trained.over) if TENSOR in over and over != (TENSOR,)]
     split = [d for d, over in enumerate(decoded.over) if TENSOR in over]
     early = zero is None or moved == split or zero not in split
 
-    def send(kind: str, axes: tuple[str, ...], whole: float) -> Transfer:
-        several = [axis for axis in axes if mesh.ways(axis) > 1]
-        ranks = math.prod(map(mesh.ways, several))
-        return Transfer("+".join(several), kind, "weights for decoding", whole, 1, ranks)
-
-    def move() -> Iterator[Transfer]:
-        nonlocal nbytes
-        if moved == split:
-            # with the other axes or tensor of one device the pieces are in order
-            if 1 < mesh.tensor < math.prod(trained.ways[d] for d in moved):
-                yield send(PERMUTE, trained.over[moved[0]], nbytes)
-        elif split:
-            nbytes *= decoded.whole[split[0]] / trained.whole[split[0]]
-            yield send(ALL_TO_ALL, (TENSOR,), nbytes)
-        else:
-            nbytes *= mesh.tensor
-            yield send(ALL_GATHER, (TENSOR,), nbytes)
-
     if moved and early:
-        yield from move()
+        yield (move := _move(config, trained, decoded, nbytes))
+        nbytes = move.nbytes
     if zero is not None:
         nbytes *= trained.zero_degree
-        yield send(ALL_GATHER, trained.zero_axes, nbytes)
+        yield _send(config, ALL_GATHER, trained.zero_axes, nbytes)
         nbytes *= trained.whole[zero] / trained.padded[zero]
     if moved and not early:
-        yield from move()
+        yield (move := _move(config, trained, decoded, nbytes))
+        nbytes = move.nbytes
     for over in trained.over:
         others = tuple(axis for axis in over if axis != TENSOR)
-        nbytes *= math.prod(map(mesh.ways, others))
-        yield send(ALL_GATHER, others, nbytes)
+        nbytes *= math.prod(map(config.mesh.ways, others))
+        yield _send(config, ALL_GATHER, others, nbytes)
+
+
+def _move(config: Config, trained: Placed, decoded: Placed, nbytes: float) -> Transfer:
+    """Returns what gives each tensor rank its pieces of a weight; a device then has so many bytes of it."""
+    (dim,) = (d for d, over in enumerate(trained.over) if TENSOR in over)
+    ranks = config.mesh.tensor
+    if TENSOR in decoded.over[dim]:
+        # where there is no tensor rank more, or no other axis, the pieces are in order
+        axes = trained.over[dim] if 1 < ranks < trained.ways[dim] else ()
+        return _send(config, PERMUTE, axes, nbytes)
+    for d, over in enumerate(decoded.over):
+        if TENSOR in over:
+            nbytes *= decoded.whole[d] / trained.whole[d]
+            return _send(config, ALL_TO_ALL, (TENSOR,), nbytes)
+    return _send(config, ALL_GATHER, (TENSOR,), nbytes * ranks)
+
+
+def _send(config: Config, kind: str, axes: tuple[str, ...], nbytes: float) -> Transfer:
+    several = [axis for axis in axes if config.mesh.ways(axis) > 1]
+    ranks = math.prod(map(config.mesh.ways, several))
+    return Transfer("+".join(several), kind, "weights for decoding", nbytes, 1, ranks)
 
 
 def _size(config: Config, weight: Placed) -> int:
@@ -136,7 +140,7 @@ def weights_bytes(config: Config) -> float:
 
 def cache_bytes(config: Config) -> float:
     """Returns the bytes of the keys and values of a device's slots."""
-    drawing = RolloutSizes.of(config)
+    drawing = RolloutSizes.make(config)
     model = config.model
     heads = _touched(model.heads // config.mesh.tensor, model.heads // model.kv_heads)
     numbers = 2.0 * model.layers * drawing.slots * heads * drawing.length * model.head_dim
@@ -147,7 +151,7 @@ def held(config: Config) -> dict[str, tuple[str, float]]:
     """Returns the kind and bytes of what is held while answers are drawn, by name."""
     if not draws(config):
         return {}
-    drawing = RolloutSizes.of(config)
+    drawing = RolloutSizes.make(config)
     model = config.model
     hidden = model.d_ff
     if model.moe.experts:
@@ -170,7 +174,7 @@ def seconds(config: Config, cluster: Cluster) -> tuple[float, float]:
     """Returns the seconds a step of synchronising and of drawing: of `rl.epochs` steps the mean."""
     if not draws(config):
         return 0.0, 0.0
-    drawing = RolloutSizes.of(config)
+    drawing = RolloutSizes.make(config)
     sent = sum(t.seconds(cluster, config.mesh) for t in synchronisation(config))
     prompts = drawing.prompts
     read = _forward(config, cluster, (prompts, drawing.bucket), drawing.bucket / 2, 0.0)

@@ -346,7 +346,7 @@ def _bytes(
     """Bytes of [rows, columns]; `state` as `_state` gives it."""
     usable = spared(cluster)
     platform = cluster.accelerator.platform
-    nbytes = state[..., 0].copy()
+    nbytes = state[0].copy()
     for at, layers, facts in tables.alike:
         rows = [
             put(config, parallel=tables.keys[i])
@@ -369,7 +369,7 @@ def _bytes(
                 passing[key] = functools.reduce(np.maximum, map(memory.total, moments))
             totals[:, j] += np.where(fits[:, j], passing[key], 0.0)
         nbytes[at] = totals
-    np.maximum(nbytes, state[..., 1], out=nbytes)
+    np.maximum(nbytes, state[1], out=nbytes)
     _leave_out_offload(nbytes, zeros, usable)
     return nbytes
 
@@ -401,7 +401,7 @@ def _state(
                 (memory.total(memory.state(x)), memory.total(memory.drawing(x))) for x in layouts
             ]
         rows.append(known[key])
-    return np.array(rows)
+    return np.array(rows).transpose(2, 0, 1)
 
 
 def _set_zero(config: Config, zero: ZeroKeys) -> Config:

@@ -151,7 +151,7 @@ def test_drawing_is_planned_to_hold_what_the_compiled_program_holds(name):
         }
     )
     program = program_of(config)
-    sizes = rollouts.RolloutSizes.of(config)
+    sizes = rollouts.RolloutSizes.make(config)
     ranks = program.mesh.shape["data"]
     drawn = Rollouts(program, ranks * sizes.slots, sizes.length, answers, 1.0, frozenset({1}))
     prompts = np.zeros((64 // group, length + 1 - answers), np.int32)
