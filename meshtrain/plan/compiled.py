@@ -14,7 +14,7 @@ from meshtrain.config import Config, ConfigError, short
 from meshtrain.errors import install_command
 from meshtrain.families import FAMILIES
 from meshtrain.inputs import LABELS, MIX, NEEDED, OTHER_LABELS, PATCHES, TOKENS
-from meshtrain.plan import traffic
+from meshtrain.plan import memory, pipeline, traffic
 from meshtrain.plan.estimate import Plan
 
 if TYPE_CHECKING:
@@ -248,11 +248,15 @@ device_description_str: "NVIDIA {name.upper()}"
 
 def comparison(plan: Plan, compiled: Compiled) -> list[tuple[str, float, float]]:
     """(what, planner's bytes, compiler's bytes), line by line."""
-    between = sum(item.nbytes for item in plan.memory if item.between_steps)
+    # of the step alone, whatever drawing answers holds
+    platform = plan.cluster.accelerator.platform
+    items = memory.items(plan.config, pipeline.facts(plan.config), platform)
+    nbytes = memory.total(items)
+    between = sum(item.nbytes for item in items if item.between_steps)
     rows = [
         ("state between steps (arguments)", between, float(compiled.argument_bytes)),
-        ("needed during the step (temporaries)", plan.bytes - between, float(compiled.temp_bytes)),
-        ("held in all", plan.bytes, float(compiled.total_bytes)),
+        ("needed during the step (temporaries)", nbytes - between, float(compiled.temp_bytes)),
+        ("held in all", nbytes, float(compiled.total_bytes)),
     ]
     planned = traffic.by_axis(plan.transfers)
     compiled_sent = compiled.sent()

@@ -10,7 +10,7 @@ from meshtrain.config.follow import as_run_on, runs_table, skips_idle_work
 from meshtrain.inputs import a_config
 from meshtrain.model.weights import parameters
 from meshtrain.parallel.placement import stages
-from meshtrain.plan import compute, memory, orthogonal, pipeline, shapes, traffic
+from meshtrain.plan import compute, memory, orthogonal, pipeline, rollouts, shapes, traffic
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile
 from meshtrain.plan.gradient_traffic import Transfer
 from meshtrain.plan.memory import MemoryItem
@@ -43,6 +43,8 @@ PART_NAMES = {
     "checkpoint": "checkpoints",
     "reference": "reference forward (dpo)",
     "stragglers": "waits for the slowest host",
+    "synchronise": "weights laid out for decoding",
+    "draw": "answers drawn (grpo)",
 }
 # Of a host's work in a step, over its mean: the median of nine published series of the same work a GPU on 16 to 2,304
 # (`experiments/plan/dgxc.py`), which lose 0 to 5% beyond what grows with collectives.
@@ -140,6 +142,26 @@ class Plan(Shown):
             "flops_per_second_per_device": self.flops_per_device,
             "mfu": self.mfu,
             "cost": self.cost,
+        } | ({"rollout": self.rollout_json()} if rollouts.draws(self.config) else {})
+
+    @property
+    def drawn_per_second(self) -> float:
+        """Tokens that all devices draw in a second of drawing, each answer taken to have `rl.answers`."""
+        config = self.config
+        tokens = config.train.global_batch_size * config.rl.answers / config.rl.epochs
+        return tokens / self.time.draw
+
+    def rollout_json(self) -> dict[str, float]:
+        """The object `rollout` of `plan --json`: seconds a step, and bytes of a device."""
+        return {
+            "synchronise_seconds": self.time.synchronise,
+            "draw_seconds": self.time.draw,
+            "train_seconds": self.time.train,
+            "drawn_tokens_per_second": self.drawn_per_second,
+            "received_bytes": int(sum(t.sent for t in rollouts.synchronisation(self.config))),
+            "weights_bytes": int(rollouts.weights_bytes(self.config)),
+            "cache_bytes": int(rollouts.cache_bytes(self.config)),
+            "total_bytes": int(memory.total(memory.drawing(self.config))),
         }
 
 
@@ -179,7 +201,7 @@ def estimate(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAU
     platform = cluster.accelerator.platform
     m = config.parallel.microbatches
     skips = skips_idle_work(config, platform)
-    items = memory.items(config, facts, platform)
+    items = memory.held(config, facts, platform)
     timeline = None
     seconds = m * costs.stage
     clocks = m
@@ -229,15 +251,15 @@ def estimate_by_formula(config: Config, cluster: Cluster) -> tuple[float, float]
     facts = pipeline.facts(config)
     costs = microbatch_costs(config, cluster)
     seconds = pipeline.quick(config, facts, costs) - hidden_seconds(config, cluster, costs)
-    nbytes = memory.total(memory.items(config, facts, cluster.accelerator.platform))
+    nbytes = memory.total(memory.held(config, facts, cluster.accelerator.platform))
     return seconds + sum(outside_seconds(config, cluster)), nbytes
 
 
 def outside_seconds(
     config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE
-) -> tuple[float, float, float]:
-    """Seconds of a step outside the microbatches: communication over data as if nothing hid it, the optimizer, and its
-    state's way from the host and back.
+) -> tuple[float, float, float, float, float]:
+    """Seconds of a step outside the microbatches: communication over data as if nothing hid it, the optimizer, its
+    state's way from the host and back, and a rollout's synchronising and drawing.
     """
     layers = stages(config).on_device
     device = cluster.accelerator
@@ -252,7 +274,8 @@ def outside_seconds(
     copied = (
         2 * 4 * shapes.optimizer_state(config, layers) if config.parallel.offload_optimizer else 0
     )
-    return data, optimizer, copied / (cluster.host_bandwidth * 1e9)
+    host = copied / (cluster.host_bandwidth * 1e9)
+    return data, optimizer, host, *rollouts.seconds(config, cluster)
 
 
 def _step_time(
@@ -270,7 +293,7 @@ def _step_time(
     edge = costs.edge
     layers = m * stages(config).on_device
     useful = layer.forward + layer.backward + layer.recompute * -1.0
-    data, optimizer, host = outside_seconds(config, cluster, profile)
+    data, optimizer, host, *rollout = outside_seconds(config, cluster, profile)
     sends = layer.forward_sends + layer.backward_sends
     # Of what is sent within layers, the share that is waited for where pairs hide the rest.
     waited = 1.0 - pipeline.hidden(config, layer) / sends if sends else 1.0
@@ -291,6 +314,8 @@ def _step_time(
         optimizer=optimizer,
         checkpoint=0.0,
         reference=pipeline.reference(config, pipeline.facts(config), costs),
+        synchronise=rollout[0],
+        draw=rollout[1],
     )
 
 

@@ -18,7 +18,7 @@ from meshtrain.config.rl import has_reference
 from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import stages, zero_ways
 from meshtrain.parallel.reduce.sizes import feedback_bytes
-from meshtrain.plan import activations, float8, gradient_traffic, orthogonal, shapes
+from meshtrain.plan import activations, float8, gradient_traffic, orthogonal, rollouts, shapes
 from meshtrain.plan.shapes import Elements
 from meshtrain.schedule.buffers import Depths
 from meshtrain.schedule.facts import ScheduleFacts
@@ -47,6 +47,19 @@ KINDS = ("parameters", "gradients", "optimizer_state", "activations")
 def items(config: Config, facts: ScheduleFacts, platform: str = "gpu") -> list[MemoryItem]:
     """Returns the items on a device at the fullest moment of a step, with the schedule's `facts` (`pipeline.facts`)."""
     return fullest(config, facts, platform)[1]
+
+
+def held(config: Config, facts: ScheduleFacts, platform: str = "gpu") -> list[MemoryItem]:
+    """Returns the items at the fullest moment of a step, or while its answers are drawn, if more is held then."""
+    return max(items(config, facts, platform), drawing(config), key=total)
+
+
+def drawing(config: Config) -> list[MemoryItem]:
+    """Returns the items while answers are drawn, beside which there are no gradients and no activations; none where
+    none are drawn.
+    """
+    drawn = [MemoryItem(name, *of) for name, of in rollouts.held(config).items()]
+    return [*between_steps(config), *drawn] if drawn else []
 
 
 def fullest(

@@ -49,9 +49,12 @@ KIND_COLOURS = {
     "activations": PURPLE,
 }
 KINDS_OF_TIME = {
-    "compute": (BLUE, ("matmul", "attention", "memory", "head", "reference")),
+    "compute": (BLUE, ("matmul", "attention", "memory", "head", "reference", "draw")),
     "recomputation": (PURPLE, ("recompute",)),
-    "communication": (ORANGE, ("tensor", "context", "expert", "pipeline", "data", "host")),
+    "communication": (
+        ORANGE,
+        ("tensor", "context", "expert", "pipeline", "data", "host", "synchronise"),
+    ),
     "idle": (GREY, ("bubble", "stragglers")),
     "state": (GREEN, ("optimizer", "checkpoint")),
 }

@@ -13,7 +13,7 @@ from meshtrain.config import Config
 from meshtrain.config.follow import runs_table
 from meshtrain.model.weights import trained_text
 from meshtrain.parallel.placement import expert_ranks, stages
-from meshtrain.plan import axes, memory, search, shapes, traffic
+from meshtrain.plan import axes, memory, rollouts, search, shapes, traffic
 from meshtrain.plan.compiled import Compiled, comparison
 from meshtrain.plan.compute import DEFAULT_PROFILE
 from meshtrain.plan.estimate import PART_NAMES, Plan
@@ -55,6 +55,7 @@ def headline(plan: Plan) -> str:
         f"{plan.flops_per_device / 1e12:.4g} TFLOP/s a device, "
         f"MFU {plan.mfu:.1%}; bound by {plan.time.bound}",
     ]
+    lines += _rollout(plan)
     if moe.experts:
         lines.append(_experts(plan))
     if (chunks := shapes.loss_chunks(config)) > 1:
@@ -71,6 +72,23 @@ def headline(plan: Plan) -> str:
     if plan.cost:
         lines.append(f"cost    {plan.cost:,.0f} for {plan.config.train.steps:,} steps")
     return "\n".join(lines)
+
+
+def _rollout(plan: Plan) -> list[str]:
+    """Returns the line on the answers that a step learns from, if it does: its shares of seconds, and what a device
+    holds then.
+    """
+    if not rollouts.draws(plan.config):
+        return []
+    time = plan.time
+    shares = [part / time.total for part in (time.synchronise, time.draw, time.train)]
+    received = sum(t.sent for t in rollouts.synchronisation(plan.config))
+    drawing = size(memory.total(memory.drawing(plan.config)))
+    return [
+        f"rollout {shares[0]:.1%} of a step synchronises weights ({size(received)} to a device), {shares[1]:.1%} draws "
+        f"answers ({count(plan.drawn_per_second)} tokens/s, {drawing} a device), {shares[2]:.1%} trains; prompts and "
+        "answers as long as a row holds, without rewards"
+    ]
 
 
 def _pipeline(plan: Plan) -> str:

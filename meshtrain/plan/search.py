@@ -22,7 +22,7 @@ from meshtrain.config.mesh import AXES
 from meshtrain.config.reduce import keeps_feedback
 from meshtrain.parallel.placement import Stages
 from meshtrain.parallel.placement import stages as stages_of
-from meshtrain.plan import choices, memory, pipeline, shapes
+from meshtrain.plan import choices, memory, pipeline, rollouts, shapes
 from meshtrain.plan.compute import Seconds
 from meshtrain.plan.estimate import PART_NAMES, Plan, estimate, outside_seconds
 from meshtrain.plan.layer_costs import LayerCost, layer_cost
@@ -202,7 +202,7 @@ def _groups(
             vocabularies = (base.parallel.vocab,)
             counts = choices.nearby_cuts(base, data, most)
             named_schedules = (choices.fit_schedule(base, stages),)
-        states: dict[tuple, list[float]] = {}
+        states: dict[tuple, list[tuple[float, float]]] = {}
         for vocab, m in itertools.product(vocabularies, counts):
             cut = put(mesh, parallel={"vocab": vocab, "microbatches": m})
             if (rows := (stages, m, named_schedules)) not in tables:
@@ -295,6 +295,7 @@ class _Group:
     def least(self) -> float:
         """Seconds that each layout that fits takes at least: of its table where head and messages between stages take
         none, since `pipeline.quick` grows with either; and no more hides over data than is sent (`hidden_seconds`).
+        Answers are drawn beside nothing.
         """
         seconds = []
         layers = dict[int, LayerCost]()
@@ -307,7 +308,7 @@ class _Group:
                 layers[key], FREE_EDGE, FREE_MESSAGE, stage.longest, stage.chunks
             )
             seconds.append(pipeline.quick(scheduled, self.tables.facts[i], costs))
-        return min(seconds)
+        return min(seconds) + rollouts.seconds(self.config, self.cluster)[1]
 
     def candidates(self, chosen: np.ndarray) -> Iterator[Candidate]:
         """Yields the layouts of [rows, columns], with their seconds."""
@@ -342,10 +343,10 @@ def _varies_with_depth(config: Config) -> bool:
 def _bytes(
     config: Config, cluster: Cluster, tables: _Tables, zeros: list[ZeroKeys], state: np.ndarray
 ) -> np.ndarray:
-    """Bytes of [rows, columns], of which `state` are those of state."""
+    """Bytes of [rows, columns]; `state` as `_state` gives it."""
     usable = spared(cluster)
     platform = cluster.accelerator.platform
-    nbytes = state.copy()
+    nbytes = state[0].copy()
     for at, layers, facts in tables.alike:
         rows = [
             put(config, parallel=tables.keys[i])
@@ -368,6 +369,7 @@ def _bytes(
                 passing[key] = functools.reduce(np.maximum, map(memory.total, moments))
             totals[:, j] += np.where(fits[:, j], passing[key], 0.0)
         nbytes[at] = totals
+    np.maximum(nbytes, state[1], out=nbytes)
     _leave_out_offload(nbytes, zeros, usable)
     return nbytes
 
@@ -381,17 +383,25 @@ def _leave_out_offload(nbytes: np.ndarray, zeros: list[ZeroKeys], usable: float)
 
 
 def _state(
-    config: Config, tables: _Tables, zeros: list[ZeroKeys], known: dict[tuple, list[float]]
+    config: Config,
+    tables: _Tables,
+    zeros: list[ZeroKeys],
+    known: dict[tuple, list[tuple[float, float]]],
 ) -> np.ndarray:
-    """Bytes of state of [rows, columns], which follow from the layers on a device; `known` has those of a mesh."""
+    """Bytes of state, and while answers are drawn, of [rows, columns], which follow from the layers on a device;
+    `known` has those of a mesh.
+    """
     rows = []
     for keys, stage in zip(tables.keys, tables.stages, strict=True):
         key = config.parallel.vocab, config.parallel.microbatches > 1, stage.on_device
         if key not in known:
             scheduled = put(config, parallel=keys)
-            known[key] = [memory.total(memory.state(_set_zero(scheduled, zero))) for zero in zeros]
+            layouts = [_set_zero(scheduled, zero) for zero in zeros]
+            known[key] = [
+                (memory.total(memory.state(x)), memory.total(memory.drawing(x))) for x in layouts
+            ]
         rows.append(known[key])
-    return np.array(rows)
+    return np.array(rows).transpose(2, 0, 1)
 
 
 def _set_zero(config: Config, zero: ZeroKeys) -> Config:

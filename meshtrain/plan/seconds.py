@@ -178,7 +178,7 @@ def message_cost(
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step by what they are spent on; the device waits in `tensor`, `context`, `expert`, `pipeline`,
-    `data`, `host`, `bubble` and `stragglers`.
+    `data`, `host`, `bubble`, `stragglers` and `synchronise`. The last two are of rollouts (`plan.rollouts`).
     """
 
     matmul: float
@@ -197,13 +197,23 @@ class StepTime:
     checkpoint: float
     reference: float
     stragglers: float = 0.0
+    synchronise: float = 0.0
+    draw: float = 0.0
 
     @property
     def total(self) -> float:
         return sum(dataclasses.astuple(self))
 
     def parts(self) -> list[tuple[str, float]]:
-        return list(dataclasses.asdict(self).items())
+        parts = dataclasses.asdict(self)
+        if not self.draw:
+            del parts["synchronise"], parts["draw"]
+        return list(parts.items())
+
+    @property
+    def train(self) -> float:
+        """Seconds without those of rollouts."""
+        return self.total - self.synchronise - self.draw
 
     @property
     def work(self) -> float:
@@ -220,7 +230,7 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """Returns the largest share: compute, memory, communication or bubble."""
+        """Returns the largest share: compute, memory, communication, bubble or drawing."""
         groups = {
             "compute": self.matmul + self.attention + self.recompute + self.head + self.reference,
             "memory": self.memory + self.optimizer + self.checkpoint,
@@ -230,8 +240,10 @@ class StepTime:
             + self.pipeline
             + self.data
             + self.host
-            + self.stragglers,
+            + self.stragglers
+            + self.synchronise,
             "bubble": self.bubble,
+            "drawing": self.draw,
         }
         return max(groups, key=lambda name: groups[name])
 
