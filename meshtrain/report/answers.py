@@ -17,12 +17,12 @@ from meshtrain.errors import printable
 from meshtrain.run.rows import RowReader
 from meshtrain.survive.history import integer, number
 
-HEADS = ("step", "", "reward", "advantage", "rewards of its group", "prompt", "answer")
+HEADS = ("step", "", "reward", "prompt", "answer", "advantage", "rewards of its group")
 MOST_STEPS = 40
 MOST_VALUES = 4  # of a group, which are counted one by one
 # letters of a text that are kept of its begin and of its end
-BEGIN = 400
-END = 200
+BEGIN = 240
+END = 120
 
 Cells = tuple[str, ...]
 
@@ -49,9 +49,15 @@ def read(path: Path) -> AnswerSamples:
                 "prompt": str() | list() as prompt,
                 "answer": str(answer),
             } if integer(step) is not None:
-                rewards = (_number(row.get(name)) for name in ("reward", "advantage"))
-                texts = _group(row.get("group_rewards")), _cut(_text(prompt)), _cut(answer)
-                samples.setdefault(step, {})[kind] = (f"{step:,}", kind, *rewards, *texts)
+                samples.setdefault(step, {})[kind] = (
+                    f"{step:,}",
+                    kind,
+                    _number(row.get("reward")),
+                    _cut(_text(prompt)),
+                    _cut(answer),
+                    _number(row.get("advantage")),
+                    _group(row.get("group_rewards")),
+                )
             case _:
                 left_out += 1
     steps = sorted(samples)

@@ -71,13 +71,13 @@ def test_a_page_has_the_best_a_median_and_the_worst_answer_of_steps(tmp_path):
     ]
     facts = written(tmp_path / "run", [*of_step, sample(step=1003)])
     assert cells(html_of(facts)) == [
-        ["1", "best", "1", "1.5", "2 × 1, 2 × 0", "17+58=", "75"],
-        ["1", "median", "0.5", "1.5", "2 × 1, 2 × 0", "17+58=", "75"],
-        ["1", "worst", "0", "-0.5", "3 × 0, 1 × 1", "17+58=", "9"],
-        ["1,003", "best", "1", "1.5", "2 × 1, 2 × 0", "17+58=", "75"],
+        ["1", "best", "1", "17+58=", "75", "1.5", "2 × 1, 2 × 0"],
+        ["1", "median", "0.5", "17+58=", "75", "1.5", "2 × 1, 2 × 0"],
+        ["1", "worst", "0", "17+58=", "9", "-0.5", "3 × 0, 1 × 1"],
+        ["1,003", "best", "1", "17+58=", "75", "1.5", "2 × 1, 2 × 0"],
     ]
     text = render(facts, summarise(facts))
-    assert re.search(r"\n +1,003 +best +1 +1\.5 +2 × 1, 2 × 0 +17\+58= +75\n", text)
+    assert re.search(r"\n +1,003 +best +1 +17\+58= +75 +1\.5 +2 × 1, 2 × 0\n", text)
     assert tells(text, "reward 0.1 → 0.3") and summarise(facts).figures["gap"] == "3e-06"
     assert to_json(facts, summarise(facts))["reward"] == pytest.approx(0.3)
 
@@ -98,7 +98,7 @@ def test_a_model_may_write_anything(tmp_path):
     ]
     facts = written(tmp_path / "run", [sample(prompt=messages, answer=evil)])
     html = html_of(facts)
-    ((*_, prompt, answer),) = cells(html)
+    ((_, _, _, prompt, answer, *_),) = cells(html)
     assert "<script" not in html and "\x1b" not in html and "\u202e" not in html
     assert "&lt;b&gt;Be brief.&lt;/b&gt;\nuser: [{" in prompt and "&lt;script&gt;" in prompt
     assert answer.startswith("&lt;script&gt;alert(1)") and r"\x1b[31m\u202e\ud800\x00" in answer
@@ -111,7 +111,7 @@ def test_long_texts_are_folded_and_cut_and_keep_their_begin_and_end(tmp_path):
     long = "begin " + "x" * 5000 + "\n" * 50 + " end"
     facts = written(tmp_path / "run", [sample(prompt=long, answer="a\nb\nc\nd\ne")])
     html = html_of(facts)
-    ((*_, prompt, answer),) = cells(html)
+    ((_, _, _, prompt, answer, *_),) = cells(html)
     assert prompt.startswith("<details><summary>begin x") and prompt.endswith(" end</details>")
     assert len(prompt) < 1000
     assert answer == "<details><summary>a b c d e …</summary>a\nb\nc\nd\ne</details>"
@@ -140,7 +140,7 @@ def test_steps_are_spread_over_the_run_and_the_page_stays_small(tmp_path, steps)
     assert len(shown) == min(steps, 40) and len(told.rows) == 3 * len(shown)
     apart = [b - a for a, b in pairwise(shown)]
     assert max(apart) <= 2 * max(5, 5 * steps / 40)
-    assert sum(len(cell) for row in told.rows for cell in row) < 160_000
+    assert sum(len(cell) for row in told.rows for cell in row) < 100_000
 
 
 @pytest.mark.parametrize("depth", [*range(100, 1000, 100), *range(940, 1010)])
@@ -158,7 +158,7 @@ def test_a_prompt_of_any_depth_is_told_of(tmp_path, depth):
 def test_a_run_that_went_on_shows_each_answer_once(tmp_path):
     again = [sample(answer="old"), sample(step=2), sample(answer="new")]
     facts = written(tmp_path / "run", again)
-    assert [(row[0], row[-1]) for row in facts.answers.rows] == [("1", "new"), ("2", "75")]
+    assert [(row[0], row[4]) for row in facts.answers.rows] == [("1", "new"), ("2", "75")]
 
 
 def test_rewards_of_a_group_are_counted_the_most_frequent_first():
@@ -201,7 +201,7 @@ def test_lines_of_other_shapes_are_left_out_with_a_sentence(tmp_path, line):
 @pytest.mark.parametrize("value", ["1", None, [1], 10**400, float("inf")])
 @pytest.mark.parametrize("name", ["reward", "advantage", "group_rewards"])
 def test_a_number_that_is_none_is_a_dash(tmp_path, name, value):
-    ((*row, _, _),) = written(tmp_path / "run", [sample(**{name: value})]).answers.rows
+    (row,) = written(tmp_path / "run", [sample(**{name: value})]).answers.rows
     place = answers.HEADS.index(name) if name in answers.HEADS else -1
     counted = name == "group_rewards" and value == [1]
     assert row[place] == ("1 × 1" if counted else "-")
