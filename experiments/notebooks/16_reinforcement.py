@@ -20,7 +20,6 @@ from IPython.utils.io import capture_output
 
 import meshtrain as mt
 from meshtrain.rl.advantages import group_advantages
-from meshtrain.rl.answering import Disagreement
 from meshtrain.rl.rollouts import Rollouts
 
 mt.fake_devices(4)
@@ -134,7 +133,7 @@ def synchronise_once(rollouts, params):
 Rollouts.synchronise = synchronise_once
 try:
     trained("run.directory=stale")
-except Disagreement as error:
+except FloatingPointError as error:
     sentence = str(error)
 Rollouts.synchronise = synchronise
 print(sentence.replace(f"{Path.cwd()}/", ""))

@@ -29,7 +29,7 @@ Cells = tuple[str, ...]
 
 @dataclass(frozen=True)
 class AnswerSamples:
-    """Rows of `HEADS`. `left_out`: lines of the file that are no samples."""
+    """Rows of `HEADS`. `left_out`: lines of the file that are not samples."""
 
     rows: tuple[Cells, ...]
     left_out: int

@@ -265,4 +265,4 @@ def test_no_text_of_a_cell_takes_long():
 
 def test_answers_belong_to_the_run_and_are_set_aside_with_it():
     assert {ANSWERS, GAPS} <= set(WATCHED)
-    assert (answering.ANSWERS, answering.GAPS) == (ANSWERS, GAPS)
+    assert answering.ANSWERS == ANSWERS
