@@ -4,6 +4,7 @@ them to open is there.
 
 import ast
 import importlib
+import json
 import os
 import re
 import runpy
@@ -78,7 +79,9 @@ NOT_HERE = {
 }
 # The thread of docs/fine-tuning.md, from a row of data to a model that was exported and answers.
 THREAD = [name for name in COMMANDS if re.search("README|base|chats|capitals", name)]
-NOT_HERE |= dict.fromkeys(THREAD, "typed in their order by a test of their own")
+# Those of docs/reinforcement.md: runs that draw answers, looked at.
+REWARDED = [name for name in COMMANDS if "rl_arithmetic" in name]
+NOT_HERE |= dict.fromkeys([*THREAD, *REWARDED], "typed in their order by a test of their own")
 # Whole test files are part of the tests, and experiments take minutes to hours: tests/test_experiments.py has each of
 # them tell its options.
 ELSEWHERE = re.compile(r"python (-m pytest|-m experiments\.|experiments/)")
@@ -315,6 +318,23 @@ def test_the_thread_of_fine_tuning_ends_in_an_exported_model(directory):
         assert "show" not in words or tells(printed, "learned"), printed
     for file in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
         assert (directory / "capitals" / file).exists(), file
+
+
+@pytest.mark.thorough
+def test_the_guides_reward_scores_answers_and_its_runs_are_looked_at(directory):
+    blocks = fenced(GUIDES["docs/reinforcement.md"])
+    reward = next(block for kind, block in blocks if kind == "py")
+    (directory / "mine.py").write_text(reward)
+    short = ["--set", "train.steps=2", "--set", "rl.supervised=0"]
+    assert len(REWARDED) == 4
+    for command in REWARDED:
+        words = COMMANDS[command][2:]
+        printed = typed([*words, *(short if words[0] == "meshtrain.train" else [])], directory)
+        assert "step 2/2" in printed or tells(printed, "done, all 2 steps"), printed
+    for run in ("rl_arithmetic", "mine"):
+        rows = (directory / "runs" / run / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(row)["rl/rewards_failed"] for row in rows] == [0, 0]
+    assert "<h2>Answers</h2>" in (directory / "report.html").read_text()
 
 
 def test_what_is_not_typed_here_is_documented():

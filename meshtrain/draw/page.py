@@ -7,7 +7,10 @@ from itertools import count
 
 from meshtrain.draw.svg import BAD, DARK, FAINT, FONT, GOOD, GRID, GROUND, INK, NOTE, TEXT, TURNS
 
-_NUMBER = re.compile(r"-?|[-+<]?\d[\d.,]*( ?[\w%µ/]+)*")  # with its unit, or none
+# with its unit, or none; each letter matches in one way, so that no text takes long
+_NUMBER = re.compile(r"-?|[-+<]?\d[\d.,]*+[\w%µ/]*+( [\w%µ/]++)*+")
+FOLDED = 160  # letters and lines beyond which a text is folded
+FOLDED_LINES = 3
 COLUMN = 848  # pixels of what stands on a page, at most
 NAMES = {
     "text": TEXT,
@@ -91,6 +94,14 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], style: str = "tab
 
     head = line("th", map(escape, heads)) if heads else ""
     return f'<div class="{style}" tabindex="0"><table>{head}{"".join(line("td", row) for row in body)}</table></div>'
+
+
+def folded(text: str) -> str:
+    """Returns a text, escaped; a long one as its beginning, which opens."""
+    if len(text) <= FOLDED and text.count("\n") < FOLDED_LINES:
+        return escape(text)
+    begin = " ".join(text.split())[: FOLDED // 2]
+    return f"<details><summary>{escape(begin)} …</summary>{escape(text)}</details>"
 
 
 def figure(name: str, about: str, drawing: str) -> str:

@@ -189,10 +189,12 @@ def keys(
 
 def ticks(low: float, high: float, base: int = 10, parts: float = 4) -> Iterator[float]:
     """Yields round numbers that hold the range between them, in at most about so many `parts`; `base`: 2 for bytes,
-    whose are powers of 2.
+    whose are powers of 2; 1 for exponents, whose are whole.
     """
     raw = (high - low) / parts
-    if base == 2:
+    if base == 1:
+        step = float(math.ceil(raw))
+    elif base == 2:
         step = 2.0 ** math.ceil(math.log2(raw))
     else:
         unit = 10.0 ** math.floor(math.log10(raw))

@@ -45,6 +45,7 @@ STYLE = {
 MOST_LINES = 3  # of a sentence
 MOST_FAULTS = 4  # the newest
 LEAST = 8  # letters of a sparkline or a bar
+SHOWN = ("MFU", "data wait", "reward", "gap")  # figures of a summary behind its speed
 
 
 @command
@@ -190,7 +191,7 @@ def line(look: Look) -> str:
 def _figures(look: Look) -> Iterator[str]:
     figures = look.summary.figures if look.summary else {}
     yield from (f"{figures[name]} {name}" for name in ("tokens/s", "a step") if name in figures)
-    yield from (f"{name} {figures[name]}" for name in ("MFU", "data wait") if name in figures)
+    yield from (f"{name} {figures[name]}" for name in SHOWN if name in figures)
     if look.memory is not None:
         yield f"memory {units.size(look.memory)}"
 

@@ -2,6 +2,7 @@
 
     config.yaml ─────► plan.estimate ───────┐
     metrics.jsonl, resources/*.jsonl ─ rows ┤
+    answers.jsonl ─ answers ────────────────┤
     alerts.jsonl, findings.json ────────────┼─► facts ─► summary ─► sections ─┬─► text   a terminal
     checkpoints/ ─ checkpoint.manifest ─────┤              │                  └─► page   HTML, with charts
     survive/ ─ survive.history, ledger ─────┘              └─► compare, of two runs

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshtrain import units
+from meshtrain.config import Config
 from meshtrain.draw import svg
 from meshtrain.draw.svg import FAINT, FIRST, GRID, GROUND, PALE, SECOND, WIDTH
 from meshtrain.report.facts import RunFacts
@@ -28,6 +29,9 @@ BOTTOM = 38
 FAR = 6  # times what lies between the first and the last tenth of values, above these, is far
 BINS = 120  # of a curve over the width of a chart
 SMOOTH = 50  # a smoothed curve is of means of so many parts of a run
+# names of curves that are not of values
+LIMIT = "limit"
+DEVIATION = "deviation"
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,9 @@ class MetricChart(NamedTuple):
     dots: str = ""  # a second metric, drawn as dots
     smooth: bool = False  # a mean of neighbours before it
     spikes: bool = False  # a few values may be far beyond all others
+    deviation: str = ""  # a second metric: how far to either side of this one pale lines are
+    log: bool = False  # the axis has powers of 10
+    limit: Callable[[Config], float] | None = None  # a line
 
 
 def _plain(value: float) -> str:
@@ -87,6 +94,23 @@ OF_STEPS = (
     MetricChart("Seconds a step", "step_seconds", _seconds, spikes=True),
     MetricChart("Tokens a second", "tokens_per_second", _short),
     MetricChart("MFU", "mfu", _percent),
+    MetricChart(
+        "Reward, pale: a deviation to either side", "rl/reward", _plain, deviation="rl/reward_std"
+    ),
+    MetricChart(
+        "Gap between drawing and training, nats",
+        "rl/gap_max",
+        _plain,
+        zero=False,
+        log=True,
+        limit=lambda config: config.rl.gap_limit,
+    ),
+    MetricChart("Length of an answer, tokens", "rl/answer_tokens", _plain),
+    MetricChart("Answers that ended", "rl/ended", _percent),
+    MetricChart("Entropy of answers, nats a token", "rl/entropy", _plain),
+    MetricChart("Groups with one reward for all answers", "rl/flat_groups", _percent),
+    MetricChart("Tokens with a clipped ratio", "rl/clipped", _percent),
+    MetricChart("Rewards that failed", "rl/rewards_failed", _short),
     MetricChart("Waiting for data", "data_wait_seconds", _seconds, spikes=True),
     MetricChart("Loss scale", "loss_scale", _short),
     MetricChart("Fullest expert over the mean", "expert_load", _plain),
@@ -138,21 +162,29 @@ def _curves(spec: MetricChart, run: RunFacts, colour: str, dots: str) -> Iterato
         yield Curve("smoothed", steps[known], smoothed(values[known], window), colour)
     if spec.dots and run.steps.known(spec.dots).size:
         yield Curve("validation text", steps, run.steps[spec.dots], dots, dots=True)
+    if spec.deviation:
+        for side in (-1, 1):
+            beside = values + side * run.steps[spec.deviation]
+            yield Curve(DEVIATION, steps, beside, colour, pale=True)
+    if spec.limit and run.config and known.any():
+        yield Curve(LIMIT, steps[known][[0, -1]], np.full(2, spec.limit(run.config)), SECOND)
 
 
 def _figure(spec: MetricChart, curves: Sequence[Curve]) -> tuple[str, str, str] | None:
+    number = spec.number
+    base = 2 if number is _bytes else 10
+    if spec.log:
+        curves = [replace(c, y=_exponents(c.y)) for c in curves]
+        number = lambda exponent: spec.number(10.0**exponent)
+        base = 1
     lines, dotted = ([_finite(c) for c in curves if c.dots is dots] for dots in (False, True))
-    values = np.concatenate([c.y for c in lines])
+    values = np.concatenate([c.y for c in lines if c.name not in (LIMIT, DEVIATION)])
     # A curve of zeros says no more than its absence.
-    if not values.any():
+    if not (values.size if spec.log else values.any()):
         return None
     low = values.min()
     high = values.max()
-    about = (
-        f"{spec.number(low)} to {spec.number(high)}"
-        if high > low
-        else f"always {spec.number(high)}"
-    )
+    about = f"{number(low)} to {number(high)}" if high > low else f"always {number(high)}"
     if len(dots := [c for c in dotted if c.y.size]) == 1:
         lowest = int(np.argmin(dots[0].y))
         about += (
@@ -160,8 +192,12 @@ def _figure(spec: MetricChart, curves: Sequence[Curve]) -> tuple[str, str, str] 
         )
     if any(curve.name == "smoothed" for curve in lines):
         about += f"; smoothed: each point is the mean of about 1/{SMOOTH} of the run"
-    base = 2 if spec.number is _bytes else 10
-    return spec.title, about, chart(spec.title, curves, spec.number, spec.zero, base, spec.spikes)
+    return spec.title, about, chart(spec.title, curves, number, spec.zero, base, spec.spikes)
+
+
+def _exponents(values: np.ndarray) -> np.ndarray:
+    """Returns the decimal logarithms of values; NaN of those that have none."""
+    return np.log10(np.where(values > 0, values, math.nan))
 
 
 def _sampled(samples: Iterable[Columns], metric: str) -> tuple[np.ndarray, np.ndarray]:
@@ -189,8 +225,8 @@ def chart(
 
     Nothing if there is no point.
 
-    `base`: 2 for bytes, whose round numbers are powers of 2. `spikes`: a few values far beyond all others do not count
-    for the axis.
+    `base`: 2 for bytes, whose round numbers are powers of 2; 1 for exponents. `spikes`: a few values far beyond all
+    others do not count for the axis.
 
     The axis holds all but the last thousandth of the values on either side: one step that took a minute would flatten
     all others. Values beyond the axis are drawn at its edge.

@@ -258,6 +258,7 @@ def _figures(first: RunFacts, second: RunFacts) -> Iterator[tuple[str, ...]]:
         "tokens/s": "tokens/s",
         "MFU": f"MFU, last {RECENT_ROWS} rows",
         "loss": "loss at the end",
+        "reward": "reward at the end",
         "lowest eval loss": "eval loss, at best",
         "eval accuracy": "eval accuracy at the end",
         "goodput": "goodput",

@@ -17,11 +17,21 @@ from meshtrain.config import Config, ConfigError, load, short
 from meshtrain.errors import Unreadable
 from meshtrain.plan.estimate import Plan, plan
 from meshtrain.plan.shapes import model_flops
-from meshtrain.report import experts, rows
+from meshtrain.report import answers, experts, rows
+from meshtrain.report.answers import AnswerSamples
 from meshtrain.report.experts import ExpertLoads
 from meshtrain.report.rows import Columns
 from meshtrain.run.best import Best, best_in
-from meshtrain.run.directory import ALERTS, CHECKPOINTS, CONFIG, FINDINGS, METRICS, RESOURCES
+from meshtrain.run.directory import (
+    ALERTS,
+    ANSWERS,
+    CHECKPOINTS,
+    CONFIG,
+    FINDINGS,
+    GAPS,
+    METRICS,
+    RESOURCES,
+)
 from meshtrain.run.lock import in_use
 from meshtrain.run.rows import RowReader
 from meshtrain.survive import history as histories
@@ -83,6 +93,8 @@ class RunFacts:
     checkpoints: tuple[CheckpointFacts, ...] = ()
     survived: Survived | None = None
     loads: ExpertLoads | None = None  # of the newest row that tells them
+    answers: AnswerSamples | None = None
+    disagreed: int | None = None  # the last step in which drawing and training did
     notes: tuple[str, ...] = ()  # what could not be read, in sentences
 
     @property
@@ -102,6 +114,9 @@ def gather(directory: Path, cluster: str | None = None) -> RunFacts:
     if torn:
         lines = "line is not a row and was" if torn == 1 else "lines are not rows and were"
         notes.append(f"{torn} {lines} left out of {METRICS}: cut off, or not what a run writes.")
+    drawn = answers.read(directory / ANSWERS)
+    if drawn.left_out:
+        notes.append(f"{drawn.left_out:,} lines of {ANSWERS} are not samples and were left out.")
     samples, ranks, hosts = _samples(directory)
     diagnosis = _diagnosis(directory, notes)
     findings = diagnosis.get("findings")
@@ -126,6 +141,8 @@ def gather(directory: Path, cluster: str | None = None) -> RunFacts:
         checkpoints=_checkpoints(directory),
         survived=_survived(directory, notes),
         loads=experts.newest(directory / METRICS) if config and config.model.moe.experts else None,
+        answers=drawn,
+        disagreed=_disagreed(directory),
         notes=tuple(notes),
     )
 
@@ -272,6 +289,11 @@ def _diagnosis(directory: Path, notes: list[str]) -> Fields:
         notes.append(f"{FINDINGS} cannot be read; --diagnose writes it again.")
         return {}
     return value if isinstance(value, dict) else {"findings": value}
+
+
+def _disagreed(directory: Path) -> int | None:
+    names = [path.stem for path in (directory / GAPS).glob("*.npz")]
+    return max((int(name) for name in names if name.isdecimal()), default=None)
 
 
 def _checkpoints(directory: Path) -> tuple[CheckpointFacts, ...]:

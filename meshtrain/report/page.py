@@ -39,11 +39,14 @@ td:last-child { overflow-wrap: anywhere; min-width: 12em; } td.n { min-width: 0;
 .legend span { margin-right: 1.4em; } .legend i { display: inline-block; width: .75em; height: .75em;
   border-radius: 3px; margin-right: .45em; }
 .wraps .n { text-align: left; } .wraps td:not(:last-child) { white-space: normal; }
-.wraps td:last-child { min-width: 0; } footer { margin-top: 3em; color: var(--faint); font-size: .8em; }
+.wraps td:last-child { min-width: 0; } .texts { max-height: 40em; overflow-y: auto; }
+.texts td:last-child { min-width: 0; }
+.texts tr > :nth-child(4), .texts tr > :nth-child(5) { text-align: left; white-space: pre-wrap; overflow-wrap: anywhere; min-width: 12em; }
+summary { cursor: pointer; } footer { margin-top: 3em; color: var(--faint); font-size: .8em; }
 @media print { @page { size: A4; margin: 14mm; } body { max-width: none; padding: 0; font-size: 10pt; }
 h2, .verdict { break-after: avoid; }
  .charts { grid-template-columns: 1fr 1fr; gap: 12px 18px; } .tiles { grid-template-columns: repeat(5, 1fr); }
-  .wide, .table { overflow: visible; } .wide svg { width: 100%; height: auto; }
+  .wide, .table { overflow: visible; max-height: none; } .wide svg { width: 100%; height: auto; }
  * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } tr, .tile, .finding { break-inside: avoid; } }
 """
 
@@ -106,16 +109,20 @@ def _section(section: Section, style: str = "table") -> Iterator[str]:
     if section.wide is not None:
         yield section.wide()
     if section.table is not None:
-        heads, rows, what, newest = section.table
+        heads, rows, what, newest, texts = section.table
         cut = heads and newest and len(rows) > MOST_ROWS
         shown = rows[-MOST_ROWS:] if cut else rows
-        yield pages.table(heads, [[escape(cell) for cell in row] for row in shown], style=style)
+        cell = pages.folded if texts else escape
+        style = "table texts" if texts else style
+        yield pages.table(heads, [list(map(cell, row)) for row in shown], style=style)
         if cut:
             yield f"<p>The newest {MOST_ROWS} of {len(rows):,} {what}.</p>"
 
 
 def _tiles(summary: Summary) -> str:
     labels = {
+        "reward": "reward at the end",
+        "gap": "largest gap of a log-probability",
         "loss": "loss at the end",
         "eval loss": "eval loss",
         "eval accuracy": "eval accuracy",

@@ -13,6 +13,7 @@ from meshtrain.config import short
 from meshtrain.draw import page as pages
 from meshtrain.draw.svg import FIRST, GREEN, GREY, PALE, mixed
 from meshtrain.plan import page as plans
+from meshtrain.report.answers import HEADS, AnswerSamples
 from meshtrain.report.charts import Row, bars, stacked
 from meshtrain.report.experts import ExpertLoads
 from meshtrain.report.experts import picture as picture_of_loads
@@ -73,12 +74,16 @@ class Figure(NamedTuple):
 
 
 class Grid(NamedTuple):
-    """Plain text, of which all rows are shown, or with `newest` the newest. `what`: many such rows, in a word."""
+    """Plain text, of which all rows are shown, or with `newest` the newest. `what`: many such rows, in a word.
+
+    `texts`: cells may be long and have several lines; a terminal shows the newest rows, and of each cell the beginning.
+    """
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]
     what: str = "rows"
     newest: bool = True
+    texts: bool = False
 
 
 class Item(NamedTuple):
@@ -115,6 +120,8 @@ def sections(facts: RunFacts, summary: Summary) -> Iterator[Section]:
         yield Section("Memory", figures=list(_memory(facts, summary.held)))
     if facts.loads is not None:
         yield _experts(facts.loads)
+    if facts.answers is not None and facts.answers.rows:
+        yield _answers(facts.answers)
     if facts.survived is not None:
         yield _faults(facts)
     if facts.alerts:
@@ -361,6 +368,12 @@ def _experts(loads: ExpertLoads) -> Section:
         ),
     )
     return Section("Experts", (loads.sentence,), figures=figures)
+
+
+def _answers(samples: AnswerSamples) -> Section:
+    about = "The best, a median and the worst answer of steps that are spread over the run."
+    table = Grid(HEADS, samples.rows, "answers", newest=False, texts=True)
+    return Section("Answers", (about,), table=table)
 
 
 def _faults(facts: RunFacts) -> Section:

@@ -17,6 +17,7 @@ from meshtrain.config.follow import differences, followed
 from meshtrain.report import measured
 from meshtrain.report.facts import RunFacts
 from meshtrain.report.measured import Bounds, MemoryUse, Speed, TimeShare
+from meshtrain.run.directory import GAPS
 from meshtrain.survive import history as histories
 from meshtrain.survive.detectors import patience
 from meshtrain.survive.heartbeat import STEPPING
@@ -55,6 +56,8 @@ class Summary:
     eval_least: float | None
     eval_least_step: int | None
     accuracy: float | None  # of images: the last evaluation's
+    reward: float | None  # of the last rows
+    gap: float | None  # the largest of a token's log-probability between drawing and training
     patience_left: (
         int | None
     )  # evaluations without a lower loss until the run ends; None where it does not end so
@@ -97,6 +100,8 @@ class Summary:
         """The figures that are known, as they are written, by what they are."""
         speed = self.speed
         values = {
+            "reward": loss_text(self.reward),
+            "gap": "-" if self.gap is None else f"{self.gap:.2g}",
             "loss": loss_text(self.loss),
             "eval loss": loss_text(self.eval_loss),
             "lowest eval loss": loss_text(self.eval_least),
@@ -138,12 +143,14 @@ def summarise(facts: RunFacts) -> Summary:
         step=step,
         steps=steps,
         tokens=float(measured.tokens_by_row(columns)[-1]) if columns.rows else 0.0,
-        loss=float(np.mean(loss[-_last_few(loss) :])) if loss.size else None,
+        loss=_final(loss),
         loss_begin=float(loss[0]) if loss.size else None,
         eval_loss=float(evals[-1]) if evals.size else None,
         eval_least=best.loss if best.step is not None else None,
         eval_least_step=best.step,
         accuracy=float(accuracies[-1]) if accuracies.size else None,
+        reward=_final(columns.known("rl/reward")),
+        gap=max(columns.known("rl/gap_max").tolist(), default=None),
         patience_left=max(patience - best.since, 0) if patience else None,
         speed=speed,
         bounds=measured.bounds_of(facts.plan) if facts.plan else None,
@@ -263,6 +270,12 @@ def _reasons_of_state(facts: RunFacts, state: RunState) -> Iterator[Reason]:
         )
     if state == "stopped":
         yield Reason("note", "no process is at work on it; run the same command again to go on.")
+    if facts.disagreed is not None and facts.disagreed > facts.steps.known("step").max(initial=0.0):
+        yield Reason(
+            "bad",
+            f"step {facts.disagreed:,} was not taken: drawing and training disagreed, and the rows are in "
+            f"{GAPS}/{facts.disagreed}.npz.",
+        )
     for restart in facts.survived.history.plans[-1:] if facts.survived else []:
         if restart.state == "over" and restart.code not in (0, 75):
             yield Reason("bad", f"its supervisors gave it up: {histories.text(restart.reason)}.")
@@ -301,7 +314,8 @@ def _reasons_of_steps(
 
 def _risen_losses(facts: RunFacts, loss: np.ndarray) -> Iterator[Reason]:
     few = _last_few(loss)
-    if loss.size >= 40:
+    # The loss of a policy is about 0 at any reward.
+    if loss.size >= 40 and "rl/reward" not in facts.steps:
         smooth = np.convolve(loss, np.full(few, 1 / few), "valid")
         least = float(smooth.min())
         last = float(smooth[-1])
@@ -318,6 +332,11 @@ def _risen_losses(facts: RunFacts, loss: np.ndarray) -> Iterator[Reason]:
             f"{evals[-1]:.4g}, {best.since} evaluations "
             "later: the run may learn its training text by heart.",
         )
+
+
+def _final(values: np.ndarray) -> float | None:
+    """Returns the mean of the last values, if there are any."""
+    return float(np.mean(values[-_last_few(values) :])) if values.size else None
 
 
 def _last_few(values: np.ndarray) -> int:

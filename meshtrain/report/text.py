@@ -15,6 +15,7 @@ from meshtrain.report.summary import Summary
 BAR = 30  # letters of the longest bar
 LETTERS = "▁▂▃▄▅▆▇█"
 MOST_ROWS = 6  # of a table, the newest
+MOST_LETTERS = 40  # of a text in one
 
 
 def sparkline(values: np.ndarray, width: int = 40) -> str:
@@ -80,9 +81,11 @@ def section_text(section: Section) -> str:
         if figure.rows:
             lines += [f"  {figure.title}, {figure.about}", _rows(figure)]
     if section.table is not None:
-        heads, rows, what, newest = section.table
+        heads, rows, what, newest, texts = section.table
         # The sections of a config, which has no heads, are all named.
-        cut = heads and newest and len(rows) > MOST_ROWS
+        cut = heads and (newest or texts) and len(rows) > MOST_ROWS
+        if texts:
+            rows = [[" ".join(cell.split())[:MOST_LETTERS] for cell in row] for row in rows]
         lines.append(
             columns([heads, *(rows[-MOST_ROWS:] if cut else rows)] if heads else rows, "    ")
         )
@@ -103,6 +106,9 @@ def _losses(facts: RunFacts, summary: Summary) -> Iterator[str]:
     if summary.loss is None or summary.loss_begin is None:
         return
     yield f"loss   {summary.loss_begin:.4f} → {summary.loss:.4f}  {sparkline(facts.steps['loss'])}"
+    if summary.reward is not None:
+        rewards = facts.steps.known("rl/reward")
+        yield f"reward {rewards[0]:.4g} → {summary.reward:.4g}  {sparkline(rewards)}"
     if summary.eval_loss is not None:
         yield f"eval   {_eval_losses(summary)}  {sparkline(facts.steps.known('eval_loss'))}"
     if summary.accuracy is not None:

@@ -17,12 +17,15 @@ CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 TRACES = "traces"  # a directory each: `telemetry.trace`
-# Samples of every process, alerts, findings of a report; what trackers call the run.
-RESOURCES, ALERTS, FINDINGS, TRACKERS = WATCHED = (
+# Samples of every process, alerts, findings of a report; what trackers call the run; samples of the answers that it drew,
+# and rows whose log-probabilities disagreed.
+RESOURCES, ALERTS, FINDINGS, TRACKERS, ANSWERS, GAPS = WATCHED = (
     "resources",
     "alerts.jsonl",
     "findings.json",
     "trackers.json",
+    "answers.jsonl",
+    "gaps",
 )
 # The newest step that was ever committed: beside the checkpoints, of whose loss it is to warn.
 NEWEST = ".newest-checkpoint"

@@ -387,3 +387,16 @@ def test_ctrl_c_ends_it_well(run):
         time.sleep(0.2)
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0 and process.stderr.read() == ""
+
+
+def test_a_run_that_learns_from_its_answers_shows_their_reward_and_gap(run):
+    write(run, 1, 2, **{"rl/reward": 0.25, "rl/gap_max": 2e-6})
+    write(run, 3, **{"rl/reward": 0.75, "rl/gap_max": 1e-6})
+    look = WatchedRun(run).look()
+    assert tells(line(look), "reward 0.7500", "gap 2e-06")
+    assert tells(shown([look]), "reward 0.7500", "gap 2e-06")
+
+
+def test_a_run_without_rewards_shows_none(run):
+    write(run, 1, 2)
+    assert "reward" not in line(WatchedRun(run).look())

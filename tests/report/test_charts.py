@@ -1,4 +1,6 @@
+import math
 import re
+from collections import defaultdict
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -8,8 +10,10 @@ from drawn import axes
 from refusals import tells
 
 from meshtrain import units
-from meshtrain.draw.svg import WIDTH, ticks
+from meshtrain.config import load
+from meshtrain.draw.svg import SECOND, WIDTH, ticks
 from meshtrain.report.charts import (
+    BOTTOM,
     HEIGHT,
     OF_PROCESSES,
     OF_STEPS,
@@ -85,6 +89,62 @@ def test_ticks_are_few_round_and_hold_the_range(low, high):
     )
 
 
+@pytest.mark.parametrize("low, high", [(-6.3, -5.9), (-7.2, 0.1), (-30.0, 2.0), (3.0, 3.5)])
+def test_ticks_of_powers_of_ten_are_whole(low, high):
+    marks = list(ticks(low, high, 1))
+    assert marks[0] <= low and marks[-1] >= high and 2 <= len(marks) <= 7
+    assert all(mark == int(mark) for mark in marks)
+
+
+GAP = next(spec for spec in OF_STEPS if spec.metric == "rl/gap_max")
+REWARD = next(spec for spec in OF_STEPS if spec.metric == "rl/reward")
+
+
+def of_run(spec, **metrics):
+    """Returns the figure of a chart of metrics, of each the values of the first steps."""
+    rows = len(next(iter(metrics.values())))
+    columns = defaultdict(lambda: np.full(rows, np.nan))
+    columns |= {name.replace("_", "/", 1): np.array(values) for name, values in metrics.items()}
+    columns["step"] = np.arange(1.0, rows + 1)
+    run = SimpleNamespace(steps=columns, config=load(None, ["rl.gap_limit=0.01"]))
+    return _figure(spec, list(_curves(spec, run, "#111111", "#222222")))
+
+
+def heights(picture):
+    """Returns y where each line of a picture begins, by its colour."""
+    found = re.findall(r'd="M[\d.]+ ([\d.]+)[^"]*" fill="none" stroke="([^"]+)"', picture)
+    return {colour: float(y) for y, colour in found}
+
+
+def test_gaps_have_an_axis_of_powers_of_ten_with_the_limit():
+    _, about, picture = of_run(GAP, rl_gap_max=[1e-6, 0.0, 1e-5, np.nan])
+    assert about == "1e-06 to 1e-05" and ">limit<" in picture
+    numbers = re.findall(r">(1e-\d+|0\.\d*1)</text>", picture)
+    assert {"1e-06", "0.01"} <= set(numbers)
+    first, limit = (heights(picture)[colour] for colour in ("#111111", SECOND))
+    low, high = (math.log10(float(numbers[place])) for place in (0, -1))
+    of_decade = (HEIGHT - TOP - BOTTOM) / (high - low)
+    assert first - limit == pytest.approx(4 * of_decade, abs=0.2)
+
+
+@pytest.mark.parametrize("gaps", [[np.nan, np.nan], [0.0, 0.0]])
+def test_without_a_gap_there_is_neither_a_chart_nor_a_limit(gaps):
+    assert of_run(GAP, rl_gap_max=gaps) is None
+
+
+def test_a_gap_of_1_is_drawn_though_its_logarithm_is_0():
+    assert tells(of_run(GAP, rl_gap_max=[1.0, 1.0])[1], "always 1")
+
+
+def test_rewards_have_pale_lines_a_deviation_to_either_side():
+    _, about, picture = of_run(REWARD, rl_reward=[0.5, 1.0], rl_reward_std=[0.5, 0.25])
+    assert about == "0.5 to 1"
+    reward, below, above = map(float, re.findall(r'd="M[\d.]+ ([\d.]+)[^"]*" fill="none"', picture))
+    assert below == HEIGHT - BOTTOM and below - reward == pytest.approx(reward - above, abs=0.2)
+    assert picture.count("stroke-opacity") == 2
+    assert "stroke-opacity" not in of_run(REWARD, rl_reward=[0.5, 1.0])[2]
+
+
 def test_ticks_of_bytes_are_round_in_their_unit():
     for high in (700, 5e6, 975e6, 1.05e9, 1.4e9, 60e9, 3e12):
         for tick in ticks(0, high, 2):
@@ -124,7 +184,7 @@ def test_one_step_that_took_a_minute_does_not_flatten_all_others():
 def test_every_chart_is_of_a_metric_of_the_catalogue():
     for source, wanted in (("step", OF_STEPS), ("process", OF_PROCESSES)):
         for one in wanted:
-            for name in filter(None, (one.metric, one.dots)):
+            for name in filter(None, (one.metric, one.dots, one.deviation)):
                 assert BY_NAME[name].source == source
 
 
@@ -147,7 +207,7 @@ def test_the_lowest_of_the_dots_has_a_ring_though_not_every_dot_is_drawn():
 @pytest.mark.parametrize(("steps", "names"), [(1000, ["training", "smoothed"]), (3, ["training"])])
 def test_many_values_have_a_smoothed_curve_too(steps, names):
     run = SimpleNamespace(steps={"step": np.arange(steps), "loss": np.ones(steps)})
-    spec = SimpleNamespace(metric="loss", smooth=True, dots=None)
+    spec = OF_STEPS[0]._replace(dots="")
     assert [curve.name for curve in _curves(spec, run, "red", "blue")] == names
 
 

@@ -22,7 +22,8 @@ NAMES = [
     "dispatch_seconds", "compiles", "compile_seconds", "checkpoint_blocked_seconds", "memory_in_use_bytes", "skipped", "time", "phase_seconds",
     "device_memory_used_bytes", "device_memory_limit_bytes", "memory_limit_bytes", "process_rss_bytes", "rank", "host", "rule", "state",
     "severity", "sentence", "not_finite", "findings", "parts", "name", "seconds", "planned", "cannot_tell", "settings", "advice",
-    "expert_tokens", "layer_expert_load",
+    "expert_tokens", "layer_expert_load", "rl/reward", "rl/reward_std", "rl/gap_max", "kind", "prompt", "answer", "reward",
+    "group_rewards", "role", "content", "text",
 ]
 # fmt: on
 FAKE = "run: {fake_devices: 8}\ntrain: {steps: 100}\n"
@@ -78,6 +79,14 @@ def lines(dice, number, sane):
     )
 
 
+def samples(dice):
+    """Lines that are almost samples of answers."""
+    for step in range(dice.randrange(5)):
+        known = {"step": step, "kind": "best", "answer": dice.choice(TEXTS)}
+        prompt = dice.choice([value(dice), "1+1=", [{"role": "user", "content": value(dice)}]])
+        yield json.dumps(row(dice, 0) | known | {"prompt": prompt}) + "\n"
+
+
 def spoilt(dice, run):
     (run / "resources").mkdir(parents=True)
     if dice.random() < 0.9:
@@ -87,6 +96,8 @@ def spoilt(dice, run):
     )
     if dice.random() < 0.6:
         (run / "alerts.jsonl").write_text(lines(dice, 10, 0))
+    if dice.random() < 0.6:
+        (run / "answers.jsonl").write_text(lines(dice, 10, 0) + "".join(samples(dice)))
     for rank in range(dice.randrange(3)):
         (run / "resources" / f"{rank}.jsonl").write_text(
             lines(dice, dice.choice([0, 1, 5, 30]), 0.5)
