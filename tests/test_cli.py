@@ -206,6 +206,7 @@ for name in COMMANDS:
 """
 
 
+@pytest.mark.thorough
 def test_no_help_waits_for_jax():
     done = subprocess.run(
         [sys.executable, "-c", HELPS], cwd=ROOT, capture_output=True, text=True, check=True

@@ -511,6 +511,7 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wrong", BAD)
 def test_bad_input_is_refused_in_one_sentence(wrong, tmp_path, capsys, monkeypatch):
     text, overrides, says = BAD[wrong]
@@ -640,6 +641,7 @@ ODD = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "every", [5, pytest.param(1, marks=pytest.mark.thorough)], ids=["a fifth", "all"]
 )

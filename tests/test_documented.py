@@ -426,6 +426,7 @@ def test_messages_of_the_troubleshooting_page_are_said():
     assert [fragment for fragment in fragments if fragment not in sources] == []
 
 
+@pytest.mark.thorough
 def test_every_path_that_is_named_is_there():
     found = list(paths())
     assert len(found) > 50
@@ -449,6 +450,7 @@ def resolves(name: str) -> bool:
     return True
 
 
+@pytest.mark.thorough
 def test_every_module_that_a_package_names_is_there():
     named = {
         (path.parent.relative_to(ROOT).as_posix(), name)

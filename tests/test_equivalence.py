@@ -397,6 +397,7 @@ def test_config_refuses_just_the_cells_whose_sizes_cannot_be_divided(cells):
     assert (len(CELLS), len(LEGAL), len(PROGRAMS), len(RUN_PROGRAMS)) == (3840, 2112, 920, 14720)
 
 
+@pytest.mark.thorough
 def test_covering_has_all_that_meets_in_a_legal_program():
     assert set().union(*map(met, COVERING)) == set().union(*map(met, RUN_PROGRAMS))
     assert len(COVERING) < 30

@@ -209,6 +209,7 @@ def dots(precision, parallel=None, mesh=None, more=None, model=MODEL):
     return len(re.findall(r"dot_general.*tensor<[0-9x]*f8E4M3FN>", text))
 
 
+@pytest.mark.thorough
 def test_the_lowered_step_has_the_products_that_the_recipe_says():
     assert dots({}) == dots({}, model=MODEL | {"qk_norm": True}) == 7 + 7
     assert dots({"float8_wgrad": "float8"}) == 7 + 7 + 7

@@ -73,6 +73,7 @@ def gradients(config):
     return float(loss), jax.tree.leaves(program.layout.map(leaf, grads))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("model", [{}, pytest.param({"moe": EXPERTS}, marks=pytest.mark.thorough)])
 def test_numbers_are_those_of_weights_that_are_rounded_where_they_are_used(recipe, model):
@@ -124,6 +125,7 @@ def test_scales_of_frozen_weights_are_the_same_on_every_mesh(recipe, mesh, paral
         )
 
 
+@pytest.mark.thorough
 def test_a_state_has_half_the_bytes_and_the_plan_says_so():
     bytes_of, planned = {}, {}
     for frozen in (True, False):

@@ -46,6 +46,7 @@ def test_no_figure_of_the_house_rises_above_its_limit():
     assert {name: value for name, value in figures.items() if value > LIMITS[name]} == {}
 
 
+@pytest.mark.thorough
 def test_a_class_name_exists_once():
     where = defaultdict(list)
     for path in house.files():

@@ -164,6 +164,7 @@ CUT: dict[tuple[int, int, int], dict[str, Any]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", thorough_but(CUT, [(2, 2, 2)].__contains__, [(1, 2, 2)]))
 def test_an_evaluation_tells_the_share_of_images_whose_likeliest_class_is_theirs_by_their_weights(
     mesh,

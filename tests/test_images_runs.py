@@ -142,6 +142,7 @@ def test_what_text_can_do_images_can_too(case, trained, tmp_path):
     assert np.isfinite(last).all() and found[-1]["eval_accuracy"] <= 1
 
 
+@pytest.mark.thorough
 def test_a_lora_of_images_adapts_the_projections_of_the_layers_alone():
     config = mt.load({**RUN, "lora": {"rank": 2}, "data": {"source": "synthetic"}})
     layout = mt.Program(config, make_mesh(config)).layout

@@ -107,6 +107,7 @@ def test_across_islands_goes_one_sum_of_a_shard(case):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", RUN)
 def test_the_planner_knows_what_islands_send(case):
     program, _, found = compiled(case)
@@ -122,6 +123,7 @@ def test_the_planner_knows_what_islands_send(case):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", RUN)
 def test_gathers_and_scatters_stay_in_an_island(case):
     program, module, _ = compiled(case)
@@ -138,6 +140,7 @@ def test_gathers_and_scatters_stay_in_an_island(case):
         assert kinds["all-gather"] == kinds["reduce-scatter"] == {False}
 
 
+@pytest.mark.thorough
 def test_without_zero_there_is_one_sum_over_all_of_data():
     config = configuration((4, 1, 1), 2, zero_stage=0)
     program = Program(config, make_mesh(config))

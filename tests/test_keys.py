@@ -85,6 +85,7 @@ def test_the_schema_is_that_of_now_and_every_config_names_it():
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("text", "legal"),
     [

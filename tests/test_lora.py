@@ -165,6 +165,7 @@ def test_zero_3_alone_shards_what_is_frozen(stage):
         assert (weight.zero_dim is not None) == sharded, weight.name
 
 
+@pytest.mark.thorough
 def test_adapters_begin_as_in_peft_and_leave_the_model_as_it_is_drawn_without_them():
     config = one_device("llama")
     plain, tuned = (

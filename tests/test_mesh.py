@@ -270,6 +270,7 @@ def test_each_process_fakes_its_share_of_the_mesh(sections, flags, printed):
     assert all(out.splitlines()[-1].startswith(printed) for out, _ in said), said
 
 
+@pytest.mark.thorough
 def test_the_environment_of_jax_wins_over_that_of_slurm():
     named = {
         "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",

@@ -63,6 +63,7 @@ def test_losses_stay_near_those_of_float32(compute, reduce, near, float32_losses
     np.testing.assert_allclose(losses, float32_losses, rtol=near)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reduce", ["float32", "bfloat16"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_are_scattered_over_data_in_the_dtype_asked_for(reduce, stage):

@@ -108,6 +108,7 @@ def test_logits_and_loss_are_those_of_the_training_program(run, directory):
     np.testing.assert_allclose(model.loss(held_out), right, rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_rows_that_the_mesh_does_not_divide_weigh_nothing(directory):
     two = mt.read_model(
         directory,
@@ -118,6 +119,7 @@ def test_rows_that_the_mesh_does_not_divide_weigh_nothing(directory):
     np.testing.assert_allclose(two.loss(odd), one.loss(odd), rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_run_whose_batches_no_mesh_here_divides_is_read_all_the_same(directory):
     manifest = StepManifest.read(steps.directories(directory / "checkpoints")[0])
     data = {**manifest.config["data"], "source": "stdlib", "batching": "budget", "rows_multiple": 2}
@@ -131,6 +133,7 @@ def test_a_run_whose_batches_no_mesh_here_divides_is_read_all_the_same(directory
     )
 
 
+@pytest.mark.thorough
 def test_weights_are_canonical_named_and_the_checkpoints_own(run, directory):
     program, state, _ = run
     weights = mt.read_model(directory).weights
@@ -164,6 +167,7 @@ def test_optimizer_state_is_not_even_read(copied):
     assert asked and all(name.startswith("params.") for name in asked)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/2"])
 def test_a_run_its_checkpoints_or_one_step_may_be_named(directory, place):
     assert mt.read_model(directory / place).step == (2 if place.endswith("2") else 3)

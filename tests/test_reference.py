@@ -38,6 +38,7 @@ def text_of(page: str) -> str:
     return html.unescape(re.sub(r"<[^>]+>", "", page))
 
 
+@pytest.mark.thorough
 def test_docstrings_are_shown_as_they_are_written():
     to_html = pytest.importorskip("pdoc.render_helpers").to_html
     wrong = {}

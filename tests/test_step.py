@@ -68,6 +68,7 @@ def test_1f1b_needs_no_more_memory_for_32_microbatches_than_for_8():
     assert temporary(32) == pytest.approx(temporary(8), rel=0.05)
 
 
+@pytest.mark.thorough
 def test_few_of_our_frames_lie_between_the_step_and_a_product(monkeypatch):
     package, product, stacks = str(Path(meshtrain.__file__).parent), products._product, []
 

@@ -108,6 +108,7 @@ def test_a_longer_run_goes_on_where_the_shorter_one_ended(tmp_path):
     ]
 
 
+@pytest.mark.thorough
 def test_metrics_are_logged_every_so_many_steps_and_at_the_last(tmp_path):
     assert main([*write(tmp_path, log={"every": 3})]) == 0
     assert [row["step"] for row in rows(tmp_path)] == [3, 4]
@@ -270,6 +271,7 @@ def interrupted(monkeypatch, owner, name, number=signal.SIGTERM):
     monkeypatch.setattr(owner, name, wrapped)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "owner, name, number",
     [
@@ -295,6 +297,7 @@ def test_a_signal_before_the_first_step_gives_up_at_once_and_loses_nothing(
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
 
 
+@pytest.mark.thorough
 def test_the_seconds_of_making_weights_count_as_init_and_those_of_reading_them_as_restore(
     tmp_path, monkeypatch
 ):
@@ -339,6 +342,7 @@ def test_a_signal_that_something_swallowed_before_the_first_step_still_stops_the
     assert rows(tmp_path) == []
 
 
+@pytest.mark.thorough
 def test_a_signal_in_an_evaluation_is_met_by_the_next_step_and_its_checkpoint(
     tmp_path, monkeypatch
 ):
@@ -351,6 +355,7 @@ def test_a_signal_in_an_evaluation_is_met_by_the_next_step_and_its_checkpoint(
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
 
 
+@pytest.mark.thorough
 def test_a_signal_in_the_last_save_finds_the_run_done(tmp_path, monkeypatch):
     interrupted(monkeypatch, Checkpointer, "wait")
     assert main(write(tmp_path)) == 0
@@ -417,6 +422,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("setting", REFUSED)
 def test_a_run_that_is_refused_leaves_no_directory(setting, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

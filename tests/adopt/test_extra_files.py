@@ -188,6 +188,7 @@ for fails in (False, True):
 """
 
 
+@pytest.mark.thorough
 def test_a_process_that_is_killed_at_any_call_blocks_no_other(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", KILLED_AT_EACH_CALL, str(tmp_path)],

@@ -93,6 +93,7 @@ def test_a_run_begins_with_it_at_step_0_and_with_a_fresh_state(out, tmp_path, we
     assert not any(np.asarray(moment).any() for moment in jax.tree.leaves(state.optimizer))
 
 
+@pytest.mark.thorough
 def test_what_it_came_with_goes_out_again(out, tmp_path):
     assert main(["export", str(out), str(tmp_path / "hf")]) == 0
     given, theirs = (
@@ -117,6 +118,7 @@ def tensors(directory):
     return {name: (files.dtype(name), files.tensor(name).tobytes()) for name in files.names}
 
 
+@pytest.mark.thorough
 def test_files_of_any_dtype_come_back_with_the_same_bytes(tmp_path, monkeypatch):
     """Of bfloat16, and of several; nothing else is made of them until they are trained."""
     read = TensorFiles(GOLDEN / "gpt2")

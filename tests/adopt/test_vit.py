@@ -84,6 +84,7 @@ def test_there_and_back_every_bit_and_name_is_kept(tmp_path, mesh):
     assert config_of(tmp_path / "out") == config_of(THEIRS)
 
 
+@pytest.mark.thorough
 def test_a_box_of_the_patches_is_read_as_the_whole_is(monkeypatch):
     """Whatever share of a patch's numbers a device has."""
     model = config_of(THEIRS).model

@@ -56,6 +56,7 @@ def phases(directory, **checkpoint) -> list[str]:
     return did
 
 
+@pytest.mark.thorough
 def test_a_new_run_makes_its_weights_in_the_phase_init_and_one_that_goes_on_reads_them_in_restore(
     tmp_path,
 ):

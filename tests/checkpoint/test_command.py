@@ -53,6 +53,7 @@ def test_show_prints_the_newest_step_and_its_tree(run, capsys):
     assert any(line.startswith("model: family llama, layers 5") for line in lines)
 
 
+@pytest.mark.thorough
 def test_the_best_step_is_marked_and_can_be_named(tmp_path, capsys):
     run = saved(tmp_path / "run", 3, evals={1: 0.5, 2: 0.25, 3: 0.75})
     assert [line.endswith(" KiB  best") for line in call(capsys, "ls", run)[1]] == [
@@ -104,6 +105,7 @@ def test_verify_tells_intact_from_damaged(run, damaged, capsys):
     ]
 
 
+@pytest.mark.thorough
 def test_diff_names_what_differs_and_only_that(run, capsys):
     steps_of = run / "checkpoints"
     assert call(capsys, "diff", steps_of / "1", steps_of / "1") == (0, ["the same"], "")
@@ -221,6 +223,7 @@ def test_show_and_diff_refuse_what_is_not_the_step_of_its_name(command, odd, cap
         assert call(capsys, *arguments) == (2, [], sentence)
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_under_a_persons_own_name_is_looked_at_like_any_other(odd, capsys):
     path = odd / "checkpoints" / "best"
     assert call(capsys, "show", path)[1][0] == f"step 1 in {path}"

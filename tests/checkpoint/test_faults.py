@@ -134,6 +134,7 @@ def test_thirty_kills(tmp_path):
 # --- asked to stop
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name, when",
     [
@@ -245,6 +246,7 @@ def test_a_second_signal_ends_a_run_at_once_and_leaves_the_last_checkpoint_intac
     assert_undisturbed(trainer.run, undisturbed)
 
 
+@pytest.mark.thorough
 def test_a_second_run_in_the_directory_is_refused_and_the_first_goes_on(tmp_path, undisturbed):
     config = settings(tmp_path, STEPS, EVERY)
     first = Trainer(config)

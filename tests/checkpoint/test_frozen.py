@@ -115,6 +115,7 @@ def test_a_step_whose_files_are_linked_is_whole_without_the_others(copied, tuned
     assert same(read_model(elsewhere).params, three[0].state.params)
 
 
+@pytest.mark.thorough
 def test_a_bit_that_flips_is_reported_of_every_step_that_shares_it_and_costs_the_steps_since_the_one_before(
     copied, tuned, capsys
 ):
@@ -170,6 +171,7 @@ def test_where_links_are_refused_all_is_written_again_and_that_is_said_once(
     assert not digests.problems(run.root / "3")
 
 
+@pytest.mark.thorough
 def test_a_file_that_somebody_has_cut_short_or_moved_away_is_not_linked_to(copied, tuned):
     run = Run(copied, tuned)
     run.save(4)
@@ -252,6 +254,7 @@ def test_a_run_that_trains_everything_has_neither_another_directory_nor_another_
     )
 
 
+@pytest.mark.thorough
 def test_a_disk_that_is_full_in_the_middle_costs_that_save_and_the_second_copy(
     tmp_path, tuned, monkeypatch
 ):

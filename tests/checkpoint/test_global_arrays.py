@@ -52,6 +52,7 @@ COEFFICIENTS = {
 }
 
 
+@pytest.mark.thorough
 def test_a_muon_state_that_has_optaxs_coefficients_is_read(tmp_path):
     """Checkpoints of earlier versions hold them; momentum, moments and counts have kept their names and shapes."""
     built = build_for(config(optimizer={"name": "muon"}))
@@ -77,6 +78,7 @@ def test_a_muon_state_that_has_optaxs_coefficients_is_read(tmp_path):
     assert same(GlobalArrays(built).state(tmp_path, where(saved)), state)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "optimizer",
     [

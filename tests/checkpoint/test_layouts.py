@@ -132,6 +132,7 @@ def test_on_the_same_layout_the_losses_are_the_same_bits(sources):
     assert np.array_equal(losses_after(program(CUBE), state), expected)
 
 
+@pytest.mark.thorough
 def test_the_pairs_change_all_axes_the_zero_stage_and_islands_and_meet_every_layout_on_both_sides():
     assert {a for a, _ in PAIRS} == {b for _, b in PAIRS} == LAYOUTS.keys() | OTHERS.keys()
     (mesh, parallel), (other, others) = LAYOUTS[CUBE], LAYOUTS[DATA]

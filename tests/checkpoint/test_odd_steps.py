@@ -35,6 +35,7 @@ def names(run):
     return sorted(p.name for p in (run / "checkpoints").iterdir())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "put, left",
     [

@@ -84,6 +84,7 @@ def test_save_returns_before_anything_is_rearranged_and_the_next_steps_do_not_ch
     assert step == 1 and same(found, kept) and not same(found, state)
 
 
+@pytest.mark.thorough
 def test_live_blocks_are_let_go_leaf_by_leaf(monkeypatch):
     """At most one more state in host memory, and one leaf."""
     canonical, blocks, alive = GlobalArrays(program(INTERLEAVED)), [], []

@@ -117,6 +117,7 @@ CELLS = [(layout, kind) for layout in (FOUR, CUBE, CHUNKS, ISLANDS) for kind in 
 CELLS += [(ISLANDS, {**kind, "over": "islands"}) for kind in (POWER, TOPK)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "cell", thorough_but(CELLS, [CELLS[0]].__contains__, [(CHUNKS, TOPK), CELLS[-1]]), ids=str
 )
@@ -182,6 +183,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "cell",
     thorough_but(CHANGES, [CHANGES[3]].__contains__, [CHANGES[0], CHANGES[2], CHANGES[5]]),

@@ -294,6 +294,7 @@ def test_weights_alone_start_a_new_run_with_a_fresh_optimizer(one, tmp_path, lay
             assert not found[name].any(), name
 
 
+@pytest.mark.thorough
 def test_a_run_that_began_with_weights_goes_on_with_all_of_its_own(one, tmp_path):
     keys = {"resume": str(one), "weights_only": True}
     settings = config(tmp_path, checkpoint=keys)
@@ -365,6 +366,7 @@ def test_a_leaf_with_another_number_of_axes_is_named_even_if_its_axes_may_change
         start(config(tmp_path / "new", checkpoint=keys))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "change, sentence",
     [

@@ -117,6 +117,7 @@ def test_a_step_that_is_on_disk_is_not_saved_again(tmp_path, open_run):
     assert (tmp_path / "checkpoints" / "1").stat().st_ino == before
 
 
+@pytest.mark.thorough
 def test_a_step_with_a_damaged_manifest_is_left_alone_and_reported_once(tmp_path, open_run):
     checkpointer, said = open_run(keep=1, keep_best=0)
     save(checkpointer, 1)
@@ -161,6 +162,7 @@ SENTENCE = (
 )
 
 
+@pytest.mark.thorough
 def test_a_failed_save_is_reported_and_training_goes_on(tmp_path, full_at_step_2, open_run):
     checkpointer, said = open_run()
     save(checkpointer, 1, 2, 3)
@@ -292,6 +294,7 @@ def test_a_save_that_cannot_begin_removes_nothing_of_others(tmp_path, monkeypatc
     assert (path / "file").read_text() == "mine"
 
 
+@pytest.mark.thorough
 def test_retention_neither_removes_nor_counts_a_link_or_a_renamed_step(tmp_path, open_run):
     root, (checkpointer, said) = tmp_path / "checkpoints", open_run(keep=2, keep_best=0)
     save(checkpointer, 1)
@@ -332,6 +335,7 @@ def failing_commit(monkeypatch, step):
     monkeypatch.setattr(steps, "commit", refused)
 
 
+@pytest.mark.thorough
 def test_what_a_failed_save_could_not_remove_is_removed_before_the_next_one(
     tmp_path, open_run, monkeypatch
 ):
@@ -345,6 +349,7 @@ def test_what_a_failed_save_could_not_remove_is_removed_before_the_next_one(
     assert len(said) == 1 and "step 1 could not be written: input/" in said[0]
 
 
+@pytest.mark.thorough
 def test_what_a_failed_save_could_not_remove_is_removed_at_the_end(tmp_path, monkeypatch):
     failing_commit(monkeypatch, 1)
     refuse_removal(monkeypatch, 1)

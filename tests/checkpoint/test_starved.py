@@ -61,6 +61,7 @@ def read_only(directory):
     mount("none", directory, BIND | REMOUNT | READ_ONLY)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("policy", ["continue", "stop"])
 def test_on_a_full_disk_training_goes_on_or_stops_and_the_last_step_stays_intact(
     policy, tmp_path, undisturbed, mounts
@@ -87,6 +88,7 @@ def test_on_a_full_disk_training_goes_on_or_stops_and_the_last_step_stays_intact
     assert all(undisturbed[step] == loss for step, loss in found.items())
 
 
+@pytest.mark.thorough
 def test_a_disk_that_is_full_from_the_start_is_reported_in_one_sentence(tmp_path, mounts):
     (tmp_path / "run").mkdir()
     trainer = Trainer(settings(tmp_path, STEPS, EVERY), before=partial(full_disk, tmp_path / "run"))
@@ -118,6 +120,7 @@ def test_a_run_that_would_go_on_on_a_full_disk_is_refused_and_keeps_its_rows_and
     assert {name: (tmp_path / "left" / name).read_bytes() for name in before} == before
 
 
+@pytest.mark.thorough
 def test_checkpoints_that_cannot_be_written_are_reported_and_the_run_does_not_end_well(
     tmp_path, undisturbed, mounts
 ):

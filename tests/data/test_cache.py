@@ -56,6 +56,7 @@ def test_a_cache_that_cannot_be_written_is_reported(text, tmp_path, monkeypatch)
         open_data(config(text))
 
 
+@pytest.mark.thorough
 def test_processes_that_start_at_once_share_one_preparation(own_cache):
     imports = "from meshtrain.config import load; from meshtrain.data import open_data"
     command = [sys.executable, "-c", f"{imports}; print(open_data(load({{}}))[0].digest)"]

@@ -275,6 +275,7 @@ def test_packed_and_one_by_one_the_loss_is_the_same(folder):
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
+@pytest.mark.thorough
 def test_shards_are_the_same_from_any_number_of_workers_and_notice_another_mask(
     folder, tmp_path, capsys, monkeypatch
 ):

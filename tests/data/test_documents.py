@@ -108,6 +108,7 @@ def test_what_else_a_line_of_json_holds_does_no_harm(tmp_path, line, text):
     assert [document.text for document in read_file(tmp_path / "a.jsonl")] == [text]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
 @pytest.mark.parametrize("how", ["flipped", "cut", "checksum", "followed by junk"])
 def test_of_a_damaged_compressed_file_no_line_is_taken(tmp_path, ending, how):

@@ -55,6 +55,7 @@ def whole(train: TextBatches, steps: int = STEPS) -> list[dict[str, np.ndarray]]
     return [train.batch(k) for k in range(steps)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_the_rows_of_all_ranks_together_are_the_global_batch(setting, ranks):
     expected = whole(open_data(setting)[0])
@@ -123,6 +124,7 @@ np.savez(out, **found)
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("batching", ["mixture", "budget"])
 def test_two_real_processes_with_nothing_cached_read_the_batches_of_one(
     batching, text, other_text, tmp_path

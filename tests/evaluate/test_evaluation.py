@@ -65,6 +65,7 @@ def rows(tmp_path):
     ]
 
 
+@pytest.mark.thorough
 def test_the_loss_is_the_mean_over_all_tokens_that_count_however_they_are_spread_over_batches(
     tmp_path,
 ):

@@ -54,6 +54,7 @@ def test_a_prompt_fills_its_slot_with_zeros_behind_and_no_other():
         assert np.isnan(written(kept, new, jnp.int32(other_rank), jnp.int32(3))).all()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("window", "local"), [(0, None), (3, None), (3, True), (3, False)])
 @pytest.mark.parametrize("cap", [0.0, 2.0])
 def test_attention_to_a_cache_is_the_last_query_of_attention(window, local, cap):

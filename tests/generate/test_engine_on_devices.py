@@ -69,6 +69,7 @@ def alone(engine) -> list[list[int]]:
     return answered(engine, REQUESTS, together=False)
 
 
+@pytest.mark.thorough
 def test_eight_at_once_get_what_each_gets_alone_token_for_token(engine, alone):
     assert answered(engine, REQUESTS, together=True) == alone
     # more than there are slots: each is admitted when another has left
@@ -98,6 +99,7 @@ def test_another_mesh_gives_the_same_tokens(directory, alone, mesh):
     assert engine.status.failures == 0
 
 
+@pytest.mark.thorough
 def test_a_cancelled_request_leaves_nothing_behind_in_its_slot(engine, alone):
     for request in REQUESTS:
         ticket = engine.submit(request, Tokens())

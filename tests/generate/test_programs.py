@@ -209,6 +209,7 @@ def test_products_in_8_bits_take_a_quarter_or_a_half_of_the_bytes(family, kind, 
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_that_are_not_finite_stay_so(kind):
     x = jnp.array([[1.0, jnp.inf, jnp.nan], [2.0, 1.0, 1.0]])
@@ -288,12 +289,14 @@ def test_eight_sequences_that_join_one_after_the_other_get_what_each_gets_alone_
         np.testing.assert_array_equal(of_alone[slot], logprobs[slot])
 
 
+@pytest.mark.thorough
 def test_it_does_not_matter_which_slot(eight, prompts):
     first, other = (told(eight, {slot: prompts[5]}, 10, DRAWN) for slot in (1, 6))
     assert first[0][1] == other[0][6]
     np.testing.assert_allclose(first[1][1], other[1][6], atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_nothing_of_a_slots_last_sequence_stays_not_even_what_is_no_number(eight, prompts):
     right, of_right = told(eight, {2: prompts[2]}, 10)
     state = eight.empty()
@@ -330,6 +333,7 @@ def test_a_slot_that_runs_past_its_end_harms_no_other(eight, prompts):
 # --- the compiled programs
 
 
+@pytest.mark.thorough
 def test_decode_writes_into_the_cache_that_it_is_given_and_nothing_grows(eight, prompts):
     state, _ = eight.prefill(eight.empty(), 0, prompts[0], Sampling())
     state, _ = eight.decode(state)
@@ -398,6 +402,7 @@ def unread(attention=None, **mesh: int) -> Model:
     return Model(mt.Program(config, attention=attention), None, 0, GOLDEN)
 
 
+@pytest.mark.thorough
 def test_what_cannot_generate_is_refused_in_a_sentence(eight):
     with pytest.raises(ConfigError, match=r"prompt of 41 tokens .* 1 to 40"):
         eight.prefill(eight.empty(), 0, np.zeros(41, int), Sampling())

@@ -420,6 +420,7 @@ def test_both_schemas_of_the_two_ropes_of_gemma_3_are_read_alike():
     assert (found["rope_theta"], found["rope_theta_local"], found["global_every"]) == (1e6, 1e4, 2)
 
 
+@pytest.mark.thorough
 def test_read_model_takes_their_directory_too():
     model = mt.read_model(GOLDEN / "qwen3", mesh=make_mesh(load({"mesh": {"tensor": 2}})))
     tokens = np.random.default_rng(0).integers(0, 45, (2, 48))

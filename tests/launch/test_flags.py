@@ -142,6 +142,7 @@ GONE = [
 ]
 
 
+@pytest.mark.thorough
 def test_the_compiler_that_is_installed_takes_every_flag():
     assert set(EVERY) == {preset.name for preset in flags.PRESETS} and len(ALL) == 6
     started = run(START, *ALL)

@@ -106,6 +106,7 @@ def test_what_the_supervisors_agreed_on_counts_more_than_the_highest_code(
     assert (code, bool(told)) == (ended, ended == 75)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("before, requeued", [("2", True), ("3", False)])
 def test_a_run_is_started_again_so_often(sbatch, before, requeued):
     code, _, told = sbatch(75, SLURM_RESTART_COUNT=before)
@@ -245,6 +246,7 @@ ENDINGS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("code, told", ENDINGS)
 def test_the_other_nodes_end_the_job_when_the_first_one_is_lost(node, supervisors, code, told):
     supervisors.does("n0", exit=code)

@@ -70,6 +70,7 @@ def test_a_signal_reaches_the_far_side_once(launch, supervisors, number):
     assert [supervisors.signals(node) for node in "ab"] == [["SIGTERM"]] * 2
 
 
+@pytest.mark.thorough
 def test_the_second_signal_kills_the_far_side(launch, supervisors):
     supervisors.does("a", stops=False)
     launcher = launch("a")

@@ -411,6 +411,7 @@ def described(monkeypatch):
 KERNELS = [("gpu", False), ("gpu", True), ("tpu", False)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("platform, drops", KERNELS)
 def test_output_is_kept_once(described, platform, drops):
     run, given = on_accelerator(platform, drops)

@@ -173,6 +173,7 @@ def test_what_is_no_chunk_is_refused(given, said):
         load({}, [f"train.loss_chunk={given}"])
 
 
+@pytest.mark.thorough
 def test_a_step_by_chunks_has_the_loss_and_the_gradient_of_the_whole_one():
     """The seed of the gradient, one over the tokens that count, is in what each loss counts."""
     model = {"layers": 1, "d_model": 16, "heads": 2, "vocab_size": 11}

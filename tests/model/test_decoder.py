@@ -39,6 +39,7 @@ def configuration(
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("family", "tied"),
     [
@@ -60,6 +61,7 @@ def test_logits_on_one_device_are_the_references(family, tied):
     np.testing.assert_allclose(jax.jit(decoder)(tokens), right, atol=2e-5)
 
 
+@pytest.mark.thorough
 def test_gradient_of_the_embedding_in_bfloat16_counts_every_token():
     graph, weights = nnx.split(Embedding(configuration().model, nnx.Rngs(0)))
     weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights)

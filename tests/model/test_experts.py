@@ -65,6 +65,7 @@ def test_no_sum_is_scattered_forward_or_backward():
     assert adding == []
 
 
+@pytest.mark.thorough
 def test_experts_of_a_token_are_summed_in_their_order():
     """1e8 + 1 - 1e8 is 0 in float32, and another sum in another order."""
     slots, places = jnp.float32([[1e8], [1.0], [-1e8]]), jnp.int32([[0, 1, 2]])
@@ -84,6 +85,7 @@ def test_counts_leave_as_a_gradient_whatever_the_loss_is():
         assert np.array_equal(gradient, counts)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "balance, moved", [("bias", True), pytest.param("none", False, marks=pytest.mark.thorough)]
 )
@@ -139,6 +141,7 @@ def layer_of(family: str, dtype):
     return vjp, cotangent
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype, within", [("float32", 2e-6), ("bfloat16", 2e-2)])
 def test_loops_give_what_products_of_all_slots_do(family, dtype, within):
@@ -151,6 +154,7 @@ def test_loops_give_what_products_of_all_slots_do(family, dtype, within):
         assert np.linalg.norm(got - want) <= within * np.linalg.norm(want)
 
 
+@pytest.mark.thorough
 def test_nothing_as_long_as_the_room_for_rows_is_kept_of_loops():
     """But where each slot's row came from: rows are kept as they came, and of 400 that may come 40 have."""
     vjp, _ = layer_of("llama", "float32")

@@ -82,6 +82,7 @@ def products(how, x, w, g, skip=None, name="up"):
     return out, *vjp(jnp.asarray(g, out.dtype))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wgrad", [pytest.param(False, marks=pytest.mark.thorough), True])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["float8", "either"])
@@ -97,6 +98,7 @@ def test_a_product_and_its_gradients_are_those_of_operands_rounded_in_numpy(reci
         np.testing.assert_allclose(mine, theirs, rtol=2e-6, atol=2e-6 * np.abs(theirs).max())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_that_is_skipped_has_the_products_of_the_compute_dtype(recipe):
     x, w, g = (
@@ -109,6 +111,7 @@ def test_a_layer_that_is_skipped_has_the_products_of_the_compute_dtype(recipe):
         np.testing.assert_array_equal(mine, plain)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_what_was_rounded_stays_as_it_is_in_every_dtype(dtype):
     x = jnp.asarray(numbers(3, 64, 256) * np.exp(3 * numbers(4, 64, 1)), dtype)
@@ -118,6 +121,7 @@ def test_what_was_rounded_stays_as_it_is_in_every_dtype(dtype):
             np.testing.assert_array_equal(once, widened(rounded(once, groups, of), dtype))
 
 
+@pytest.mark.thorough
 def test_a_zero_row_an_inf_and_an_outlier_end_as_in_the_compute_dtype():
     x, w = numbers(0, 6, 32), numbers(1, 32, 16)
     x[1], x[2, 3], x[3, 3], x[4, 5] = 0, np.inf, np.nan, 1e6
@@ -135,6 +139,7 @@ def test_a_zero_row_an_inf_and_an_outlier_end_as_in_the_compute_dtype():
     ).any()
 
 
+@pytest.mark.thorough
 def test_of_a_frozen_weight_nothing_is_kept_and_of_another_one_byte_a_number():
     from meshtrain.compat import residuals
 
@@ -154,6 +159,7 @@ def test_of_a_frozen_weight_nothing_is_kept_and_of_another_one_byte_a_number():
     assert not kept("out", True).count(jnp.uint8)
 
 
+@pytest.mark.thorough
 def test_an_array_that_has_not_entered_is_rounded_all_the_same():
     how, x = Float8Recipe("rowwise", False), jnp.asarray(numbers(0, 2, 8, 32))
     held = module(how, up=jnp.asarray(numbers(1, 32, 16)))
@@ -163,6 +169,7 @@ def test_an_array_that_has_not_entered_is_rounded_all_the_same():
     np.testing.assert_array_equal(project(held, "up", rows), project(held, "up", again))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["float8", "either", "compute"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_adapters_beside_a_frozen_weight_in_float8_have_the_gradients_of_one_rounded_in_numpy(
@@ -212,6 +219,7 @@ def test_adapters_beside_a_frozen_weight_in_float8_have_the_gradients_of_one_rou
         np.testing.assert_allclose(mine, other, rtol=5e-6, atol=5e-6 * np.abs(other).max())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wgrad", [pytest.param(False, marks=pytest.mark.thorough), True])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("held", [False, True])

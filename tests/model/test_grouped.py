@@ -82,6 +82,7 @@ def interpreted(monkeypatch):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "platform, sizes, kernels", [("cpu", ODD, 0), ("gpu", ODD, 0), ("gpu", IN_TILES, 3)]
 )
@@ -99,6 +100,7 @@ def test_a_grouped_product_and_its_gradients_are_those_of_a_loop_over_experts(
         np.testing.assert_allclose(found, right, atol=2e-5)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_sums_are_in_float32_and_rounded_once(interpreted, platform):
     """To the rows' dtype: by half of the last of bfloat16's 8 bits."""
@@ -116,6 +118,7 @@ def test_sums_are_in_float32_and_rounded_once(interpreted, platform):
         np.testing.assert_allclose(found.astype(jnp.float32), right, rtol=2**-8, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_of_a_frozen_weight_no_rows_are_kept_and_no_gradient_is_made():
     rows, weight, experts, blocks, cotangent = given([1, 1, 1], 0)
     _, vjp = jax.vjp(lambda rows: grouped(rows, weight, experts, blocks), rows)
@@ -125,6 +128,7 @@ def test_of_a_frozen_weight_no_rows_are_kept_and_no_gradient_is_made():
     assert str(jax.make_jaxpr(vjp)(cotangent)).count("dot_general") == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("replicated", [False, True])
 def test_devices_of_a_mesh_have_rows_experts_and_blocks_in_use_of_their_own(replicated):
     """And weights too; of those that they share the gradient is summed over the mesh.

@@ -277,6 +277,7 @@ def test_a_branch_without_a_norm_has_the_right_gradient_over_tensor():
     )
 
 
+@pytest.mark.thorough
 def test_a_replaced_loss_is_asked_for_both_labels_of_what_is_mixed():
     random, config = np.random.default_rng(0), configuration()
     logits = jnp.asarray(random.standard_normal((3, 2, config.model.vocab_size)), jnp.float32)
@@ -355,6 +356,7 @@ WRONG: dict[str, tuple[str, Callable | int, str]] = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_hook_that_does_not_fit_is_told_in_one_sentence(wrong):
     kind, hook, says = WRONG[wrong]
@@ -443,6 +445,7 @@ RIGHT = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("vocab", ["spread", "edge"])
 @pytest.mark.parametrize("loss", RIGHT, ids=lambda hook: hook.__name__)
 def test_a_loss_that_is_right_on_shares_of_the_vocabulary_is_not_refused(loss, vocab):

@@ -44,6 +44,7 @@ def test_loss_and_gradient_are_those_of_the_definition(smoothing, z_loss):
     np.testing.assert_allclose(gradient, right, atol=2e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_padding_of_the_vocabulary_has_no_probability_and_no_gradient(smoothing):
     logits, labels = example()
@@ -96,6 +97,7 @@ class Ranks(Collectives):
         return jax.lax.pmax(jax.lax.stop_gradient(x), "ranks")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.2, 0.1)])
 def test_labels_that_are_mixed_of_two_have_the_loss_and_the_gradient_of_soft_ones(
@@ -190,6 +192,7 @@ def test_losses_and_rewards_are_trls():
         assert not measured
 
 
+@pytest.mark.thorough
 def test_where_model_and_reference_agree_a_pair_costs_log_2_and_its_labels_are_drawn_to_and_fro_by_half_of_beta():
     losses, batch = batch_of((0, 1), (2,))
     agreeing = {**batch, "reference": losses}
@@ -198,6 +201,7 @@ def test_where_model_and_reference_agree_a_pair_costs_log_2_and_its_labels_are_d
     np.testing.assert_allclose(gradient, 0.15 * np.asarray(batch["weights"]), rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_pair_of_which_nothing_is_learned_is_none():
     losses, batch = batch_of((0, 1), (2, 3))
     batch["weights"] = batch["weights"].at[0, 8:].set(0)

@@ -18,6 +18,7 @@ def plain(width: int, theta: float = 10000.0) -> Rope:
     return made(width, theta)
 
 
+@pytest.mark.thorough
 def test_rotated_queries_and_keys_meet_by_their_distance_alone():
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 8))
     at = lambda x, p: rotate(x[None, None], *angles(jnp.array([p]), plain(8, 100.0)))[0, 0]

@@ -24,6 +24,7 @@ def plain(q, k, v, sinks, local):
     return jnp.einsum("bhts,bshk->bthk", p, v, precision="highest").reshape(B * T, H * K)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("local", [True, False])
 def test_outputs_and_gradients_are_those_of_one_more_score(local):
     keys = jax.random.split(jax.random.key(0), 5)

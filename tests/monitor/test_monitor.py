@@ -292,6 +292,7 @@ def samples_of(board, name):
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("key, ends", [("q", True), ("x", False)])
 def test_q_ends_it_and_the_terminal_is_as_before(run, key, ends):
     write(run, 1, 2)
@@ -377,6 +378,7 @@ def test_wrong_usage_is_a_sentence_and_exit_code_2(arguments, capsys):
     assert end.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_it_well(run):
     write(run, 1, 2)
     command = [sys.executable, "-m", "meshtrain.monitor", "--every", "1", str(run)]

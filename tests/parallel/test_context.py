@@ -75,6 +75,7 @@ CASES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", thorough_but(CASES, ("ring", "heads").__contains__))
 def test_attention_and_its_gradients_are_those_of_the_whole_row(case):
     ranks, strategy, heads, groups, length, more = CASES[case]

@@ -159,6 +159,7 @@ def test_rows_beyond_the_capacity_are_dropped_and_counted_exactly(dispatch):
     assert load[:, config.model.moe.experts].sum() == want
 
 
+@pytest.mark.thorough
 def test_what_is_routed_nowhere_takes_no_slot_and_no_block():
     """An idle stage's zeros tie between all experts, and would all go to the first ones."""
     moe = configuration("plain", {}, {}).model.moe
@@ -383,6 +384,7 @@ FEW = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cell", thorough_but(CELLS, ("swapped",).__contains__, FEW))
 def test_losses_gradients_and_counts_are_those_of_a_loop_over_experts(cell):
     router, mesh, parallel, packed = CELLS[cell]

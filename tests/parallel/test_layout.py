@@ -53,6 +53,7 @@ PLACES = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("mesh", "parallel"), PLACES)
 def test_canonical_numbers_come_back_from_every_mesh_and_schedule(mesh, parallel):
     there = layout(mesh, parallel=parallel)

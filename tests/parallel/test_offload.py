@@ -80,6 +80,7 @@ def test_offloaded_activations_give_the_gradients_of_recomputed_ones():
     assert 0 <= program.check_offload(program.init(), batch) < offload.TOLERANCE
 
 
+@pytest.mark.thorough
 def test_offloaded_activations_of_all_layers_wait_in_host_memory_for_the_backward_pass():
     program, _, _ = step(configuration(remat="names", remat_offload=["mlp_hidden"]))
     text = str(jax.make_jaxpr(program.train_step)(program.state_shapes, program.batch_shapes()))

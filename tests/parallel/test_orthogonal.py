@@ -77,6 +77,7 @@ def updated(given):
     return jax.tree.map(np.asarray, jax.jit(lambda tree: layout.map(of, tree))(params))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", thorough_but(LAYOUTS, NOW.__contains__, list(LAYOUTS)))
 def test_updates_on_any_mesh_are_those_of_one_device(name):
     given = LAYOUTS[name]

@@ -72,6 +72,7 @@ def elements(shapes: list[tuple[int, ...]]) -> int:
     return sum(int(np.prod(shape)) for shape in shapes)
 
 
+@pytest.mark.thorough
 def test_selective_keeps_no_scores_where_attention_would():
     scores = (1, 2, LENGTH, LENGTH)
     hooks = Hooks(attention=scores_kept)

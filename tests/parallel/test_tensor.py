@@ -153,6 +153,7 @@ def test_without_sequence_parallelism_every_rank_has_the_sequence_from_its_start
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "vocab"), [(8, 1, "spread"), (2, 4, "spread"), (4, 2, "edge")]
 )

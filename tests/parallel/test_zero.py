@@ -216,6 +216,7 @@ def stacked(leaf: Placed) -> int:
     return int(np.prod(leaf.shape)) if leaf.stacked else 0
 
 
+@pytest.mark.thorough
 def test_gradients_of_all_stages_are_equal_shard_by_shard():
     """ZeRO moves numbers, it makes none: stages 1 to 3 give the same shards."""
     shards = {}

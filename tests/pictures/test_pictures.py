@@ -250,6 +250,7 @@ def test_an_axis_of_one_device_splits_nothing():
         assert "data" in text and not re.search("tensor|pipeline", text)
 
 
+@pytest.mark.thorough
 def test_a_state_is_a_table_of_its_arrays_and_their_bytes_on_a_device(program):
     lines = shown(mt.show(program.init())).text.splitlines()
     assert len(lines) == len(jax.tree.leaves(program.state_shapes)) + 1
@@ -296,6 +297,7 @@ def test_an_illegal_table_is_drawn_with_what_is_wrong_with_it():
     assert shown(wrong).text.splitlines()[-1] == f"it cannot be run: {raised.value}"
 
 
+@pytest.mark.thorough
 def test_what_is_too_large_to_draw_is_told_in_words():
     large = shown(mt.schedule.make_table("1f1b", 16, 512))
     assert not drawings(large.html) and "542 clocks" in large.text

@@ -28,6 +28,7 @@ def test_to_keep_less_of_what_is_named_is_advised_in_settings_that_a_run_takes(l
         assert plan(load(path, list(change.settings)), over.cluster).bytes == change.nbytes
 
 
+@pytest.mark.thorough
 def test_where_logits_do_not_fit_a_loss_by_chunks_is_advised(llama_8b):
     config = llama_8b(
         {"tensor": 8},
@@ -89,6 +90,7 @@ def test_chunks_that_do_not_divide_the_layers_are_offered_with_a_split_that_leav
     assert (found.bytes, found.seconds) == (best.nbytes, best.seconds)
 
 
+@pytest.mark.thorough
 def test_the_best_schedule_is_the_first_advice(llama_8b):
     """1F1B does not fit here; of the schedules that do, none is faster than what is advised first."""
     mesh = {"data": 8, "tensor": 2, "pipeline": 4}

@@ -144,6 +144,7 @@ def test_chunks_that_leave_no_product_in_float8_are_told():
     assert float8_share(every) == 1 and not [note for note in notes(every) if "float8" in note]
 
 
+@pytest.mark.thorough
 def test_a_search_takes_float8_only_where_it_is_allowed():
     config = planned(LLAMA_8B | {"layers": 8}, {}).config
     plain = search(config, named("h100", 8), 8, best=3).plans

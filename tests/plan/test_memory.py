@@ -114,6 +114,7 @@ STASHED = list(itertools.product(stash.CASES, ("none", "selective", "dots", "ful
 NOW_STASHED = [STASHED[5 * i % len(STASHED)] for i in range(4)] + [("norms alone", "none")]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "cell", thorough_but(STASHED, NOW_STASHED.__contains__, STASHED[2::4]), ids=str
 )
@@ -212,6 +213,7 @@ NAMED = [("llama", kept, i % 2 == 0, (0.0, 0.1)[i % 2]) for i, kept in enumerate
 NOW_LAYERS = [*POLICIES, *NAMED]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cell", beside(NOW_LAYERS, LAYERS), ids=str)
 def test_activations_of_a_layer_are_what_the_traced_model_keeps(cell):
     family, remat, split, dropout = cell
@@ -280,6 +282,7 @@ NOW_STAGES = covering(
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("cell", beside(NOW_STAGES, STAGES), ids=str)
 def test_a_stage_keeps_and_leaves_for_w_what_its_traced_halves_do(cell):
     family, remat, split = cell
@@ -302,6 +305,7 @@ WHOLE = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family, kv_heads, tensor, remat", WHOLE)
 def test_a_stage_keeps_and_leaves_key_and_value_heads_that_are_whole_on_every_rank(
     family, kv_heads, tensor, remat

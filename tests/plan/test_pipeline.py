@@ -35,6 +35,7 @@ SIZES = [(2, 1), (2, 8), (3, 7), (4, 4), (4, 16), (8, 8), (8, 5)]
 CASES = list(itertools.product(SCHEDULES, SIZES, ("none", "dots", "full")))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("case", covering(CASES), ids=str)
 def test_a_schedule_and_its_own_csv_are_planned_alike(case, tmp_path):
     schedule, (stages, microbatches), remat = case

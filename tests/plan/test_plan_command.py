@@ -92,6 +92,7 @@ def test_the_way_that_a_collective_is_run_is_named(config, capsys):
     assert faked and not any("LL" in way for way in faked)
 
 
+@pytest.mark.thorough
 def test_borrowed_efficiencies_are_said(config, capsys):
     for cluster, lender in (("b200", "GB200"), ("h100", None), ("cpu", None), ("tpu-v5p", None)):
         arguments = ["--config", config, "--cluster", cluster]
@@ -106,6 +107,7 @@ def test_borrowed_efficiencies_are_said(config, capsys):
         )
 
 
+@pytest.mark.thorough
 def test_a_search_replaces_a_mesh_that_is_not_legal_and_refuses_what_it_does_not_replace(
     config, tmp_path, capsys
 ):
@@ -429,6 +431,7 @@ def test_pictures_are_written(config, tmp_path, capsys):
     assert "stage 1" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "target, name",
     [("--html", "plan.html"), ("--gantt", "g.svg"), ("--csv", "t.csv"), ("--write", "best.yaml")],
@@ -467,6 +470,7 @@ def test_in_80_columns_no_line_wraps_and_sections_are_apart(config, capsys, monk
     ), sent
 
 
+@pytest.mark.thorough
 def test_in_80_columns_a_ranking_has_a_line_of_figures_and_its_layout_indented(
     config, tmp_path, capsys, monkeypatch
 ):

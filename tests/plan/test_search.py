@@ -115,6 +115,7 @@ def test_the_formulas_of_the_search_agree_with_the_simulated_plan(small):
     )
 
 
+@pytest.mark.thorough
 def test_a_search_by_arrays_and_lower_bounds_says_what_the_formulas_say_of_each_layout_alone(small):
     cluster = named("h100", 8)
     every = list(candidates(small, cluster, 8))
@@ -163,6 +164,7 @@ def test_the_best_layouts_fit_and_are_in_order_with_reasons(small):
     assert told == sorted(told, reverse=True) and sum(told) == pytest.approx(100, abs=0.5)
 
 
+@pytest.mark.thorough
 def test_a_config_with_the_settings_of_a_layout_is_that_layout():
     asked = {
         "model": {

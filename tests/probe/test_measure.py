@@ -106,6 +106,7 @@ def test_a_link_that_is_slow_in_the_machine_is_named(bad_link):
     assert second.startswith("device 3 (data 1, pipeline 1)")
 
 
+@pytest.mark.thorough
 def test_what_was_not_asked_for_is_left_out_and_what_comes_next_is_told(bad_link):
     found, told = bad_link
     assert found.barriers.keys() == {"data", "pipeline", "data+tensor+pipeline"} and all(

@@ -92,6 +92,7 @@ def test_of_short_runs_on_a_busy_machine_what_is_plain_is_found_and_equal_ones_d
     assert sum(slower is None or slower.differs for _, slower in compared) >= 0.95 * RUNS
 
 
+@pytest.mark.thorough
 def test_students_quantile_is_that_of_the_tables():
     """The two-sided 99% of Student's t, from any textbook's table."""
     for freedom, value in ((3, 5.841), (10, 3.169), (30, 2.750)):

@@ -55,6 +55,7 @@ with StopSignals() as stop:
 WAITS = "SIGTERM: heard; waits for what is compiled or computed.\n"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("before", "rounds", "said", "code"),
     [
@@ -75,6 +76,7 @@ def test_in_a_command_a_signal_is_met_while_the_main_thread_cannot_hear_it(
     assert done.stderr.startswith(f"meshtrain: {said}") and done.returncode == code, done.stderr
 
 
+@pytest.mark.thorough
 def test_in_a_command_the_main_thread_has_time_to_end_in_its_own_way():
     program = (
         "import os, signal, time; from meshtrain.run import early; from meshtrain.run.signals import StopSignals\n"

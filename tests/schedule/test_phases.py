@@ -60,6 +60,7 @@ def test_interleaved_has_the_vocabulary_only_where_a_microbatch_comes_in_or_out(
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 8])
 def test_every_schedule_needs_few_bodies_and_does_nothing_idly_but_embeddings_where_groups_are_uneven(

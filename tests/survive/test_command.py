@@ -177,6 +177,7 @@ def test_a_fault_is_asked_for_once_more_under_a_name_of_its_own(run, capsys):
     assert [kind["name"] for kind in json.loads(capsys.readouterr().out)] == list(KINDS)
 
 
+@pytest.mark.thorough
 def test_a_supervisor_without_an_output_is_none_the_worse(config, tmp_path):
     command = f"exec {sys.executable} -m meshtrain.survive --config {config} --node ../x"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}

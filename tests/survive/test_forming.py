@@ -312,6 +312,7 @@ def test_a_thousand_nodes_are_no_more_work_than_a_few():
     assert max(_calls(config, nodes) for nodes in (999, 998, 701)) < 15_000
 
 
+@pytest.mark.thorough
 def test_a_search_for_another_mesh_keeps_no_supervisor_silent():
     """2.6 million calls take about a second and a half, and a node counts as lost after 20."""
     model = {"layers": 80, "d_model": 8192, "heads": 64, "kv_heads": 8, "vocab_size": 128256}

@@ -167,6 +167,7 @@ def wrong_at(product: jax.Array, device: int) -> jax.Array:
 SIZES = [(n, "float32") for n in (1, 65535, 65536, 200_001, 65536 * 300 + 7)]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("size", "dtype"), [*SIZES, (300, "bfloat16"), (300, "float16"), (300, "int32")]
 )

@@ -107,6 +107,7 @@ def work_and_wait(steps: int) -> None:
     time.sleep(600)
 
 
+@pytest.mark.thorough
 def test_a_supervisor_reads_where_the_process_is(tmp_path):
     rank = Rank(supervised(tmp_path), work_and_wait, 3)
     rank.until(lambda: rank.beat.get("saved") == 3)
@@ -127,6 +128,7 @@ def test_a_supervisor_reads_where_the_process_is(tmp_path):
     assert later["seconds"]["checkpoint"] >= ALIVE_EVERY
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("in_phases", [False, True])
 def test_a_process_whose_supervisor_is_gone_ends_itself(tmp_path, in_phases):
     rank = Rank(supervised(tmp_path, fence=1.5), phases_for_ever if in_phases else work_and_wait, 1)
@@ -152,6 +154,7 @@ def frozen_process(_: int) -> None:
     os._exit(0)
 
 
+@pytest.mark.thorough
 def test_a_process_that_wakes_after_its_supervisor_was_gone_takes_no_step(tmp_path):
     rank = Rank(supervised(tmp_path, fence=1.0), frozen_process, 0)
     rank.until(lambda: rank.beat and rank.state == "T")
@@ -163,6 +166,7 @@ def test_a_process_that_wakes_after_its_supervisor_was_gone_takes_no_step(tmp_pa
     assert rank.end() == 72
 
 
+@pytest.mark.thorough
 def test_stacks_of_all_threads_are_written_on_request(tmp_path):
     rank = Rank(supervised(tmp_path), work_and_wait, 1)
     rank.until(lambda: rank.beat.get("phase") == "save")

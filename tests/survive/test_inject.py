@@ -149,6 +149,7 @@ def test_a_process_ends_at_the_step_in_the_way_that_was_asked_for(tmp_path, kind
         assert (tmp_path / "checkpoints" / f"{STEP}.writing").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["kill-forming", "kill-restore"])
 def test_a_fault_of_the_start_waits_for_a_checkpoint_of_the_step(tmp_path, kind):
     assert hurt(tmp_path, f"{kind}@4:0").end() == 0
@@ -171,6 +172,7 @@ def test_a_fault_happens_once_unless_it_is_one_for_ever(tmp_path):
     assert hurt(tmp_path, "kill@2:0.b").end() == -9  # asked for once more
 
 
+@pytest.mark.thorough
 def test_the_other_ranks_are_left_alone_but_for_the_second_of_two(tmp_path):
     assert hurt(tmp_path, "kill@2:0", rank=1).end() == 0
     assert hurt(tmp_path, "kill-two@2:0", rank=2).end() == 0
@@ -178,6 +180,7 @@ def test_the_other_ranks_are_left_alone_but_for_the_second_of_two(tmp_path):
     assert hurt(tmp_path, "kill-two@2:0", rank=0).end() == -9
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "phase", "state", "thread_lives", "stack"),
     [
@@ -225,6 +228,7 @@ def processes_of(directory: Path) -> list[str]:
     return found
 
 
+@pytest.mark.thorough
 def test_a_byte_of_the_newest_checkpoint_is_flipped_once_there_is_one(tmp_path):
     assert hurt(tmp_path, "damage@1:0").end() == 0
     old, new = checkpoint(tmp_path, 2), checkpoint(tmp_path, 10)
@@ -233,6 +237,7 @@ def test_a_byte_of_the_newest_checkpoint_is_flipped_once_there_is_one(tmp_path):
     assert not any((old / "large").read_bytes()) and (new / "small").read_bytes() == b"ab"
 
 
+@pytest.mark.thorough
 def test_a_run_that_goes_on_takes_requests(tmp_path):
     rank = Rank(supervised(tmp_path), run_for_ever)
     rank.until(lambda: rank.beat.get("phase") == "wait")

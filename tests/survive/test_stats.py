@@ -208,6 +208,7 @@ def test_whatever_stands_in_the_files_there_are_tables_and_a_picture(tmp_path):
         json.dumps(stats.to_json(at), allow_nan=False)
 
 
+@pytest.mark.thorough
 def test_who_supervises_and_who_looks_at_a_run_has_no_jax(tmp_path):
     at = run(tmp_path)
     code = (

@@ -29,6 +29,7 @@ def server(tmp_path_factory):
     found.end()
 
 
+@pytest.mark.thorough
 def test_a_rank_and_a_leader_are_killed_and_clocks_an_hour_apart_change_nothing_but_are_told(
     server, tmp_path
 ):
@@ -50,6 +51,7 @@ def test_a_rank_and_a_leader_are_killed_and_clocks_an_hour_apart_change_nothing_
         assert "the clock of n1 is 3600 s ahead" in n0.said
 
 
+@pytest.mark.thorough
 def test_a_node_that_is_paused_whole_keeps_no_lock_and_writes_no_more(server, tmp_path):
     with Nodes(server, tmp_path, nodes=2, steps=120) as nodes:
         started = nodes.start("n0", "n1", **STEADY)
@@ -66,6 +68,7 @@ def test_a_node_that_is_paused_whole_keeps_no_lock_and_writes_no_more(server, tm
         nodes.check(120)
 
 
+@pytest.mark.thorough
 def test_a_run_whose_lock_another_process_holds_waits_for_it(server, tmp_path):
     with Nodes(server, tmp_path, nodes=1, steps=10) as nodes:
         nodes.run.mkdir()
@@ -83,6 +86,7 @@ def test_a_run_whose_lock_another_process_holds_waits_for_it(server, tmp_path):
         assert nodes.faults() == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "moment",
     ["running", *(pytest.param(m, marks=pytest.mark.thorough) for m in ("joining", "saving"))],
@@ -143,6 +147,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(server, tmp_path):
         nodes.check(100)
 
 
+@pytest.mark.thorough
 def test_of_two_supervisors_of_one_name_one_works(server, tmp_path):
     with Nodes(server, tmp_path, nodes=1, steps=80) as nodes:
         (first,) = nodes.start("n0")
@@ -169,6 +174,7 @@ def test_one_that_was_frozen_while_another_took_its_name_goes(server, tmp_path):
         nodes.check(100)
 
 
+@pytest.mark.thorough
 def test_what_fails_before_the_first_step_is_not_tried_again(server, tmp_path):
     with Nodes(server, tmp_path, nodes=2) as nodes:
         nodes.run.mkdir()
@@ -196,6 +202,7 @@ def test_too_few_nodes_end_with_75(server, tmp_path):
         assert not (nodes.run / "survive" / "gen-1").exists()
 
 
+@pytest.mark.thorough
 def test_who_is_deaf_to_sigterm_and_has_children_is_ended_by_a_second_one(server, tmp_path):
     with Nodes(server, tmp_path, nodes=1, steps=5000) as nodes:
         nodes.run.mkdir()

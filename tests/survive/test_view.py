@@ -120,6 +120,7 @@ def test_who_knows_all_leads_at_once_if_it_has_the_lowest_name_and_stays(view: V
 # --- who has taken the name
 
 
+@pytest.mark.thorough
 def test_a_name_is_free_if_its_process_is_gone_or_silent_and_not_if_it_speaks(
     tmp_path: Path,
 ) -> None:

@@ -302,6 +302,7 @@ def test_goodput_is_of_the_last_hour_and_the_start_is_no_part_of_it():
     assert run.said() == once("goodput_low")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(6))
 def test_a_healthy_run_with_heavy_tailed_noise_brings_no_alert(seed):
     run = Run(pace=(0.05, 1.0, 30.0)[seed % 3], ranks=2, seed=seed)

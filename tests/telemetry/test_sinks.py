@@ -135,6 +135,7 @@ def test_a_command_finds_the_alert_on_its_standard_input(tmp_path):
     assert json.loads((tmp_path / "got").read_text()) == ALERT
 
 
+@pytest.mark.thorough
 def test_a_command_that_hangs_is_ended_with_what_it_started(tmp_path):
     with pytest.raises(Undelivered, match="longer than"):
         run(["sh", "-c", f"(sleep 1; touch {tmp_path}/late) & wait"], ALERT, limit=0.3)

@@ -258,6 +258,7 @@ def test_what_is_printed_loads_and_plans(theirs, capsys, tmp_path):
     )
 
 
+@pytest.mark.thorough
 def test_no_key_is_passed_over_in_silence(theirs, capsys):
     """Whichever is taken away, what is printed is another, but for those that say what their program does anyway."""
 

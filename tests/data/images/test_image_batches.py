@@ -198,6 +198,7 @@ def test_digits_are_1437_to_train_on_and_360_held_out_always_the_same():
     assert classes.min() >= 20 and classes.sum() == 360
 
 
+@pytest.mark.thorough
 def test_digits_have_the_share_held_out_that_is_asked_for():
     _, held = open_data(image_config("digits", validation=0.1, batch=10))
     assert held is not None and len(held.batches.rows.indices) == 180  # type: ignore[attr-defined]

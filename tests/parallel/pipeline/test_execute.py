@@ -312,6 +312,7 @@ def innermost_loops(jaxpr: Any) -> list[set[str]]:
     return loops
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "schedule, stages", [("paired", 1), ("paired", 2), ("zb_paired", 2), ("interleaved", 2)]
 )
@@ -451,6 +452,7 @@ def test_gpipe_holds_every_microbatch(tmp_path):
     assert many > 3 * few
 
 
+@pytest.mark.thorough
 def test_full_remat_keeps_the_layers_inputs_and_nothing_else(tmp_path):
     kept = {}
     for remat in ("none", "full"):

@@ -80,6 +80,7 @@ def split(remat: bool) -> tuple[Any, list[jax.Array], jax.Array, Halves]:
     return run, kept, cotangent, split_backward(run, (False, True), kept, cotangent)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("remat", [False, True])
 def test_the_two_halves_give_the_gradients_of_the_whole(remat):
     run, kept, cotangent, halves = split(remat)
@@ -150,6 +151,7 @@ def test_a_loop_is_taken_whole():
     np.testing.assert_allclose(gradient, right)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("platform, product", [("cpu", "scan"), ("gpu", "pallas_call")])
 def test_a_weight_gradient_that_is_a_loop_or_kernel_of_products_is_left_for_w(
     monkeypatch, platform, product

@@ -94,6 +94,7 @@ def test_the_sum_is_that_of_psum_and_bit_for_bit_the_same_on_all_devices(n, name
     assert np.linalg.norm(found[0] - exact) < 1e-6 * np.linalg.norm(exact)
 
 
+@pytest.mark.thorough
 @every_n
 @every_program
 def test_in_bfloat16_it_errs_no_more_than_additions_round(n, name):

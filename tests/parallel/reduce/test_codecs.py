@@ -153,6 +153,7 @@ def test_what_is_not_finite_stays_so_and_leaves_other_blocks_alone(name, bad):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", NAMES)
 def test_the_largest_numbers_arrive_and_those_that_are_no_normal_ones_do_no_harm(name):
     huge = np.full((1, 16), FLOAT_MAX / 2, np.float32)

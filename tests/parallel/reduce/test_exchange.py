@@ -137,6 +137,7 @@ def reduced(islands):
     return given, jax.device_get(run(given))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("islands", [2, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("compression", NAMES)
 def test_an_all_reduce_is_the_same_sum_in_all_islands(islands, compression):

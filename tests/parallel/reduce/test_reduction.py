@@ -82,6 +82,7 @@ FEW = (
 )  # each algorithm once
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     [

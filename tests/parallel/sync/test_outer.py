@@ -20,6 +20,7 @@ WHOLE_ON_SEVERAL = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
     thorough_but(WHOLE_ON_SEVERAL, WHOLE_ON_SEVERAL[:1].__contains__, WHOLE_ON_SEVERAL[2:3]),

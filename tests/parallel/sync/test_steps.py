@@ -45,6 +45,7 @@ def whole() -> Program:
     )
 
 
+@pytest.mark.thorough
 def test_no_collective_of_an_inner_step_crosses_islands_and_a_synchronous_one_does(whole):
     assert across(whole, whole.islands.local_step, whole.batch_shapes()) == []
     assert across(whole, whole.islands.synchronous, whole.batch_shapes())

@@ -20,6 +20,7 @@ def test_published_memory_of_other_frameworks():
     )
 
 
+@pytest.mark.thorough
 def test_of_published_layouts_that_ran_or_did_not_nineteen_of_twenty_are_called_right():
     right, layouts = called_right()
     assert layouts == 578 and right / layouts >= 0.95

@@ -18,6 +18,7 @@ def signed(runs):
     return statistics.median(run.predicted() / run.seconds - 1 for run in runs)
 
 
+@pytest.mark.thorough
 def test_all_published_rows_by_the_numbers_that_ship():
     rows = sources.shipped()
     sizes = sorted(abs(row.error) for row in rows)
@@ -25,6 +26,7 @@ def test_all_published_rows_by_the_numbers_that_ship():
     assert statistics.median(sizes) <= 0.05 and sizes[int(0.9 * len(sizes))] <= 0.135
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "runs",
     [FITTED, HELD_OUT, ELSEWHERE, dgxc.runs()],
@@ -42,6 +44,7 @@ def test_mixtures_of_experts_are_planned_within_a_fifth_and_what_their_messages_
     assert len(sent) == 4 and max(map(abs, sent)) <= 0.1
 
 
+@pytest.mark.thorough
 def test_pytorch_s_fsdp_on_three_devices_is_predicted():
     found = errors(foundry.runs())
     assert (
@@ -57,6 +60,7 @@ def test_the_hardest_source_is_within_forty_percent():
     assert statistics.median(found) <= 0.12 and found[-1] <= 0.40
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
 @pytest.mark.parametrize("split", [False, True], ids=("whole stream", "sequence parallel"))
 def test_no_tensor_degree_is_planned_far_too_fast_or_too_slow(tensor, split):
@@ -71,6 +75,7 @@ def test_no_tensor_degree_is_planned_far_too_fast_or_too_slow(tensor, split):
     assert chosen and abs(signed(chosen)) < 0.095
 
 
+@pytest.mark.thorough
 def test_sequence_parallelism_saves_what_it_was_measured_to_save():
     """Pairs of rows that differ in nothing else: the norms of the whole stream, and sums of every product's input."""
     rows = {
@@ -100,6 +105,7 @@ def test_nodes_of_four_share_no_more_links_than_they_have():
     assert run.predicted() > dataclasses.replace(run, per_node=None).predicted()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("accelerator", ["a100-40", "a100-80", "h100"])
 @pytest.mark.parametrize(
     "lengths", [(512, 1024), (2048, 4096), (8192, 16384), (32768, 65536)], ids=str
@@ -119,6 +125,7 @@ def test_no_length_is_far_slower_or_faster_than_planned(accelerator, lengths):
     assert abs(of(lengths) - of((512, 1024, 2048, 4096, 8192, 16384, 32768, 65536))) < 0.06
 
 
+@pytest.mark.thorough
 def test_rows_are_read_as_they_stand():
     rows = foundry.runs()
     assert len(rows) == 191

@@ -128,6 +128,7 @@ def test_a_job_that_waits_is_told_what_is_free(written, capsys):
     )
 
 
+@pytest.mark.thorough
 def test_the_page_has_a_cell_a_device_and_fetches_nothing(written, tmp_path, capsys):
     page = tmp_path / "jobs.html"
     assert main(["--jobs", written(), "--html", str(page)]) == 0

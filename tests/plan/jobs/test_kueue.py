@@ -99,6 +99,7 @@ def manifests(written, tmp_path, capsys):
     return made
 
 
+@pytest.mark.thorough
 def test_every_field_is_one_of_the_api(manifests):
     found = manifests()
     assert set(found) == {"queues.yaml", "run.yaml", "short.yaml"}
@@ -130,6 +131,7 @@ def test_the_check_finds_what_is_wrong():
             check(wrong, SPECS["Topology"], "Topology")
 
 
+@pytest.mark.thorough
 def test_queue_flavor_topology_and_classes_name_each_other(manifests):
     found = manifests()
     by_kind = {document["kind"]: document for document in found["queues.yaml"]}

@@ -143,6 +143,7 @@ def some_jobs(seed: int) -> tuple[tuple[int, int, int], list[JobSpec]]:
     return (nodes, per_node, block), jobs
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(24))
 def test_no_device_is_given_twice_and_the_search_is_never_worse(cluster, packer, seed):
     shape, jobs = some_jobs(seed)

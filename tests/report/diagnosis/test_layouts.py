@@ -47,6 +47,7 @@ def evidence(settings, cluster, shares, wall=1.0):
     return Evidence(config, Columns(), attribution=attribution, plan=found)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("part", CASES)
 def test_advice_is_a_config_that_the_planner_shows_to_be_faster(part):
     shares = {} if part == "bubble" else {part: 0.4}
@@ -123,6 +124,7 @@ def test_a_layout_that_does_not_fit_is_no_advice():
     raise AssertionError("all of these layouts fit")
 
 
+@pytest.mark.thorough
 def test_collectives_much_slower_than_the_links_allow_are_told_apart_from_a_costly_layout():
     slow = evidence(("mesh.data=8",), "h100", {"data": 0.5}, wall=1.0)
     assert [f.name for f in diagnose(slow).findings] == ["links"]

@@ -127,6 +127,7 @@ def test_a_healthy_run_has_no_finding():
     assert diagnose(evidence(trace={"data": 0.02})).first == "none"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SICK)
 def test_a_rule_fires_on_its_own_evidence_and_no_other_does(name):
     found = diagnose(SICK[name]).findings
@@ -205,6 +206,7 @@ def test_a_rank_that_waits_for_data_alone_is_slow_and_the_loader_is_not_to_blame
     assert [f.name for f in found] == ["loader"]
 
 
+@pytest.mark.thorough
 def test_the_live_alert_the_report_and_prometheus_call_the_same_ranks_slow():
     dice, config, rows, found = random.Random(0), load({}, [*CONFIG]), steps(), []
     share, *others = prometheus_rules()["groups"][0]["rules"]
