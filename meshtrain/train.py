@@ -60,7 +60,7 @@ from meshtrain.telemetry.progress import Reporter
 from meshtrain.units import size
 
 if TYPE_CHECKING:
-    from meshtrain.rl.answering import Answering
+    from meshtrain.rl.answering import AnswerBatches
     from meshtrain.rl.prompts import Prompts
 
 # seconds that a process waits for the last one to have compiled
@@ -253,7 +253,7 @@ def _read_ahead(
     start: int,
     supervision: Supervision,
     directory: Path,
-) -> "Loader | Answering":
+) -> "Loader | AnswerBatches":
     """Returns the loader of the batches after step `start`, which reads and places them on its own thread; of a run
     that learns from its own answers what draws them.
     """
@@ -330,8 +330,8 @@ class Loop:
     """The steps of one process of a run."""
 
     program: Program
-    data: "SplitBatches | Answering"
-    loader: "Loader | Answering"
+    data: "SplitBatches | AnswerBatches"
+    loader: "Loader | AnswerBatches"
     evaluation: Evaluation
     checkpointer: Checkpointer
     supervision: Supervision

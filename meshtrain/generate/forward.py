@@ -82,7 +82,7 @@ class DecodingForward:
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
         return tuple(layer.cache for layer in layers), self._logits(weights, last)[:, 0]
 
-    def logprobs(self, weights: Parts, text: jax.Array, temperature: float) -> jax.Array:
+    def logprobs(self, weights: Parts, text: jax.Array, temperature: jax.Array | float) -> jax.Array:
         """Returns the log-probability of each token of a text [T + 1] but the first, float32 [T]."""
         count = self.config.model.layers
         layers = [PromptAttention(self.parts.attention, self.groups) for _ in range(count)]

@@ -40,12 +40,10 @@ from meshtrain.rl.rewards import Rewards, RewardScores
 from meshtrain.rl.rollouts import Rollouts
 from meshtrain.rl.rows import Learned, pack
 from meshtrain.rl.teacher import Teacher
+from meshtrain.run.directory import ANSWERS
 from meshtrain.run.hooks import Batch, Row, RunHook
 from meshtrain.run.processes import gathered, is_first
 from meshtrain.step import Program, State, TrainStep
-
-# The answers of every step with the best, the worst and the median reward are kept here, for the report.
-ANSWERS = "answers.jsonl"
 
 
 class PolicyProgram(Program):
@@ -81,7 +79,7 @@ class Drawn(NamedTuple):
     told: Row  # what a row of metrics has of it
 
 
-class Answering(RunHook):
+class AnswerBatches(RunHook):
     """Draws answers to prompts, has them scored, and makes batches of them; as a hook, it tells of them in rows, and
     ends the run where drawing and training disagree.
 
@@ -136,9 +134,9 @@ class Answering(RunHook):
         rollout = (taken - supervised) // self._config.rl.epochs
         if self._held is None or self._held.number != rollout:
             self._held, is_fresh = self._rollout(rollout, state)
-            self._told[taken + 1] = self._held.told
             if is_fresh:
                 self._fresh[taken + 1] = self._held
+        self._told[taken + 1] = self._held.told
         batch = self._held.batch
         real = int((batch["segments"] > 0).sum())
         self._tokens[taken] = real, batch["segments"].size - real
@@ -304,7 +302,13 @@ class Answering(RunHook):
         row |= self._told.pop(step, {})
         gaps = self._gaps.pop(step, None)
         drawn = self._fresh.pop(step, None)
-        if gaps is None or drawn is None or self._gate.passes(row["rl/gap_max"]):
+        if gaps is None:
+            return
+        if drawn is None:
+            # The weights have moved since they drew: that is no disagreement.
+            del row["rl/gap_max"], row["rl/gap_mean"]
+            return
+        if self._gate.passes(row["rl/gap_max"]):
             return
         assert self.newest is not None
         self._gate.close(
@@ -333,12 +337,12 @@ def begin_answering(
     loader: Callable[..., Loader],
     directory: Path,
     enter: Callable[[str], None],
-) -> Answering:
+) -> AnswerBatches:
     """Returns the batches behind step `start`; `loader` reads batches of text ahead, of a program that takes them."""
     assert isinstance(program, PolicyProgram)
     texts = None
     if prompts.texts is not None and start < program.config.rl.supervised:
         texts = loader(prompts.texts, program.supervised)
-    answering = Answering(program, prompts, texts, directory, enter)
+    answering = AnswerBatches(program, prompts, texts, directory, enter)
     answering.take_up(start)
     return answering

@@ -21,10 +21,9 @@ from meshtrain.rl.episodes import Episode
 from meshtrain.rl.rollouts import Rollouts
 from meshtrain.rl.rows import Learned, pack
 from meshtrain.rl.scoring import Scorer
+from meshtrain.run.directory import GAPS
 from meshtrain.run.processes import is_first
 from meshtrain.step import Program
-
-GAPS = "gaps"
 
 
 class Disagreement(FloatingPointError):

@@ -15,11 +15,10 @@ from meshtrain.checkpoint.steps import committed_in
 from meshtrain.files import write_atomically
 from meshtrain.rl.episodes import Episode
 from meshtrain.rl.prompts import Prompts
-from meshtrain.run.directory import CHECKPOINTS
+from meshtrain.run.directory import CHECKPOINTS, WAITING
 from meshtrain.run.processes import first_decides
 
-WAITING = "waiting"
-ARRAYS = {"tokens": np.int32, "drawn": np.bool_, "logprobs": np.float32}
+ARRAYS: dict[str, Any] = {"tokens": np.int32, "drawn": np.bool_, "logprobs": np.float32}
 
 
 class Rollout(Protocol):
@@ -62,6 +61,6 @@ def _plain(episode: Episode) -> dict[str, Any]:
 
 
 def _episode(plain: dict[str, Any], prompts: Prompts) -> Episode:
-    arrays = {name: np.array(plain.pop(name), kind) for name, kind in ARRAYS.items()}
-    prompt = prompts.all[plain.pop("prompt")]
-    return Episode(prompt, np.uint32(plain.pop("seed")), **arrays, **plain)
+    arrays = {name: np.array(plain[name], kind) for name, kind in ARRAYS.items()}
+    others = {name: plain[name] for name in ("given", "answer", "ended")}
+    return Episode(prompts.all[plain["prompt"]], np.uint32(plain["seed"]), **{**others, **arrays})

@@ -19,13 +19,14 @@ CHECKPOINTS = "checkpoints"
 TRACES = "traces"  # a directory each: `telemetry.trace`
 # Samples of every process, alerts, findings of a report; what trackers call the run; samples of the answers that it drew,
 # and rows whose log-probabilities disagreed.
-RESOURCES, ALERTS, FINDINGS, TRACKERS, ANSWERS, GAPS = WATCHED = (
+RESOURCES, ALERTS, FINDINGS, TRACKERS, ANSWERS, GAPS, WAITING = WATCHED = (
     "resources",
     "alerts.jsonl",
     "findings.json",
     "trackers.json",
     "answers.jsonl",
     "gaps",
+    "waiting",
 )
 # The newest step that was ever committed: beside the checkpoints, of whose loss it is to warn.
 NEWEST = ".newest-checkpoint"

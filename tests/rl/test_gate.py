@@ -87,7 +87,7 @@ def other_choice(patch: Patch) -> None:
 
 # what is broken, the config's sections, what the sentence must name
 SABOTAGES: dict[str, tuple[Callable[[Patch], None], dict[str, Any], tuple[str, ...]]] = {
-    "weights": (stale_weights, {}, ("weights that are trained", "embedding")),
+    "weights": (stale_weights, {}, ("weights that are trained", "blocks.attention.q")),
     "factor": (
         one_factor,
         {

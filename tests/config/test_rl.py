@@ -1,0 +1,70 @@
+"""The section `rl` is taken whole or refused in a sentence that names the key, its value and what is legal."""
+
+from typing import Any
+
+import pytest
+from refusals import tells
+
+import meshtrain as mt
+from meshtrain.config import ConfigError
+from meshtrain.config.rl import reward_terms
+
+Sections = dict[str, dict[str, Any]]
+
+
+def sections_of(more: Sections) -> Sections:
+    given: Sections = {
+        "train": {"objective": "grpo", "global_batch_size": 16, "sequence_length": 64},
+        "rl": {"prompts": "prompts.jsonl", "reward": "exact", "group": 4, "answers": 16},
+    }
+    return {name: {**given.get(name, {}), **more.get(name, {})} for name in given | more}
+
+
+@pytest.mark.parametrize(
+    ("more", "parts"),
+    [
+        ({"rl": {"prompts": None}}, ("rl.prompts", "null", "JSON Lines")),
+        ({"rl": {"reward": None}}, ("rl.reward", "MODULE:NAME", "rl.teacher")),
+        ({"rl": {"reward": "exact + "}}, ("rl.reward", "exact + ", "MODULE:NAME")),
+        ({"rl": {"reward": "exact + twice mine:brief"}}, ("rl.reward", "twice", "weights")),
+        ({"rl": {"group": 5}}, ("rl.group", "5", "16", "1, 2, 4, 8, 16")),
+        ({"rl": {"group": 1}}, ("rl.group", "1", "2")),
+        ({"rl": {"answers": 64}}, ("rl.answers", "64", "train.sequence_length", "64")),
+        ({"rl": {"clip": [0.2]}}, ("rl.clip", "two numbers")),
+        ({"rl": {"beta": 0.1}}, ("rl.beta", "lora.rank")),
+        ({"rl": {"loss": "grpo"}}, ("rl.loss", "grpo", "ppo_clip")),
+        ({"rl": {"temperature": 0}}, ("rl.temperature", "0")),
+        ({"rl": {"lag": 1, "epochs": 2}}, ("rl.lag", "1", "rl.epochs", "2")),
+        ({"rl": {"lag": 1, "loss": "reinforce"}}, ("rl.lag", "reinforce", "cispo")),
+        ({"rl": {"rewards": "exact"}}, ("rl.rewards", "reward")),
+        ({"train": {"z_loss": 0.1}}, ("train.z_loss", "0.1", "grpo")),
+        ({"train": {"objective": "next_token"}}, ("rl", "next_token", "grpo")),
+        ({"eval": {"every": 5}}, ("eval.every", "0")),
+        ({"mesh": {"data": 2, "islands": 2}}, ("mesh.islands", "2")),
+    ],
+)
+def test_a_section_that_cannot_be_meant_is_refused(more: Sections, parts: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        mt.load(sections_of(more))
+    assert tells(str(refused.value), *parts), refused.value
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"rl": {"reward": "exact + 0.2 mine:brief"}},
+        {"rl": {"beta": 0.1}, "lora": {"rank": 4}},
+        {"rl": {"teacher": "runs/teacher", "reward": None}},
+        {"rl": {"lag": 1, "loss": "cispo"}},
+        {"rl": {"epochs": 4, "loss": "gspo", "average": "sequence"}},
+    ],
+)
+def test_what_can_be_meant_is_taken(more: Sections) -> None:
+    mt.load(sections_of(more))
+
+
+def test_a_sum_of_rewards_has_a_weight_each() -> None:
+    assert reward_terms("mine:score") == (("mine:score", 1.0),)
+    assert reward_terms("exact + 0.2 mine:brief") == (("exact", 1.0), ("mine:brief", 0.2))
+    assert reward_terms(None) == ()
