@@ -29,8 +29,7 @@ from experiments.bench import Table
 from meshtrain.config import Config, load
 from meshtrain.model.loss import counted
 from meshtrain.model.policy_loss import policy_loss
-from meshtrain.rl.rollouts import Answer
-from meshtrain.rl.rows import Learned, pack, rows_needed
+from meshtrain.rl.rows import Learned, pack
 
 LENGTHS = (3, 6, 1, 4, 7, 2, 7, 5)  # tokens of the answers, of which a group has half
 MOST = 7
@@ -102,13 +101,14 @@ def ours(case: Case, tokens: Tokens) -> tuple[float, np.ndarray]:
     def packed(numbers: list[np.ndarray]) -> dict[str, np.ndarray]:
         learned = [
             Learned(
-                prompt,
-                Answer(np.arange(len(of), dtype=np.int32), of, ended=True),
-                np.full(len(of), advantage, np.float32),
+                np.concatenate([prompt, np.arange(len(of), dtype=np.int32)]),
+                np.arange(PROMPT + len(of)) >= PROMPT,
+                np.concatenate([np.zeros(PROMPT, np.float32), of]),
+                np.full(PROMPT + len(of), advantage, np.float32),
             )
             for of, advantage in zip(numbers, tokens.advantages, strict=True)
         ]
-        return pack(learned, config, rows_needed(config, len(LENGTHS), PROMPT))
+        return pack(learned, config, PROMPT + MOST - 1)
 
     batch = packed(tokens.drawn)
     batch["reference"] = -packed(tokens.reference)["drawn"]

@@ -173,11 +173,10 @@ def _run(
         evaluation = Evaluation(program, held_out, directory / METRICS, start)
         for sentence in _opening(program, data, start, evaluation):
             report.write(sentence)
-        loader = _read_ahead(program, data, start, supervision, directory)
         loop = Loop(
             program,
-            data if isinstance(loader, Loader) else loader,
-            loader,
+            data,
+            _read_ahead(program, data, start, supervision, directory),
             evaluation,
             checkpointer,
             supervision,
@@ -185,10 +184,6 @@ def _run(
             report.write,
         )
         closing.callback(loop.loader.close)
-        if not isinstance(loader, Loader):
-            loader.newest = lambda: loop.state
-            # It adds to the rows that other hooks read.
-            loop.hooks.append(loader)
         check = NumbersCheck(config, start, program.is_finite, lambda: evaluation.ended)
         loop.hooks += [record, hub, report, check]
         _add_chosen_hooks(loop, directory, closing)
@@ -275,6 +270,11 @@ def _add_chosen_hooks(loop: "Loop", directory: Path, closing: ExitStack) -> None
     """Adds the hooks that a config asks for."""
     program = loop.program
     config = program.config
+    if not isinstance(loop.loader, Loader):
+        # It adds to the rows that other hooks read, and counts their tokens.
+        loop.loader.newest = lambda: loop.state
+        loop.data = loop.loader
+        loop.hooks.insert(0, loop.loader)
     if config.telemetry.experts_every and config.model.moe.experts:
         from meshtrain.parallel.loads import LayerLoads
 
@@ -330,7 +330,7 @@ class Loop:
     """The steps of one process of a run."""
 
     program: Program
-    data: "SplitBatches | AnswerBatches"
+    data: "SplitBatches | Prompts | AnswerBatches"
     loader: "Loader | AnswerBatches"
     evaluation: Evaluation
     checkpointer: Checkpointer

@@ -62,12 +62,7 @@ def _notes(config: Config) -> Iterator[str]:
             "lora.rank trains adapters of a model drawn at random: for one that is trained give model.weights, or "
             "checkpoint.resume with its path."
         )
-    if (objective := config.train.objective) in ("dpo", "grpo"):
-        for section, rate in (("model", config.model.dropout), ("lora", config.lora.dropout)):
-            if rate:
-                other = "its reference" if objective == "dpo" else "what draws its answers"
-                why = f"the policy drops nothing, as {other} does not"
-                yield f"{section}.dropout {rate:g} has no use with train.objective {objective}: {why}."
+    yield from _policy_notes(config)
     if config.optimizer.warmup_steps > config.train.steps:
         more = f"optimizer.warmup_steps {config.optimizer.warmup_steps} is more than train.steps {config.train.steps}"
         yield f"{more}: the run ends before the learning rate is at its peak."
@@ -80,6 +75,17 @@ def _notes(config: Config) -> Iterator[str]:
     if mesh.islands > 1 and not parallel.zero_stage and uncompressed and not parallel.sync.every:
         why = "every data rank has all of the state, and gradients are summed over all of data at once"
         yield f"mesh.islands {mesh.islands} has no use with parallel.zero_stage 0: {why}."
+
+
+def _policy_notes(config: Config) -> Iterator[str]:
+    objective = config.train.objective
+    if objective not in ("dpo", "grpo"):
+        return
+    other = "its reference" if objective == "dpo" else "what draws its answers"
+    why = f"the policy drops nothing, as {other} does not"
+    for section, rate in (("model", config.model.dropout), ("lora", config.lora.dropout)):
+        if rate:
+            yield f"{section}.dropout {rate:g} has no use with train.objective {objective}: {why}."
 
 
 def _stage_notes(parallel: ParallelConfig) -> Iterator[str]:

@@ -90,7 +90,7 @@ def problems(config: Any) -> Iterator[str]:
             wanted = "the section rl has prompts, a reward or a teacher"
             yield f"{wanted}, but train.objective is {train.objective}; set it to grpo."
         return
-    yield from _without_use(config)
+    yield from _unused(config)
     if not rl.prompts:
         yield "train.objective grpo draws answers to rl.prompts, which is null; give a file of JSON Lines."
     if not rl.reward and not rl.teacher:
@@ -115,7 +115,7 @@ def problems(config: Any) -> Iterator[str]:
         yield f"rl.lag is {rl.lag} and rl.epochs {rl.epochs}; one of them must be as it is by default."
 
 
-def _without_use(config: Any) -> Iterator[str]:
+def _unused(config: Any) -> Iterator[str]:
     """Yields a sentence on each key outside the section that objective grpo has no use for."""
     train = config.train
     if config.rl.beta:

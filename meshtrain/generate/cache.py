@@ -95,8 +95,8 @@ def written(cache: jax.Array, new_STGK: jax.Array, slot: jax.Array, length: jax.
 
 
 def laid_out(new_STGK: jax.Array, lengths: jax.Array, positions: int) -> jax.Array:
-    """Returns [S, G, P, K] with the first of T positions as a cache has them, of each sequence its `lengths` (of all one,
-    or [S]), and zeros behind them.
+    """Returns [S, G, P, K] with the first of T positions as a cache has them, of each sequence its `lengths` (of all
+    one, or [S]), and zeros behind them.
     """
     read = jnp.arange(new_STGK.shape[1]) < jnp.reshape(lengths, (-1, 1))
     new = jnp.where(read[:, :, None, None], new_STGK, 0).transpose(0, 2, 1, 3)

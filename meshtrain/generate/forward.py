@@ -4,7 +4,7 @@
     decoding   slots over data x expert x context x pipeline,                                  heads over tensor
 
 Every rank of slots has all layers and all experts (`generate.resharding`), so that a step sends over tensor alone.
-There is no second mesh: a program takes no arrays of devices in another order.
+A second mesh would not do: a program takes no arrays of devices in another order.
 """
 
 import math
@@ -82,7 +82,9 @@ class DecodingForward:
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
         return tuple(layer.cache for layer in layers), self._logits(weights, last)[:, 0]
 
-    def logprobs(self, weights: Parts, text: jax.Array, temperature: jax.Array | float) -> jax.Array:
+    def logprobs(
+        self, weights: Parts, text: jax.Array, temperature: jax.Array | float
+    ) -> jax.Array:
         """Returns the log-probability of each token of a text [T + 1] but the first, float32 [T]."""
         count = self.config.model.layers
         layers = [PromptAttention(self.parts.attention, self.groups) for _ in range(count)]

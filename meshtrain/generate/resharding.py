@@ -1,6 +1,6 @@
 """A program's weights as decoding reads them: gathered over every axis but tensor, each layer an array of its own.
 
-    training   layers over pipeline, vocabulary over pipeline x tensor, experts over expert, shards over data and context
+    training   layers over pipeline, vocabulary over pipeline x tensor, experts over expert, shards over data, context
        │       cast to the compute dtype, then sent
        ▼
     decoding   all layers and all experts on every device; heads, d_ff and vocabulary over tensor
@@ -28,8 +28,6 @@ from meshtrain.mesh import TENSOR
 from meshtrain.parallel.layout import Layout, is_placed, shard_spec
 from meshtrain.parallel.placement import Placed
 from meshtrain.parallel.reduce.reduction import unpadded
-
-Tree = Any
 
 
 class Parts(NamedTuple):
@@ -60,13 +58,13 @@ class Resharding:
     def program(self) -> Any:
         """The compiled program (params) -> Parts, for weights that change from step to step."""
 
-        def reshard(params: Tree) -> Parts:
+        def reshard(params: Any) -> Parts:
             pairs = zip(self._pairs, self._leaves(params), strict=True)
             return self._parts([self._resharded(*pair, x) for pair, x in pairs])
 
         return jax.jit(reshard, out_shardings=self.shardings(self.specs))
 
-    def take_over(self, params: Tree, keep: bool) -> Parts:
+    def take_over(self, params: Any, keep: bool) -> Parts:
         """Returns the weights, one after the other; those that are given are freed unless `keep`."""
         by_weight = []
         for (trained, decoded), stored in zip(self._pairs, self._leaves(params), strict=True):
@@ -80,7 +78,7 @@ class Resharding:
                 jax.tree.map(lambda x: x.delete(), stored)
         return self._parts(by_weight)
 
-    def differing(self, params: Tree, held: Parts) -> list[Placed]:
+    def differing(self, params: Any, held: Parts) -> list[Placed]:
         """Returns the weights of which `held` has other values than `params`, compared as canonical arrays: nothing
         here is what resharded them.
         """
@@ -105,7 +103,7 @@ class Resharding:
     def _pairs(self) -> list[tuple[Placed, Placed]]:
         return list(zip(self.trained.flat, self.decoded.flat, strict=True))
 
-    def _leaves(self, params: Tree) -> list[Any]:
+    def _leaves(self, params: Any) -> list[Any]:
         """Returns what a state has of each weight, one in float8 as a `Rounded`."""
         tree: Any = jax.tree.structure(self.trained.weights, is_leaf=is_placed)
         return tree.flatten_up_to(params)
@@ -117,7 +115,7 @@ class Resharding:
     def _layers(weight: Placed) -> int:
         return weight.shape[0] if weight.stacked else 1
 
-    def shardings(self, specs: Tree) -> Tree:
+    def shardings(self, specs: Any) -> Any:
         """Returns the NamedShardings of a tree of PartitionSpecs on the mesh."""
         return jax.tree.map(lambda spec: NamedSharding(self.decoded.mesh, spec), specs)
 
@@ -125,7 +123,7 @@ class Resharding:
         layout = self.decoded
         by_name = dict(zip((weight.name for weight in layout.flat), by_weight, strict=True))
 
-        def part(name: str, layer: int = 0) -> Tree:
+        def part(name: str, layer: int = 0) -> Any:
             return jax.tree.map(
                 lambda weight: by_name[weight.name][layer], layout.weights[name], is_leaf=is_placed
             )

@@ -41,7 +41,9 @@ td:last-child { overflow-wrap: anywhere; min-width: 12em; } td.n { min-width: 0;
 .wraps .n { text-align: left; } .wraps td:not(:last-child) { white-space: normal; }
 .wraps td:last-child { min-width: 0; } .texts { max-height: 40em; overflow-y: auto; }
 .texts td:last-child { min-width: 0; }
-.texts tr > :nth-child(4), .texts tr > :nth-child(5) { text-align: left; white-space: pre-wrap; overflow-wrap: anywhere; min-width: 12em; }
+.texts tr > :nth-child(4), .texts tr > :nth-child(5) {
+  text-align: left; white-space: pre-wrap; overflow-wrap: anywhere; min-width: 12em;
+}
 summary { cursor: pointer; } footer { margin-top: 3em; color: var(--faint); font-size: .8em; }
 @media print { @page { size: A4; margin: 14mm; } body { max-width: none; padding: 0; font-size: 10pt; }
 h2, .verdict { break-after: avoid; }

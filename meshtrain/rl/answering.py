@@ -34,7 +34,7 @@ from meshtrain.parallel.forward import ROW_GAPS
 from meshtrain.rl import waiting
 from meshtrain.rl.advantages import flat_groups, group_advantages
 from meshtrain.rl.episodes import Episode, play
-from meshtrain.rl.gate import Gate
+from meshtrain.rl.gate import GapGate
 from meshtrain.rl.prompts import Prompts
 from meshtrain.rl.rewards import Rewards, RewardScores
 from meshtrain.rl.rollouts import Rollouts
@@ -71,7 +71,7 @@ class Waiting(NamedTuple):
     scores: Callable[[], RewardScores]  # of this process's share; waits for them
 
 
-class Drawn(NamedTuple):
+class LearnedRollout(NamedTuple):
     """A rollout, and what is to be learned from it."""
 
     number: int
@@ -111,14 +111,14 @@ class AnswerBatches(RunHook):
             program, slots, prompts.length, rl.answers, rl.temperature, prompts.ends
         )
         self._teacher = Teacher(program, prompts.length) if rl.teacher else None
-        self._gate = Gate(program, self._rollouts, directory, self._placed)
+        self._gate = GapGate(program, self._rollouts, directory, self._placed)
         # One alone, since the children of rewards are asked by one thread.
         self._thread = ThreadPoolExecutor(1) if rl.lag else None
         self._waiting: dict[int, Waiting] = {}
         self._has_drawn = False
-        self._held: Drawn | None = None
+        self._held: LearnedRollout | None = None
         self._told: dict[int, Row] = {}  # what there is to say of a step, until its row comes
-        self._fresh: dict[int, Drawn] = {}  # whose gaps are to be checked
+        self._fresh: dict[int, LearnedRollout] = {}  # whose gaps are to be checked
         self._gaps: dict[int, jax.Array] = {}
         self._tokens: dict[int, tuple[int, int]] = {}  # by steps taken, real ones and padding
 
@@ -142,9 +142,9 @@ class AnswerBatches(RunHook):
         self._tokens[taken] = real, batch["segments"].size - real
         return self._placed(batch)
 
-    def _rollout(self, number: int, state: State) -> tuple[Drawn, bool]:
-        """Returns a rollout to be learned from, and whether the state's own weights have drawn it. Those behind it up
-        to `rl.lag` are drawn too.
+    def _rollout(self, number: int, state: State) -> tuple[LearnedRollout, bool]:
+        """Returns a rollout to be learned from, and whether the state's own weights have drawn it. The next ones
+        up to `rl.lag` are drawn too.
         """
         began = time.perf_counter()
         config = self._config
@@ -170,7 +170,7 @@ class AnswerBatches(RunHook):
         }
         return self._learn(rollout, rewards, told), number in missing
 
-    def _learn(self, rollout: Waiting, rewards: np.ndarray, told: Row) -> Drawn:
+    def _learn(self, rollout: Waiting, rewards: np.ndarray, told: Row) -> LearnedRollout:
         """Returns the batch of a rollout with its rewards, and adds what there is to tell of it."""
         config = self._config
         advantages = group_advantages(rewards, config.rl.scale)
@@ -186,7 +186,7 @@ class AnswerBatches(RunHook):
         if self._teacher is not None:
             told["rl/teacher_kl"] = self._learn_from_teacher(self._teacher, learned)
         self._keep(rollout, rewards, advantages)
-        return Drawn(rollout.number, pack(learned, config, self._prompts.length - 1), told)
+        return LearnedRollout(rollout.number, pack(learned, config, self._prompts.length - 1), told)
 
     def _play(self, rollout: int) -> tuple[list[list[Episode]], Counter[str]]:
         """Returns the episodes of a rollout, by the weights that were synchronised last."""

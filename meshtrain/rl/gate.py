@@ -20,7 +20,7 @@ from meshtrain.parallel.forward import Batch
 from meshtrain.rl.episodes import Episode
 from meshtrain.rl.rollouts import Rollouts
 from meshtrain.rl.rows import Learned, pack
-from meshtrain.rl.scoring import Scorer
+from meshtrain.rl.scoring import LogprobReader
 from meshtrain.run.directory import GAPS
 from meshtrain.run.processes import is_first
 from meshtrain.step import Program
@@ -30,7 +30,7 @@ class Disagreement(FloatingPointError):
     """Drawing and training give the same tokens other log-probabilities, with the same weights."""
 
 
-class Gate:
+class GapGate:
     """Compares drawing with training, for runs in `directory`. `place`: puts a global batch on the devices."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Gate:
         self._directory = directory
         self._place = place
         self._limit = program.config.rl.gap_limit
-        self._scorer = Scorer(rollouts.forward, rollouts.resharding)
+        self._scorer = LogprobReader(rollouts.forward, rollouts.resharding)
 
     def passes(self, gap: float) -> bool:
         """Returns whether log-probabilities are near enough; NaN is not."""

@@ -40,7 +40,7 @@ class Answer(NamedTuple):
 
 
 class Wave(NamedTuple):
-    """What the slots are to answer at once: prompts [ranks x N, T], of each rank N; the rest of the slots [S]."""
+    """The prompts that the slots answer at once: prompts [ranks x N, T], of each rank N; the rest of the slots [S]."""
 
     prompts: Any  # int32, padded
     lengths: Any  # int32 [ranks x N]

@@ -13,7 +13,7 @@ from meshtrain.generate.forward import DecodingForward
 from meshtrain.generate.resharding import Parts, Resharding
 
 
-class Scorer:
+class LogprobReader:
     """Reads texts with a model, each by itself and on one rank of slots: no other text and no cache can change it."""
 
     def __init__(self, forward: DecodingForward, resharding: Resharding) -> None:

@@ -14,7 +14,7 @@ from meshtrain.errors import ConfigError, short
 from meshtrain.generate.forward import DecodingForward
 from meshtrain.generate.resharding import Resharding
 from meshtrain.reader import read_model
-from meshtrain.rl.scoring import Scorer
+from meshtrain.rl.scoring import LogprobReader
 from meshtrain.step import Program
 
 
@@ -40,7 +40,7 @@ class Teacher:
         forward = DecodingForward(model.program, program.mesh.size, length)
         resharding = Resharding(model.program.layout, forward.layout)
         self._weights = resharding.take_over(model.params, keep=False)
-        self._scorer = Scorer(forward, resharding)
+        self._scorer = LogprobReader(forward, resharding)
         self._temperature = config.rl.temperature
 
     def logprobs(self, texts: Sequence[np.ndarray]) -> list[np.ndarray]:

@@ -17,7 +17,7 @@ CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 TRACES = "traces"  # a directory each: `telemetry.trace`
-# Samples of every process, alerts, findings of a report; what trackers call the run; samples of the answers that it drew,
+# Samples of every process, alerts, findings of a report; what trackers call the run; samples of the answers it drew,
 # and rows whose log-probabilities disagreed.
 RESOURCES, ALERTS, FINDINGS, TRACKERS, ANSWERS, GAPS, WAITING = WATCHED = (
     "resources",
