@@ -195,7 +195,7 @@ def _run(
 
 def _open(
     config: Config, supervision: Supervision, stop: StopSignals
-) -> tuple[Config, SplitBatches, SplitBatches | None]:
+) -> tuple[Config, Any, SplitBatches | None]:
     """Opens training and validation data, counts the steps of `train.epochs`, and joins the other processes."""
     supervision.heartbeat.phase("open")
     data: Any
@@ -330,7 +330,7 @@ class Loop:
     """The steps of one process of a run."""
 
     program: Program
-    data: "SplitBatches | Prompts | AnswerBatches"
+    data: "SplitBatches | AnswerBatches"
     loader: "Loader | AnswerBatches"
     evaluation: Evaluation
     checkpointer: Checkpointer

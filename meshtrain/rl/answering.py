@@ -12,7 +12,8 @@ step       S                           S+1                         S+2
 drawn      rollouts 0 and 1            rollout 2                   rollout 3
 learned    rollout 0                   rollout 1, one step old     rollout 2, one step old
 
-Rollouts that wait when a checkpoint is written are kept beside it (`waiting/`): the weights that drew them are gone.
+Rollouts that are still to be learned from when a checkpoint is written are kept beside it (`waiting/`): the weights
+that drew them are gone.
 """
 
 import json
@@ -115,6 +116,7 @@ class AnswerBatches(RunHook):
         # One alone, since the children of rewards are asked by one thread.
         self._thread = ThreadPoolExecutor(1) if rl.lag else None
         self._waiting: dict[int, Waiting] = {}
+        self._current: Waiting | None = None
         self._has_drawn = False
         self._held: LearnedRollout | None = None
         self._told: dict[int, Row] = {}  # what there is to say of a step, until its row comes
@@ -161,7 +163,7 @@ class AnswerBatches(RunHook):
             self._has_drawn = True
         drawn = time.perf_counter()
         self._enter("reward")
-        rollout = self._waiting.pop(number)
+        rollout = self._current = self._waiting.pop(number)
         rewards, failed = self._rewards_of(rollout)
         told = {
             "rl/rewards_failed": sum((rollout.failed + failed).values()),
@@ -320,14 +322,21 @@ class AnswerBatches(RunHook):
         )
 
     def before_save(self, step: int, state: State) -> None:
-        if self._config.rl.lag and is_first():
-            waiting.write(self._directory, step, self._waiting)
+        rl = self._config.rl
+        behind = dict(self._waiting)
+        # Of several steps on the same answers some are still to come.
+        if (
+            self._current is not None
+            and (step - rl.supervised) // rl.epochs == self._current.number
+        ):
+            behind[self._current.number] = self._current
+        if behind and is_first():
+            waiting.write(self._directory, step, behind)
 
     def take_up(self, step: int) -> None:
         """Takes up the rollouts that waited when the checkpoint of a step was written."""
-        if self._config.rl.lag:
-            for number, groups in waiting.read(self._directory, step, self._prompts).items():
-                self._waiting[number] = self._scored(number, groups, Counter())
+        for number, groups in waiting.read(self._directory, step, self._prompts).items():
+            self._waiting[number] = self._scored(number, groups, Counter())
 
 
 def begin_answering(

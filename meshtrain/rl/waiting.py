@@ -1,4 +1,4 @@
-"""Rollouts that wait to be learned from when a checkpoint is written (`rl.lag`).
+"""Rollouts that wait to be learned from when a checkpoint is written (`rl.lag`, `rl.epochs`).
 
 They are kept in a file beside the run's checkpoints, since the weights that drew them are gone after a resume.
 """
@@ -27,7 +27,7 @@ class Rollout(Protocol):
 
 
 def write(directory: Path, step: int, rollouts: Mapping[int, Rollout]) -> None:
-    """Writes the rollouts that wait behind a step, and removes those of steps that have no checkpoint any more."""
+    """Writes the rollouts that wait behind a step, and removes those that are older than all checkpoints."""
     there = directory / WAITING
     there.mkdir(exist_ok=True)
     content = {
@@ -35,9 +35,10 @@ def write(directory: Path, step: int, rollouts: Mapping[int, Rollout]) -> None:
         for number, rollout in rollouts.items()
     }
     write_atomically(there / f"{step}.json", json.dumps(content).encode())
-    kept = {str(step), *map(str, committed_in(directory / CHECKPOINTS))}
+    # The step before this one may still be on its way to its checkpoint.
+    oldest = min(committed_in(directory / CHECKPOINTS), default=0)
     for file in there.glob("*.json"):
-        if file.stem not in kept:
+        if file.stem.isdecimal() and int(file.stem) < oldest:
             with suppress(FileNotFoundError):
                 file.unlink()
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from answering_runs import answering
+from train_in_processes import train_in_processes
 
 import meshtrain as mt
 from meshtrain.config import to_yaml
@@ -117,12 +118,9 @@ def test_a_run_that_was_killed_draws_the_same_answers_and_ends_with_the_same_bit
 def test_two_processes_learn_what_one_does(tmp_path: Path) -> None:
     alone = answering(tmp_path / "one", mesh={"data": 4}, log={"every": 1})
     rows_of(alone)
-    both = answering(tmp_path / "two", mesh={"data": 4}, log={"every": 1})
-    file = tmp_path / "two.yaml"
-    file.write_text(to_yaml(both))
-    command = [sys.executable, "-m", "meshtrain.launch", "local", "2", "--config", str(file)]
-    flags = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    subprocess.run(command, check=True, env=flags)
+    each = {"directory": str(tmp_path / "two" / "run"), "fake_devices": 2}
+    both = answering(tmp_path / "two", mesh={"data": 4}, log={"every": 1}, run=each)
+    train_in_processes(both, 2, tmp_path / "two.yaml")
     found = losses_of(both)
     assert found.keys() == losses_of(alone).keys()
     for step, loss in losses_of(alone).items():
