@@ -17,10 +17,10 @@ TESTS = Path(__file__).parent
 LONGEST_FILE = 560  # lines
 
 LIMITS = {
-    "files": 385,
-    "thousand nodes": 530.5,
-    "nodes a code line": 9.7,
-    "thousand nodes of the core": 122.95,
+    "files": 404,
+    "thousand nodes": 553.2,
+    "nodes a code line": 9.74,
+    "thousand nodes of the core": 125.45,
     "nodes a code line of the core": 9.49,
     "a, b = x, y, % of assignments": 0.28,
     "circles of files": 0,
@@ -28,7 +28,7 @@ LIMITS = {
     "functions over 6 parameters": 20,
     "functions named by a preposition": 72,
     "docstrings without a subject": 0,
-    "imports inside functions": 60,
+    "imports inside functions": 61,
     "aliases of Any": 35,
     "lines over 120": 0,
     "formatter switched off": 14,
