@@ -114,7 +114,7 @@ def test_a_run_that_was_killed_draws_the_same_answers_and_ends_with_the_same_bit
     assert by_step[0] == by_step[1]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_two_processes_learn_what_one_does(tmp_path: Path) -> None:
     alone = answering(tmp_path / "one", mesh={"data": 4}, log={"every": 1})
     rows_of(alone)
