@@ -212,7 +212,7 @@ def test_other_weights_are_drawn_from_once_they_are_synchronised_and_nothing_is_
         a.tokens.tolist() != b.tokens.tolist()
         for a, b in zip(flat(other), flat(run.answers), strict=True)
     )
-    programs = rollouts._resharding.program, rollouts._program
+    programs = rollouts.resharding.program, rollouts._program
     rollouts.synchronise(run.params)
     check_same(rollouts.draw(PROMPTS, SEEDS), run.answers)
     assert [program._cache_size() for program in programs] == [1, 1]
@@ -222,7 +222,7 @@ def test_a_wave_is_one_program_that_reads_each_prompt_once_a_rank_and_copies_no_
     rollouts = drawn("one").rollouts
     (wave,) = rollouts._waves(PROMPTS, SEEDS)
     assert wave.prompts.shape == (len(PROMPTS), LENGTH)
-    program = Module(rollouts._program.lower(rollouts._weights, wave).compile().as_text())
+    program = Module(rollouts._program.lower(rollouts.weights, wave).compile().as_text())
     bodies = [
         op.attributes.split("body=%")[1].split(",")[0]
         for operations in program.computations.values()

@@ -30,7 +30,7 @@ OVER = {metric.processes_name for metric in METRICS if metric.source == "process
 def test_names_stand_once_and_are_what_prometheus_takes_and_end_on_their_unit():
     assert len(BY_NAME) == len(METRICS)
     for metric in METRICS:
-        assert re.fullmatch(r"[a-z][a-z0-9_]*", metric.name)
+        assert re.fullmatch(r"[a-z][a-z0-9_]*", metric.exposed)
         assert metric.unit in ("", "seconds", "bytes", "ratio", "tokens", "watts", "celsius")
         assert not metric.unit or metric.name.endswith(metric.unit), metric
         assert not metric.name.endswith("_total")
