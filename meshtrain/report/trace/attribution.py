@@ -78,6 +78,8 @@ PARTS: dict[str, tuple[tuple[Kind, ...], tuple[str, ...]]] = {
     "schedule": (("schedule",), ()),
     "host": (("host",), ("host", "checkpoint")),
     "other": (("idle", "unknown"), ("stragglers",)),
+    # drawn outside the step that is traced
+    "rollout": ((), ("synchronise", "draw")),
 }
 
 
@@ -96,7 +98,11 @@ def planned(parts: Mapping[str, float]) -> dict[str, float]:
     """Seconds of a plan (`StepTime.parts()`, or `plan --json`'s) by the names of `PARTS`; those that no plan knows are
     left out.
     """
-    return {name: sum(parts[f] for f in fields) for name, (_, fields) in PARTS.items() if fields}
+    return {
+        name: sum(parts.get(f, 0.0) for f in fields)
+        for name, (_, fields) in PARTS.items()
+        if fields
+    }
 
 
 @dataclass(frozen=True)
