@@ -98,11 +98,8 @@ def planned(parts: Mapping[str, float]) -> dict[str, float]:
     """Seconds of a plan (`StepTime.parts()`, or `plan --json`'s) by the names of `PARTS`; those that no plan knows are
     left out.
     """
-    return {
-        name: sum(parts.get(f, 0.0) for f in fields)
-        for name, (_, fields) in PARTS.items()
-        if fields
-    }
+    known = {name: [f for f in fields if f in parts] for name, (_, fields) in PARTS.items()}
+    return {name: sum(parts[f] for f in fields) for name, fields in known.items() if fields}
 
 
 @dataclass(frozen=True)
