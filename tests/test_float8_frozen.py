@@ -75,7 +75,7 @@ def gradients(config):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("model", [{}, pytest.param({"moe": EXPERTS}, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("model", [{}, {"moe": EXPERTS}])
 def test_numbers_are_those_of_weights_that_are_rounded_where_they_are_used(recipe, model):
     every = {"float8_skip": [0, 0]}
     held, at_use = (

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from checkpoint_runs import build_for, config, opened, same
-from covering import thorough_but
+from covering import slow_but, thorough_but
 from island_runs import largest_difference, numbers, run, same_bits, spoiled
 from island_runs import settings as island_settings
 from refusals import tells
@@ -118,9 +118,7 @@ CELLS += [(ISLANDS, {**kind, "over": "islands"}) for kind in (POWER, TOPK)]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "cell", thorough_but(CELLS, [CELLS[0]].__contains__, [(CHUNKS, TOPK), CELLS[-1]]), ids=str
-)
+@pytest.mark.parametrize("cell", slow_but(CELLS, [CELLS[0], (CHUNKS, TOPK), CELLS[-1]]), ids=str)
 def test_on_the_same_mesh_every_bit_comes_back(cell, written):
     layout, reduce = cell
     directory, _, before = written(layout, **reduce)
@@ -186,7 +184,7 @@ CHANGES = [
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "cell",
-    thorough_but(CHANGES, [CHANGES[3]].__contains__, [CHANGES[0], CHANGES[2], CHANGES[5]]),
+    slow_but(CHANGES, [CHANGES[0], CHANGES[2], CHANGES[3], CHANGES[5]]),
     ids=str,
 )
 def test_other_compression_is_told_with_what_becomes_of_its_state(cell, written):

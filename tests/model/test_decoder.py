@@ -45,8 +45,8 @@ def configuration(
     [
         ("llama", False),
         ("gpt2", True),
-        pytest.param("llama", True, marks=pytest.mark.thorough),
-        pytest.param("gpt2", False, marks=pytest.mark.thorough),
+        ("llama", True),
+        ("gpt2", False),
     ],
 )
 def test_logits_on_one_device_are_the_references(family, tied):

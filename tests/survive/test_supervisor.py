@@ -89,7 +89,7 @@ def test_a_run_whose_lock_another_process_holds_waits_for_it(server, tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "moment",
-    ["running", *(pytest.param(m, marks=pytest.mark.thorough) for m in ("joining", "saving"))],
+    ["running", "joining", "saving"],
 )
 def test_all_asked_to_stop_end_with_75_and_go_on_when_started_again(server, tmp_path, moment):
     with Nodes(server, tmp_path, nodes=2, steps=60) as nodes:

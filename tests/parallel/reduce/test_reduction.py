@@ -85,16 +85,9 @@ FEW = (
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(
-            case,
-            id=name,
-            marks=() if name == "hierarchical-zero0-islands2" else pytest.mark.thorough,
-        )
-        for name, case in CASES.items()
-    ]
+    [pytest.param(case, id=name) for name, case in CASES.items()]
     + [
-        pytest.param(case, id=name, marks=pytest.mark.thorough if name in FEW else pytest.mark.slow)
+        pytest.param(case, id=name, marks=() if name in FEW else pytest.mark.slow)
         for name, case in MORE.items()
     ],
 )
