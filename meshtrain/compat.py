@@ -104,6 +104,36 @@ def keep_compiled() -> None:
         compiler.distributed = alone  # type: ignore[assignment]
 
 
+def compile_collectives_anew() -> None:
+    """Keeps programs of several CPU devices out of the persistent compilation cache.
+
+    XLA orders all collectives of a CPU program by one communicator. A program read back has one for each loop and
+    branch instead (xla/backends/cpu/runtime/thunk_proto_serdes.cc), so that two collectives may meet at once: ranks
+    then exchange the wrong arrays, or wait forever.
+    """
+    from jax._src import compiler
+
+    cached = compiler.compile_or_get_cached
+    if cached.__module__ == __name__:
+        return
+
+    def compile_program(
+        backend: Any,
+        module: Any,
+        devices: Any,
+        options: Any,
+        callbacks: Any,
+        placed: Any,
+        *more: Any,
+        **named: Any,
+    ) -> Any:
+        if backend.platform == "cpu" and devices.size > 1:
+            return compiler.backend_compile_and_load(backend, module, placed, options, callbacks)
+        return cached(backend, module, devices, options, callbacks, placed, *more, **named)
+
+    compiler.compile_or_get_cached = compile_program  # type: ignore[assignment]
+
+
 def meet(name: str, seconds: float) -> None:
     """Waits for all processes of the run, without their devices: collectives of a CPU bear 30 s of waiting and no
     more.

@@ -33,7 +33,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from meshtrain.compat import joined_processes
+from meshtrain.compat import compile_collectives_anew, joined_processes
 from meshtrain.config import Config, ConfigError, MeshConfig, short
 from meshtrain.config.mesh import ALL_AXES
 from meshtrain.config.mesh import AXES as AXES
@@ -206,6 +206,7 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
                 "processes "
                 "have; start fewer processes, or give a larger mesh."
             )
+    compile_collectives_anew()
     return Mesh(
         arranged(devices[:needed], shape), shape.axes, axis_types=(AxisType.Auto,) * len(shape.axes)
     )
