@@ -6,12 +6,15 @@ import os
 import socket
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from free_port import free_port
+from jax.sharding import NamedSharding, PartitionSpec
 from refusals import tells
 
 from meshtrain.config import ConfigError, MeshConfig, load
@@ -468,3 +471,30 @@ def test_an_order_that_does_not_fit_the_devices_there_is_refused(tmp_path, order
     with pytest.raises(ConfigError, match=says) as refused:
         make_mesh(ordered(cluster=written(tmp_path / "cluster.yaml", order)))
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("data, is_kept", [(1, True), (2, False)])
+def test_a_program_of_several_cpu_devices_never_comes_from_the_compilation_cache(data, is_kept):
+    mesh = make_mesh(load({"mesh": {"data": data}}), jax.devices()[:data])
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    events = Counter()
+
+    def compile_program():
+        program = jax.jit(lambda x: jnp.sin(x).sum(), in_shardings=rows)
+        return program.lower(jax.ShapeDtypeStruct((4, 3), jnp.float32)).compile()
+
+    def count(event, **_):
+        events[event] += 1
+
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 0)
+    jax.monitoring.register_event_listener(count)
+    try:
+        compile_program()
+        events.clear()
+        compile_program()
+    finally:
+        jax.monitoring.unregister_event_listener(count)
+        jax.config.update(name, before)
+    assert events["/jax/compilation_cache/cache_hits"] == is_kept

@@ -246,8 +246,8 @@ assert told.plans[-1].kind == "done" and told.plans[-2].members == ["n0", "n1"]
 # What it said to people, and how long things took: from the fault to the verdict, to the new processes, and to the
 # first step that they take. A kill is seen at once. Of a frozen rank and of a silent node only the timeout tells, here
 # 6 s. (JAX itself gives up a peer that it has not heard of for 100 s, and would wait for one that is alive but stuck
-# for ever.) The rest is mostly what a start costs: JAX's import, joining the others, the program out of the
-# compilation cache, the newest checkpoint.
+# for ever.) The rest is mostly what a start costs: JAX's import, joining the others, compiling (on
+# accelerators the program comes out of the compilation cache), the newest checkpoint.
 
 # %% tags=["varies"]
 # A file each, made in the moment of the fault.
