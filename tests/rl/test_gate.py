@@ -142,3 +142,21 @@ def test_the_same_run_goes_on_where_nothing_is_broken(name: str, tmp_path: Path)
     assert len(gaps) == config.train.steps - config.rl.supervised
     assert max(gaps) <= 1e-5
     assert ROW_GAPS not in rows[-1]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mesh", [{}, MESH, {"data": 2, "tensor": 2, "pipeline": 2}])
+def test_in_bfloat16_the_small_model_stays_within_its_rounding(
+    mesh: dict[str, int], tmp_path: Path
+) -> None:
+    sections: dict[str, Any] = {
+        "mesh": mesh,
+        "precision": {"compute": "bfloat16"},
+        "rl": {"gap_limit": 2e-2},
+        "train": {"steps": 5},
+    }
+    rows: list[dict[str, Any]] = []
+    mt.train(config_of(tmp_path, sections), callbacks=[rows.append])
+    gaps = [row["rl/gap_max"] for row in rows]
+    assert len(gaps) == 5
+    assert 1e-5 < max(gaps) <= 2e-2
