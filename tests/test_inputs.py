@@ -95,6 +95,7 @@ def test_a_state_that_was_used_up_is_refused(program):
     assert int(program.train_step(after, placed)[0].step) == 2
 
 
+@pytest.mark.thorough
 def test_a_state_where_weights_are_wanted_is_refused(program):
     state, placed = program.init(), program.place(batch())
     for wants in (
@@ -105,6 +106,7 @@ def test_a_state_where_weights_are_wanted_is_refused(program):
             wants()
 
 
+@pytest.mark.thorough
 def test_what_is_printed_of_a_state_and_of_data_is_a_line(program):
     assert re.fullmatch(r"State\(step=0, 39 arrays, .*\)", repr(program.init()))
     data, _ = mt.open_data(program.config)

@@ -143,6 +143,7 @@ def test_weights_are_canonical_named_and_the_checkpoints_own(run, directory):
     np.testing.assert_array_equal(weights["embedding.tokens"], right["embedding"]["tokens"])
 
 
+@pytest.mark.thorough
 def test_reading_takes_no_lock_writes_nothing_and_holds_weights_alone(run, directory):
     before, others = snapshot(directory), {id(x) for x in jax.live_arrays()}
     model = mt.read_model(directory)

@@ -94,6 +94,7 @@ def test_logits_cut_into_pieces_give_the_same(one, some, right, monkeypatch):
     same(Scorer(one, 8)(some), right)
 
 
+@pytest.mark.thorough
 def test_no_logits_of_a_whole_row_are_ever_anywhere(one):
     """The largest array of the compiled program with the vocabulary in it has as many places as are scored, not as the
     row is long.

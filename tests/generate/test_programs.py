@@ -220,6 +220,7 @@ def test_weights_that_are_not_finite_stay_so(kind):
     ).all()
 
 
+@pytest.mark.thorough
 def test_what_is_rounded_once_more_is_the_same():
     x = jax.random.normal(jax.random.key(0), (64, 32)).astype(jnp.bfloat16)
     for kind in KINDS:
@@ -354,6 +355,7 @@ def test_prompts_of_one_bucket_share_a_program(eight):
     assert eight.compiled == compiled
 
 
+@pytest.mark.thorough
 def test_no_copy_of_a_cache_is_made(eight):
     least = eight.empty().cache[0].keys.nbytes
     text = eight.lower().compile().as_text()

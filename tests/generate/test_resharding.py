@@ -156,6 +156,7 @@ def received(weight: Placed, tensor: int) -> float:
     return 4 * (share - has)
 
 
+@pytest.mark.thorough
 def test_a_second_step_compiles_nothing():
     program = program_of("one")
     way = resharding(program)

@@ -168,6 +168,7 @@ def test_what_does_not_go_together_is_refused_by_its_key(key, sections):
         check(replaced(one_device(), **sections))
 
 
+@pytest.mark.thorough
 def test_a_batch_without_what_drawing_told_is_refused():
     _, batch = drawn()
     program = Program(one_device())

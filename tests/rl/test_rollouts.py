@@ -170,6 +170,7 @@ def test_they_do_with_experts_too(name):
     check_same(drawn(name).answers, drawn("experts").answers)
 
 
+@pytest.mark.thorough
 def test_an_answer_ends_with_its_first_end_token_or_at_its_length():
     ended = 0
     for prompt, group in zip(PROMPTS, drawn("one").answers, strict=True):
@@ -185,6 +186,7 @@ def test_an_answer_ends_with_its_first_end_token_or_at_its_length():
     assert 0 < ended < len(PROMPTS) * GROUP
 
 
+@pytest.mark.thorough
 def test_neither_slot_nor_wave_nor_what_runs_beside_changes_an_answer():
     run = drawn("one")
     # groups are split over waves, and a slot of the last one stays free
@@ -203,6 +205,7 @@ def test_groups_of_one_and_prompts_in_another_order_get_the_same():
 # --- the program
 
 
+@pytest.mark.thorough
 def test_other_weights_are_drawn_from_once_they_are_synchronised_and_nothing_is_compiled():
     run = drawn("one")
     rollouts = Rollouts(run.program, 16, LENGTH, MOST, 1.0, ENDS)

@@ -181,6 +181,7 @@ def fail(kind: str) -> None:
     begun().fail(kind, "it is broken.")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "code"), [("numbers", 70), ("sick", 71), ("peer", 73), ("port", 1), ("config", 2)]
 )
