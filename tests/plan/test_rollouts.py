@@ -156,7 +156,7 @@ def test_drawing_is_planned_to_hold_what_the_compiled_program_holds(name):
     drawn = Rollouts(program, ranks * sizes.slots, sizes.length, answers, 1.0, frozenset({1}))
     prompts = np.zeros((64 // group, length + 1 - answers), np.int32)
     wave = next(drawn._waves(list(prompts), np.zeros((len(prompts), group), np.uint32)))
-    weights = jax.eval_shape(drawn._resharding.program, program.layout.masters)
+    weights = jax.eval_shape(drawn.resharding.program, program.layout.masters)
     compiled = drawn._program.lower(weights, Wave(*wave)).compile().memory_analysis()
     held = compiled.argument_size_in_bytes + compiled.temp_size_in_bytes
     planned = rollouts.held(config)
