@@ -180,10 +180,13 @@ class AnswerBatches(RunHook):
         advantages = group_advantages(rewards, config.rl.scale)
         answers = [episode for group in rollout.groups for episode in group]
         learned = list(self._learned(rollout.groups, rewards, advantages))
+        if config.rl.reward:
+            told |= {
+                "rl/reward": float(rewards.mean()),
+                "rl/reward_std": float(rewards.std()),
+                "rl/flat_groups": float(flat_groups(rewards).mean()),
+            }
         told |= {
-            "rl/reward": float(rewards.mean()),
-            "rl/reward_std": float(rewards.std()),
-            "rl/flat_groups": float(flat_groups(rewards).mean()),
             "rl/answer_tokens": float(np.mean([episode.drawn.sum() for episode in answers])),
             "rl/ended": float(np.mean([episode.ended for episode in answers])),
         }

@@ -69,6 +69,7 @@ def test_a_section_that_cannot_be_meant_is_refused(more: Sections, parts: tuple[
     [
         {},
         {"rl": {"reward": "exact + 0.2 mine:brief"}},
+        {"data": {"template": "messages.jinja"}},
         {"rl": {"beta": 0.1}, "lora": {"rank": 4}},
         {"rl": {"teacher": "runs/teacher", "reward": None}},
         {"rl": {"lag": 1, "loss": "cispo"}},
