@@ -236,7 +236,8 @@ class AnswerBatches(RunHook):
     def _rewards_of(self, rollout: Waiting) -> tuple[np.ndarray, Counter[str]]:
         """Returns the rewards, float32 [prompts, group], the same on all processes, of which each scores a share."""
         scores = rollout.scores()
-        for kind, sentence in scores.first.items():
+        # of a kind that was not told of before
+        for kind, sentence in {**scores.first, **self._rewards.first}.items():
             if kind not in self._said:
                 self._said.add(kind)
                 say(

@@ -124,6 +124,7 @@ class Rewards:
             functions.append(definition("rl.environment", environment))
             outside = [*outside, environment]
         self._spec = Spec(tuple(functions), seconds, memory, environment is not None)
+        self.first: dict[str, str] = {}  # a sentence on the first turn that failed of each kind
         self._processes = processes or min(len(os.sched_getaffinity(0)), MOST)
         self._idle: list[_Child] = []
         if outside and (reply := self._ask({0: (0,)})[0]).kind is not None:
@@ -162,6 +163,11 @@ class Rewards:
         number = len(self._spec.functions)
         replies = self._ask({key: (number, *each) for key, each in enumerate(conversations)})
         failed = Counter(reply.kind for reply in replies.values() if reply.kind is not None)
+        for reply in replies.values():
+            if reply.kind is not None:
+                self.first.setdefault(
+                    f"turn {reply.kind}", f"{self.environment} {short(reply.how)}"
+                )
         in_order = [replies[key] for key in range(len(conversations))]
         return [None if reply.kind else reply.value for reply in in_order], failed
 
