@@ -17,7 +17,7 @@ from meshtrain.config import Config, ConfigError, replaced, short
 from meshtrain.config.rl import reward_terms
 from meshtrain.data import SplitBatches, open_data
 from meshtrain.data.documents import Document, documents
-from meshtrain.data.input_files import find
+from meshtrain.data.input_files import InputFile, find
 from meshtrain.data.permutation import key_of, permute
 from meshtrain.data.template import find_template
 from meshtrain.data.tokenizer import Tokenizer, load_tokenizer
@@ -59,11 +59,7 @@ class Prompts:
         self._template: Conversations | None = None
         digest = hashlib.sha256()
         self.all: list[Prompt] = []
-        try:
-            files = find([str(rl.prompts)], what="prompts").files
-        except ConfigError as error:
-            raise ConfigError(f"rl.prompts: {error}") from None
-        for document in documents(files, None):
+        for document in documents(_files(str(rl.prompts)), None):
             self.all.append(self._prompt(document))
             digest.update(json.dumps(document.record, sort_keys=True).encode())
         if len(self.all) < self.each:
@@ -118,6 +114,11 @@ class Prompts:
             if isinstance(given, str)
             else self._conversations.tokens(given)
         )
+        self._check_tokens(name, tokens)
+        return Prompt(len(self.all), given, record, tokens)
+
+    def _check_tokens(self, name: str, tokens: np.ndarray) -> None:
+        rl = self._config.rl
         size = self._config.model.vocab_size
         if (largest := max(tokens)) >= size:
             raise ConfigError(
@@ -130,7 +131,6 @@ class Prompts:
                 f"rl.prompts: the prompt of {short(name)} has {len(tokens)} tokens; with rl.answers "
                 f"{rl.answers} and train.sequence_length {self._config.train.sequence_length} it may have {room}."
             )
-        return Prompt(len(self.all), given, record, tokens)
 
     @property
     def _conversations(self) -> Conversations:
@@ -180,3 +180,10 @@ class Prompts:
             for number in chosen
         ]
         return (np.array(keys, np.uint64) >> np.uint64(32)).astype(np.uint32)
+
+
+def _files(path: str) -> list[InputFile]:
+    try:
+        return find([path], what="prompts").files
+    except ConfigError as error:
+        raise ConfigError(f"rl.prompts: {error}") from None
