@@ -22,6 +22,7 @@ import yaml
 from documented import GUIDE, GUIDES, MODULES, ROOT, commands, docstrings, fenced, paths
 from refusals import tells
 from training_processes import CONTEXT
+from written_tokenizers import written
 
 from meshtrain.config import Config, load
 from meshtrain.config.key import keys
@@ -82,6 +83,11 @@ THREAD = [name for name in COMMANDS if re.search("README|base|chats|capitals", n
 # Those of docs/reinforcement.md: runs that draw answers, looked at.
 REWARDED = [name for name in COMMANDS if "rl_arithmetic" in name]
 NOT_HERE |= dict.fromkeys([*THREAD, *REWARDED], "typed in their order by a test of their own")
+# Its file of a reward, an environment and what is added up.
+GUIDE_OF_REWARDS = fenced(GUIDES["docs/reinforcement.md"])
+OF_REWARDS = "\n\n".join(
+    block for kind, block in GUIDE_OF_REWARDS if kind == "py" and "import numpy" not in block
+)
 # Whole test files are part of the tests, and experiments take minutes to hours: tests/test_experiments.py has each of
 # them tell its options.
 ELSEWHERE = re.compile(r"python (-m pytest|-m experiments\.|experiments/)")
@@ -322,19 +328,54 @@ def test_the_thread_of_fine_tuning_ends_in_an_exported_model(directory):
 
 @pytest.mark.thorough
 def test_the_guides_reward_scores_answers_and_its_runs_are_looked_at(directory):
-    blocks = fenced(GUIDES["docs/reinforcement.md"])
-    reward = next(block for kind, block in blocks if kind == "py")
-    (directory / "mine.py").write_text(reward)
+    (directory / "mine.py").write_text(OF_REWARDS)
     short = ["--set", "train.steps=2", "--set", "rl.supervised=0"]
-    assert len(REWARDED) == 4
+    assert len(REWARDED) == 7
     for command in REWARDED:
         words = COMMANDS[command][2:]
         printed = typed([*words, *(short if words[0] == "meshtrain.train" else [])], directory)
         assert "step 2/2" in printed or tells(printed, "done, all 2 steps"), printed
-    for run in ("rl_arithmetic", "mine"):
+    for run in ("rl_arithmetic", "mine", "brief", "distilled", "ahead"):
         rows = (directory / "runs" / run / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(row)["rl/rewards_failed"] for row in rows] == [0, 0]
     assert "<h2>Answers</h2>" in (directory / "report.html").read_text()
+
+
+def test_the_guides_environment_tells_how_far_off_a_guess_is():
+    names: dict[str, Any] = {}
+    exec(OF_REWARDS, names)
+    guess = names["Guess"]({"answer": "42"})
+    hints = [guess.step([{"role": "assistant", "content": said}]) for said in ("7", "99", "?")]
+    assert [hint[0]["content"] for hint in hints] == [
+        "It is higher.",
+        "It is lower.",
+        "Give a number.",
+    ]
+    assert guess.step([{"role": "assistant", "content": "It must be 42."}]) is None
+
+
+@pytest.mark.thorough
+def test_the_guides_config_of_several_turns_is_trained(directory):
+    kinds = dict(reversed(GUIDE_OF_REWARDS))
+    config = yaml.safe_load(kinds["yaml"])
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    )
+    special = ("<|im_start|>", "<|im_end|>")
+    tokenizer = written(directory / "chat", special, tokenizer_config={"chat_template": template})
+    config |= {"model": {**FILE["model"], "vocab_size": 303}, "data": {"tokenizer": str(tokenizer)}}
+    config["train"] |= {"steps": 2, "global_batch_size": 16, "sequence_length": 192}
+    (directory / "c.yaml").write_text(yaml.safe_dump(config))
+    (directory / "mine.py").write_text(OF_REWARDS)
+    prompt = next(block for kind, block in GUIDE_OF_REWARDS if kind == "jsonl" and "Guess" in block)
+    (directory / "guess.jsonl").write_text(prompt * 2)
+    printed = typed(["meshtrain.train", "--config", "c.yaml"], directory)
+    assert "step 2/2" in printed
+    rows = (directory / "runs" / "guess" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["rl/rewards_failed"] for row in rows] == [0, 0]
+    answers = (directory / "runs" / "guess" / "answers.jsonl").read_text()
+    assert "Give a number." in answers or "It is" in answers
 
 
 def test_what_is_not_typed_here_is_documented():

@@ -404,7 +404,9 @@ def _tuning_problems(config: Config) -> Iterator[str]:
     is_policy = train.objective in ("dpo", "grpo")
     if is_dpo and not lora.rank:
         yield "train.objective dpo takes the model without its adapters as reference; give lora.rank."
-    if data.format == "text" and data.template is not None:
+    # Prompts of rl.prompts may be messages, whatever the data is.
+    has_no_messages = data.format == "text" and train.objective != "grpo"
+    if has_no_messages and data.template is not None:
         template = f"data.template is {short(data.template)}"
         yield f"{template}, but data.format is text, which has none; set data.format to chat or pairs."
     if is_dpo and train.trainable:

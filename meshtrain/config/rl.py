@@ -8,6 +8,7 @@ from meshtrain.config.key import Resume, key
 from meshtrain.errors import listed_divisors, short
 
 REFUSED = Resume.REFUSED
+LARGEST = 1e6  # weight of a reward
 
 
 # A key keeps together what it says.
@@ -67,11 +68,12 @@ class RlConfig:
 def reward_terms(text: str | None) -> tuple[tuple[str, float], ...]:
     """Returns the rewards of `rl.reward` with their weights; ValueError for a term that is none."""
     terms = []
-    for term in (text or "").split("+") if text else ():
-        *weight, name = term.split()
-        if len(weight) > 1:
-            raise ValueError(f"{term.strip()} is more than a weight and a name")
-        terms.append((name, float(weight[0]) if weight else 1.0))
+    for term in text.split("+") if text else ():
+        *weights, name = term.split()
+        (weight,) = map(float, weights or ["1"])
+        if not abs(weight) <= LARGEST:
+            raise ValueError(f"the weight {weight} is none")
+        terms.append((name, weight))
     return tuple(terms)
 
 
@@ -104,7 +106,8 @@ def problems(config: Any) -> Iterator[str]:
         yield f"rl.clip is {list(rl.clip)}; it must be two numbers, the first below 1."
     if train.global_batch_size % rl.group:
         groups = f"rl.group is {rl.group}, which does not divide the {train.global_batch_size} answers of a step"
-        yield f"{groups} (train.global_batch_size); legal are {listed_divisors(train.global_batch_size)}."
+        legal = listed_divisors(train.global_batch_size).removeprefix("1, ")
+        yield f"{groups} (train.global_batch_size); legal are {legal}."
     if rl.answers >= train.sequence_length:
         room = f"train.sequence_length is {train.sequence_length}, a prompt and its answer together"
         yield f"rl.answers is {rl.answers}, but {room}; give a longer row or shorter answers."
@@ -119,9 +122,9 @@ def _unused(config: Any) -> Iterator[str]:
     """Yields a sentence on each key outside the section that objective grpo has no use for."""
     train = config.train
     if config.rl.beta:
-        reference = "rl.beta takes the model without its adapters as reference"
+        reference = f"rl.beta is {config.rl.beta:g}, which takes the model without its adapters as reference"
         if not config.lora.rank:
-            yield f"{reference}; give lora.rank, or 0."
+            yield f"{reference}, but lora.rank is 0; give lora.rank, or set rl.beta to 0."
         if train.trainable:
             yield f"{reference}, which train.trainable would move; leave it out."
     if train.loss:

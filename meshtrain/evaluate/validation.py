@@ -52,6 +52,11 @@ def validation_text(path: Path, model: Model) -> SplitBatches:
         raise ConfigError(
             f"{short(path)} was not trained here, so that it has no held-out text of its own; {WAY_OUT}."
         )
+    if model.config.train.objective == "grpo":
+        raise ConfigError(
+            f"the run of {short(path)} learns from its own answers (train.objective grpo), so that it has no held-out "
+            f"text; {WAY_OUT}."
+        )
     data, validation = open_data(model.config)
     if validation is None:
         raise ConfigError(

@@ -105,6 +105,7 @@ OF_STEPS = (
         log=True,
         limit=lambda config: config.rl.gap_limit,
     ),
+    MetricChart("Distance from the teacher, nats a token", "rl/teacher_kl", _plain),
     MetricChart("Length of an answer, tokens", "rl/answer_tokens", _plain),
     MetricChart("Answers that ended", "rl/ended", _percent),
     MetricChart("Entropy of answers, nats a token", "rl/entropy", _plain),

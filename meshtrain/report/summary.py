@@ -315,7 +315,7 @@ def _reasons_of_steps(
 def _risen_losses(facts: RunFacts, loss: np.ndarray) -> Iterator[Reason]:
     few = _last_few(loss)
     # The loss of a policy is about 0 at any reward.
-    if loss.size >= 40 and "rl/reward" not in facts.steps:
+    if loss.size >= 40 and facts.steps.known("rl/answer_tokens").size == 0:
         smooth = np.convolve(loss, np.full(few, 1 / few), "valid")
         least = float(smooth.min())
         last = float(smooth[-1])

@@ -31,6 +31,7 @@ import numpy as np
 from meshtrain.config import Config, replaced
 from meshtrain.config.rl import reward_terms
 from meshtrain.data.loader import Loader
+from meshtrain.errors import say
 from meshtrain.parallel.forward import ROW_GAPS
 from meshtrain.rl import waiting
 from meshtrain.rl.advantages import flat_groups, group_advantages
@@ -119,6 +120,7 @@ class AnswerBatches(RunHook):
         self._current: Waiting | None = None
         self._has_drawn = False
         self._held: LearnedRollout | None = None
+        self._said: set[str] = set()  # kinds of failures of rewards
         self._told: dict[int, Row] = {}  # what there is to say of a step, until its row comes
         self._fresh: dict[int, LearnedRollout] = {}  # whose gaps are to be checked
         self._gaps: dict[int, jax.Array] = {}
@@ -178,10 +180,13 @@ class AnswerBatches(RunHook):
         advantages = group_advantages(rewards, config.rl.scale)
         answers = [episode for group in rollout.groups for episode in group]
         learned = list(self._learned(rollout.groups, rewards, advantages))
+        if config.rl.reward:
+            told |= {
+                "rl/reward": float(rewards.mean()),
+                "rl/reward_std": float(rewards.std()),
+                "rl/flat_groups": float(flat_groups(rewards).mean()),
+            }
         told |= {
-            "rl/reward": float(rewards.mean()),
-            "rl/reward_std": float(rewards.std()),
-            "rl/flat_groups": float(flat_groups(rewards).mean()),
             "rl/answer_tokens": float(np.mean([episode.drawn.sum() for episode in answers])),
             "rl/ended": float(np.mean([episode.ended for episode in answers])),
         }
@@ -231,6 +236,13 @@ class AnswerBatches(RunHook):
     def _rewards_of(self, rollout: Waiting) -> tuple[np.ndarray, Counter[str]]:
         """Returns the rewards, float32 [prompts, group], the same on all processes, of which each scores a share."""
         scores = rollout.scores()
+        # of a kind that was not told of before
+        for kind, sentence in {**scores.first, **self._rewards.first}.items():
+            if kind not in self._said:
+                self._said.add(kind)
+                say(
+                    f"{sentence}; such a call counts as 0, and further ones are in rl/rewards_failed."
+                )
         of_all = gathered([scores.values.tolist(), dict(scores.failed)])
         rewards = np.zeros(sum(map(len, rollout.groups)), np.float32)
         failed: Counter[str] = Counter()

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from meshtrain.errors import ConfigError
+from meshtrain.errors import ConfigError, short
 from meshtrain.rl.prompts import Prompt, Prompts
 from meshtrain.rl.rewards import Case, Rewards
 from meshtrain.rl.rollouts import Answer, Rollouts
@@ -127,8 +127,10 @@ def _go_on(
             continue
         try:
             tokens = prompts.between(episode.messages, messages)
-        except ConfigError:
+        except ConfigError as error:
             failed["not_messages"] += 1
+            told = f"{rewards.environment} replied with messages that are none: {short(error)}"
+            rewards.first.setdefault("turn not_messages", told.removesuffix("."))
             continue
         if len(episode.tokens) + len(tokens) < prompts.length:
             episode.add_messages(messages, tokens)

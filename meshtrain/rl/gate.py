@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from meshtrain.errors import refusal
 from meshtrain.parallel.forward import Batch
 from meshtrain.rl.episodes import Episode
 from meshtrain.rl.rollouts import Rollouts
@@ -63,17 +64,21 @@ class GapGate:
         by_row = gaps.reshape(len(batch["tokens"]), -1).max(1)
         wrong = np.flatnonzero(~(by_row <= self._limit))
         file = self._directory / GAPS / f"{step}.npz"
-        if is_first():
-            file.parent.mkdir(exist_ok=True)
-            arrays: dict[str, Any] = {name: x[wrong] for name, x in batch.items()}
-            np.savez(file, gaps=by_row[wrong], **arrays)
+        told = f"The {len(wrong)} rows are in {file}."
+        try:
+            if is_first():
+                file.parent.mkdir(exist_ok=True)
+                arrays: dict[str, Any] = {name: x[wrong] for name, x in batch.items()}
+                np.savez(file, gaps=by_row[wrong], **arrays)
+        except OSError as error:
+            told = f"The {len(wrong)} rows cannot be written to {file}: {refusal(error)}."
         self._rollouts.synchronise(params)
         cause = self._different_weights(params) or self._different_reading(
             params, list(draw_again())
         )
         raise Disagreement(
             f"step {step}: with the same weights the log-probability of a token is {by_row.max():.3g} apart between "
-            f"drawing and training, above rl.gap_limit {self._limit:g}: {cause}. The {len(wrong)} rows are in {file}."
+            f"drawing and training, above rl.gap_limit {self._limit:g}: {cause}. {told}"
         )
 
     def _different_weights(self, params: Any) -> str:

@@ -17,13 +17,14 @@ from meshtrain.config import Config, ConfigError, replaced, short
 from meshtrain.config.rl import reward_terms
 from meshtrain.data import SplitBatches, open_data
 from meshtrain.data.documents import Document, documents
-from meshtrain.data.input_files import find
+from meshtrain.data.input_files import InputFile, find
 from meshtrain.data.permutation import key_of, permute
 from meshtrain.data.template import find_template
 from meshtrain.data.tokenizer import Tokenizer, load_tokenizer
 from meshtrain.generate.text import Conversations, text_tokens
-from meshtrain.rl.rewards import BUILT_IN
+from meshtrain.rl.rewards import BUILT_IN, last_number
 from meshtrain.rl.rollouts import Answer
+from meshtrain.units import counted
 
 # Of a wrong file one sentence is enough.
 LEGAL = 'a record has "prompt", a text or a list of messages'
@@ -58,12 +59,12 @@ class Prompts:
         self._template: Conversations | None = None
         digest = hashlib.sha256()
         self.all: list[Prompt] = []
-        for document in documents(find([str(rl.prompts)], what="prompts").files, None):
+        for document in documents(_files(str(rl.prompts)), None):
             self.all.append(self._prompt(document))
             digest.update(json.dumps(document.record, sort_keys=True).encode())
         if len(self.all) < self.each:
             raise ConfigError(
-                f"rl.prompts holds {len(self.all)} prompts, but a step draws answers to {self.each} "
+                f"rl.prompts holds {counted(len(self.all), 'prompt')}, but a step draws answers to {self.each} "
                 "(train.global_batch_size / rl.group); give more, or draw fewer."
             )
         self.longest = max(len(prompt.tokens) for prompt in self.all)
@@ -88,14 +89,13 @@ class Prompts:
         record = document.record
         problem = document.problem
         if problem or not isinstance(record, dict) or not record.get("prompt"):
-            wrong = problem or "has no prompt"
-            raise ConfigError(f"rl.prompts: {short(name)} {wrong}; {LEGAL}.")
+            wrong = f": {problem}" if problem else " has no prompt"
+            raise ConfigError(f"rl.prompts: {short(name)}{wrong}; {LEGAL}.")
         given = record["prompt"]
         if not isinstance(given, str | list):
-            what = type(given).__name__
-            raise ConfigError(f"rl.prompts: {short(name)} has a prompt that is a {what}; {LEGAL}.")
+            raise ConfigError(f"rl.prompts: {short(name)} has the prompt {short(given)}; {LEGAL}.")
         built_in = [reward for reward, _ in reward_terms(rl.reward) if reward in BUILT_IN]
-        if built_in and "answer" not in record:
+        if built_in and (answer := record.get("answer")) is None:
             raise ConfigError(
                 f'rl.prompts: {short(name)} has no "answer", with which the reward {built_in[0]} compares; add it.'
             )
@@ -104,18 +104,33 @@ class Prompts:
                 f"rl.prompts: {short(name)} has a prompt that is a text, but rl.environment takes part in "
                 "conversations; give messages."
             )
+        if "number" in built_in and last_number(str(answer)).is_nan():
+            raise ConfigError(
+                f'rl.prompts: {short(name)} has no number in its "answer" {short(answer)}, with which the reward '
+                "number compares; add one."
+            )
         tokens = (
             text_tokens(self.tokenizer, given)
             if isinstance(given, str)
             else self._conversations.tokens(given)
         )
+        self._check_tokens(name, tokens)
+        return Prompt(len(self.all), given, record, tokens)
+
+    def _check_tokens(self, name: str, tokens: np.ndarray) -> None:
+        rl = self._config.rl
+        size = self._config.model.vocab_size
+        if (largest := max(tokens)) >= size:
+            raise ConfigError(
+                f"rl.prompts: {short(name)} has the token {largest} of data.tokenizer, but model.vocab_size is {size}; "
+                "give a model and a tokenizer that belong together."
+            )
         room = self._config.train.sequence_length + 1 - rl.answers
         if len(tokens) > room:
             raise ConfigError(
                 f"rl.prompts: the prompt of {short(name)} has {len(tokens)} tokens; with rl.answers "
                 f"{rl.answers} and train.sequence_length {self._config.train.sequence_length} it may have {room}."
             )
-        return Prompt(len(self.all), given, record, tokens)
 
     @property
     def _conversations(self) -> Conversations:
@@ -165,3 +180,10 @@ class Prompts:
             for number in chosen
         ]
         return (np.array(keys, np.uint64) >> np.uint64(32)).astype(np.uint32)
+
+
+def _files(path: str) -> list[InputFile]:
+    try:
+        return find([path], what="prompts").files
+    except ConfigError as error:
+        raise ConfigError(f"rl.prompts: {error}") from None

@@ -26,6 +26,7 @@ The limits are for accidents. They do not make a sandbox: a child runs as the tr
 and processes. A reward that runs a model's code has to put it into a container of its own.
 """
 
+import inspect
 import json
 import os
 import pickle
@@ -44,7 +45,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshtrain.config.imports import definition
+from meshtrain.config.imports import definition, named
 from meshtrain.errors import ConfigError, nearest, short
 from meshtrain.rl.keeper import Reply, Spec, call
 
@@ -74,7 +75,7 @@ class RewardScores(NamedTuple):
     first: dict[str, str]  # a sentence on the first one of each kind
 
 
-def _last_number(text: str) -> Decimal:
+def last_number(text: str) -> Decimal:
     """Returns the last number in a text; NaN, which equals nothing, where there is none."""
     return Decimal(["nan", *NUMBER.findall(text)][-1].replace(",", ""))
 
@@ -83,7 +84,7 @@ def _last_number(text: str) -> Decimal:
 BUILT_IN = {
     "exact": lambda prompt, answer, record: answer.strip() == str(record["answer"]).strip(),
     "number": lambda prompt, answer, record: (
-        _last_number(answer) == _last_number(str(record["answer"]))
+        last_number(answer) == last_number(str(record["answer"]))
     ),
 }
 
@@ -115,9 +116,15 @@ class Rewards:
         self._numbers = {name: number for number, name in enumerate(outside, 1)}
         functions = [_defined(name) for name in outside]
         if environment is not None:
+            _check_call("rl.environment", environment, ["record"])
+            if not callable(getattr(named("rl.environment", environment), "step", None)):
+                raise ConfigError(
+                    f"rl.environment: {environment} has no method step; give it step(self, messages)."
+                )
             functions.append(definition("rl.environment", environment))
             outside = [*outside, environment]
         self._spec = Spec(tuple(functions), seconds, memory, environment is not None)
+        self.first: dict[str, str] = {}  # a sentence on the first turn that failed of each kind
         self._processes = processes or min(len(os.sched_getaffinity(0)), MOST)
         self._idle: list[_Child] = []
         if outside and (reply := self._ask({0: (0,)})[0]).kind is not None:
@@ -156,6 +163,11 @@ class Rewards:
         number = len(self._spec.functions)
         replies = self._ask({key: (number, *each) for key, each in enumerate(conversations)})
         failed = Counter(reply.kind for reply in replies.values() if reply.kind is not None)
+        for reply in replies.values():
+            if reply.kind is not None:
+                self.first.setdefault(
+                    f"turn {reply.kind}", f"{self.environment} {short(reply.how)}"
+                )
         in_order = [replies[key] for key in range(len(conversations))]
         return [None if reply.kind else reply.value for reply in in_order], failed
 
@@ -271,4 +283,21 @@ def _defined(name: str) -> tuple[str, str, str, str]:
             f"rl.reward is {short(repr(name))}; write {' or '.join(BUILT_IN)}, or MODULE:FUNCTION of what run.imports "
             f"and plug-ins bring{nearest(name, BUILT_IN) or '.'}"
         )
+    _check_call("rl.reward", name, Case._fields)
     return definition("rl.reward", name)
+
+
+def _check_call(key: str, name: str, words: Sequence[str]) -> None:
+    """Raises ConfigError where what a key names does not take arguments of these names, by their places."""
+    function = named(key, name)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        # What is written in C tells of no arguments.
+        return
+    try:
+        signature.bind(*words)
+    except TypeError:
+        raise ConfigError(
+            f"{key}: {name} takes {signature}; it is called with ({', '.join(words)})."
+        ) from None

@@ -27,9 +27,12 @@ class Teacher:
     def __init__(self, program: Program, length: int) -> None:
         config = program.config
         path = str(config.rl.teacher)
-        model = read_model(
-            path, mesh=program.mesh, masters=False, precision=config.precision.compute
-        )
+        try:
+            model = read_model(
+                path, mesh=program.mesh, masters=False, precision=config.precision.compute
+            )
+        except ConfigError as error:
+            raise ConfigError(f"rl.teacher: {error}") from None
         own = config.model.vocab_size
         theirs = model.config.model.vocab_size
         if theirs != own:

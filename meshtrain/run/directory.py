@@ -46,8 +46,9 @@ def run_directory(config: Config) -> Path:
         raise ConfigError(
             f"run.directory {directory} cannot be written: {refusal(error)}; {elsewhere}."
         ) from None
-    if problem := _unwritable(directory / METRICS):
-        raise ConfigError(f"{directory / METRICS} {problem}; mend that, or {elsewhere}.")
+    for rows in (directory / METRICS, directory / ANSWERS):
+        if problem := _unwritable(rows):
+            raise ConfigError(f"{rows} {problem}; mend that, or {elsewhere}.")
     if (directory / CONFIG).is_dir():
         raise ConfigError(f"{directory / CONFIG} is a directory; remove it, or {elsewhere}.")
     return directory

@@ -6,7 +6,7 @@ from pathlib import Path
 from meshtrain.config import Config, to_yaml
 from meshtrain.errors import ConfigError, refusal, say
 from meshtrain.files import write_atomically
-from meshtrain.run.directory import CONFIG, METRICS
+from meshtrain.run.directory import ANSWERS, CONFIG, METRICS
 from meshtrain.run.hooks import Row, RunHook
 from meshtrain.run.lock import LOCK, RunLock
 from meshtrain.run.processes import RunFailure, first_decides
@@ -51,7 +51,8 @@ class RunRecord(RunHook):
             self._metrics.close()
 
     def _begin(self) -> None:
-        trim_metrics(self.directory / METRICS, self.start)
+        for name in (METRICS, ANSWERS):
+            trim_metrics(self.directory / name, self.start)
         write_atomically(self.directory / CONFIG, self._config)
         if self._imports:
             from meshtrain.config.imports import keep

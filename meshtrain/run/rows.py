@@ -216,17 +216,21 @@ class MetricsFile:
 def trim_metrics(path: Path, step: int) -> None:
     """Drops rows of steps after `step`, which will be taken again, and lines that cannot be read as rows.
 
-    Each step then stands there once. The file is replaced whole or not at all.
+    Each step then stands there once, with a row of each `kind` that there is. The file is replaced whole or not at all.
     """
     if not path.exists():
         return
     lines = path.read_bytes().splitlines(keepends=True)
     rows = [
-        (row["step"], line)
+        (row["step"], str(row.get("kind")), line)
         for line in lines
         if line.endswith(b"\n") and (row := parse(line)) and "step" in row
     ]
     # By step, since somebody may have put a file together from two.
-    remaining = {taken: line for taken, line in rows if isinstance(taken, int) and taken <= step}
+    remaining = {
+        (taken, kind): line
+        for taken, kind, line in rows
+        if isinstance(taken, int) and taken <= step
+    }
     if len(remaining) < len(lines):
         write_atomically(path.resolve(), b"".join(remaining.values()))

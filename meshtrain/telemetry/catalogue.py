@@ -134,6 +134,7 @@ METRICS: tuple[Metric, ...] = (
         "rl/entropy", "", "grpo: mean of -log pi of the drawn tokens, an estimate of the entropy"
     ),
     _step("rl/kl", "", "grpo: distance (k3) from the reference"),
+    _step("rl/teacher_kl", "", "grpo: KL divergence from rl.teacher, a mean over drawn tokens"),
     _step("grad_norm", "", "global norm of the gradient before clipping"),
     _step("learning_rate", "", "learning rate of the step"),
     _step("loss_scale", "", "float16: the loss scale"),

@@ -79,7 +79,11 @@ class Reporter(TerminalBar, RunHook):
     def after_metrics(self, row: Row, due: bool) -> None:
         """Shows a step's metrics where they are due, and moves the bar."""
         self.seconds = [*self.seconds[-19:], row["step_seconds"]]
-        text = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s"
+        text = f"loss {row['loss']:z.4f}  "
+        for name, metric in (("reward", "rl/reward"), ("from the teacher", "rl/teacher_kl")):
+            if metric in row:
+                text += f"{name} {row[metric]:z.3f}  "
+        text += f"{row['tokens_per_second']:,.0f} tokens/s"
         if "rewards_accuracies" in row:
             text += f"  preferred {row['rewards_accuracies']:.0%}"
         if "eval_loss" in row:

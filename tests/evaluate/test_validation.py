@@ -86,6 +86,16 @@ def test_what_was_not_trained_here_has_no_text_of_its_own():
         validation_text(GOLDEN / "llama3", model)
 
 
+def test_a_run_that_learns_from_its_own_answers_has_no_held_out_text(run):
+    directory, _ = run
+    model = mt.read_model(directory)
+    rl = {"prompts": "prompts.jsonl", "reward": "exact"}
+    model.config = mt.load({"train": {"objective": "grpo", "global_batch_size": 8}, "rl": rl})
+    with pytest.raises(ConfigError) as refused:
+        validation_text(directory, model)
+    assert tells(str(refused.value), str(directory), "train.objective grpo", "--text")
+
+
 @pytest.mark.thorough
 def test_the_perplexity_of_a_run_with_label_smoothing_is_that_of_the_likelihood_alone(tmp_path):
     directory, last = trained(tmp_path, train={"label_smoothing": 0.1, "steps": 1})

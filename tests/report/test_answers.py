@@ -247,13 +247,13 @@ def test_a_step_in_which_drawing_and_training_disagreed_is_the_reason_until_it_i
     assert summarise(gather(facts.directory)).level != "bad"
 
 
-@pytest.mark.parametrize("metric", ["rl/reward", "learning_rate"])
+@pytest.mark.parametrize("metric", ["rl/answer_tokens", "learning_rate"])
 def test_a_loss_of_a_policy_that_rises_is_no_reason(tmp_path, metric):
     facts = written(tmp_path / "run", [])
     rows = [{"step": k, "loss": k / 1000, metric: 1.0} for k in range(1, 101)]
     (facts.directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     reasons = [reason.sentence for reason in summarise(gather(facts.directory)).reasons]
-    assert any("risen" in sentence for sentence in reasons) == (metric != "rl/reward")
+    assert any("risen" in sentence for sentence in reasons) == (metric != "rl/answer_tokens")
 
 
 def test_no_text_of_a_cell_takes_long():

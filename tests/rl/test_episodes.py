@@ -76,6 +76,7 @@ class Told:
         self._prompts = prompts
         self._turns = list(turns)
         self.read: list[str] = []
+        self.rewards: Any = None
 
     def draw(self, prompts: Sequence[np.ndarray], seeds: np.ndarray) -> list[list[Answer]]:
         self.read += [self._prompts._marked.decode(np.array(tokens)) for tokens in prompts]
@@ -96,6 +97,7 @@ def played(config: mt.Config, *turns: Sequence[str]) -> tuple[list[Episode], dic
     rollouts = Told(prompts, *turns)
     seeds = np.array([[3, 4]], np.uint32)
     with Rewards([("number", 1.0)], 10, config.rl.environment) as rewards:
+        rollouts.rewards = rewards
         groups, failed = play(rollouts, prompts, rewards, prompts.all, seeds)  # type: ignore[arg-type]
     return groups[0], dict(failed), rollouts
 
@@ -131,9 +133,12 @@ def test_turns_follow_one_another_as_the_template_writes_them(config: mt.Config)
 def test_an_environment_that_fails_ends_the_episode_and_is_counted(
     config: mt.Config, answer: str, kind: str
 ) -> None:
-    (_, second), failed, _ = played(config, ["50<|im_end|>", f"{answer}<|im_end|>"])
+    (_, second), failed, rollouts = played(config, ["50<|im_end|>", f"{answer}<|im_end|>"])
+    rewards = rollouts.rewards
     assert failed == {kind: 1}
     assert second.answer == answer
+    ((failure, sentence),) = rewards.first.items()
+    assert failure == f"turn {kind}" and "guessing:Guess" in sentence
 
 
 def test_an_answer_that_ends_by_length_ends_the_episode(config: mt.Config) -> None:

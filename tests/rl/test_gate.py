@@ -1,7 +1,9 @@
 """A run whose drawing and training disagree ends on its first step of answers, and names what is different."""
 
+import ast
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from answering_runs import EXPERTS, MODEL, answering
+from refusals import tells
 
 import meshtrain as mt
 from meshtrain.generate import held
@@ -109,6 +112,34 @@ def config_of(directory: Path, sections: dict[str, Any]) -> mt.Config:
     # Sharp enough that what is read otherwise is not drowned in a flat distribution.
     rl = {"gap_limit": 1e-3, **sections.get("rl", {})}
     return answering(directory, **{"mesh": MESH, **sections, "rl": rl})
+
+
+def test_the_guide_has_each_cause_that_a_sentence_may_name() -> None:
+    source = Path(gate.__file__).read_text()
+    tree = ast.parse(source)
+    told = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
+    causes = [value.value for value in told if isinstance(value, ast.Constant) and value.value]
+    guide = (Path(__file__).parents[2] / "docs" / "reinforcement.md").read_text()
+    assert len(causes) == 7
+    for cause in [*causes, "what draws does not hold the weights", "the adapters' factors"]:
+        assert f"| {cause} |" in guide or f"{cause} that are trained" in guide, cause
+
+
+def test_rows_that_cannot_be_written_hide_no_disagreement(tmp_path: Path) -> None:
+    (tmp_path / "gaps").write_text("in the way")
+    ours: Any = SimpleNamespace(
+        forward=None,
+        weights=(),
+        resharding=SimpleNamespace(
+            differing=lambda *_: [SimpleNamespace(name="head.weight", adapter=False)]
+        ),
+        synchronise=lambda params: None,
+    )
+    program: Any = SimpleNamespace(config=answering(tmp_path))
+    closing = gate.GapGate(program, ours, tmp_path, lambda batch: batch)
+    with pytest.raises(Disagreement) as ended:
+        closing.close(4, np.array([0.0, 3.0]), {"tokens": np.zeros((2, 8))}, None, list)
+    assert tells(str(ended.value), "step 4", "3", "head.weight", "1 rows", "cannot be written")
 
 
 @pytest.mark.thorough

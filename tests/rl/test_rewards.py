@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from refusals import tells
 
 from meshtrain.config import imports
 from meshtrain.config.load import ConfigError
@@ -368,6 +369,53 @@ def test_a_wrong_name_is_refused_with_the_nearest_one(file, name, said):
         Rewards([("exact", 1.0), (name, 1.0)], 1)
     assert said in str(refused.value)
     assert set(BUILT_IN) == {"exact", "number"}
+
+
+CALLED = """
+def brief(answer): return 1
+def eager(prompt, answer, record, more): return 1
+def by_name(*, prompt, answer, record): return 1
+def any_of(*_): return 1
+def more(prompt, answer, record, weight=1): return 1
+class Env:
+    def __init__(self, record): pass
+    def step(self, messages): pass
+class Bare:
+    def step(self, messages): pass
+class Stepless:
+    def __init__(self, record): pass
+"""
+
+
+@pytest.fixture(scope="module")
+def called(tmp_path_factory):
+    path = tmp_path_factory.mktemp("called") / "called_otherwise.py"
+    path.write_text(CALLED)
+    imports.take([str(path)], None)
+
+
+@pytest.mark.parametrize(
+    ("name", "takes"), [("brief", "(answer)"), ("eager", "more)"), ("by_name", "(*, prompt")]
+)
+def test_a_reward_that_takes_other_arguments_is_refused(called, name, takes):
+    with pytest.raises(ConfigError) as refused:
+        Rewards([(f"called_otherwise:{name}", 1.0)], 1)
+    assert tells(str(refused.value), "rl.reward", name, takes, "(prompt, answer, record)")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("Bare", "(record)"), ("Stepless", "step"), ("any_of", "step")]
+)
+def test_an_environment_that_cannot_be_asked_is_refused(called, name, said):
+    with pytest.raises(ConfigError) as refused:
+        Rewards([("exact", 1.0)], 1, f"called_otherwise:{name}")
+    assert tells(str(refused.value), "rl.environment", name, said)
+
+
+def test_what_takes_the_arguments_of_a_call_among_others_is_taken(called, nothing_left):
+    names = [("called_otherwise:any_of", 1.0), ("called_otherwise:more", 2.0)]
+    with Rewards(names, 5, "called_otherwise:Env") as rewards:
+        assert rewards.score([Case("", "", {})]).values.tolist() == [3.0]
 
 
 @pytest.mark.parametrize(

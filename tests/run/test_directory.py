@@ -33,6 +33,7 @@ def test_a_directory_and_the_metrics_of_a_run_before_are_taken(tmp_path):
     "name, make, says",
     [
         ("metrics.jsonl", Path.mkdir, "is not a file"),
+        ("answers.jsonl", Path.mkdir, "is not a file"),
         ("metrics.jsonl", os.mkfifo, "is not a file"),
         (
             "metrics.jsonl",

@@ -220,6 +220,15 @@ def test_rows_after_the_step_are_dropped_and_each_step_is_kept_once(path, before
     assert steps(path) == [1, 2, 3, 4, 5]
 
 
+def test_a_step_keeps_its_last_row_of_each_kind(path):
+    rows = [(1, "best"), (1, "worst"), (2, "best"), (2, "worst"), (2, "best"), (3, "best")]
+    lines = [{"step": step, "kind": kind, "n": n} for n, (step, kind) in enumerate(rows)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 2, "ki')
+    trim_metrics(path, 2)
+    kept = [json.loads(line) for line in path.read_text().splitlines()]
+    assert sorted(line["n"] for line in kept) == [0, 1, 3, 4]
+
+
 def test_a_torn_last_row_is_dropped_even_if_its_step_counts(path):
     odd = (b'{"step": 3, "x"}\n', b"\x00\x00\n", b'{"step": "3"}\n', b"[" * 100000 + b"\n")
     for tail in (b'{"step": 3, "lo', b'{"step": 3}', *odd):

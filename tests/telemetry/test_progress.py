@@ -25,6 +25,17 @@ def test_without_a_terminal_each_shown_step_is_one_plain_line_with_loss_speed_an
     )
 
 
+def test_a_line_has_the_reward_beside_the_loss_which_has_no_sign_where_it_is_nothing(capsys):
+    with Reporter(10, 0) as report:
+        report.after_metrics(ROW | {"loss": -0.004, "rl/reward": 0.6171875}, due=True)
+        report.after_metrics(ROW | {"loss": -1e-8, "rl/reward": -1e-9}, due=True)
+        report.after_metrics(ROW | {"rl/reward": 0.5, "rl/teacher_kl": 1.25}, due=True)
+    learned, flat, taught = capsys.readouterr().out.splitlines()
+    assert learned == "step 2/10  loss -0.0040  reward 0.617  1,234 tokens/s  16 s left"
+    assert "loss 0.0000  reward 0.000 " in flat
+    assert "loss 2.5000  reward 0.500  from the teacher 1.250  1,234" in taught
+
+
 @pytest.mark.parametrize(("step", "left"), [(5, "50 ms"), (9, "10 ms"), (10, "0 s")])
 def test_nothing_is_left_at_the_last_step_alone(capsys, step, left):
     with Reporter(10, 0) as report:
