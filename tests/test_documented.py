@@ -354,6 +354,17 @@ def test_the_guides_environment_tells_how_far_off_a_guess_is():
     assert guess.step([{"role": "assistant", "content": "It must be 42."}]) is None
 
 
+TOLD = """
+
+class Told(Guess):
+    def step(self, messages):
+        replies = super().step(messages)
+        with open({!r}, "a") as file:
+            print(replies, file=file)
+        return replies
+"""
+
+
 @pytest.mark.thorough
 def test_the_guides_config_of_several_turns_is_trained(directory):
     kinds = dict(reversed(GUIDE_OF_REWARDS))
@@ -365,17 +376,19 @@ def test_the_guides_config_of_several_turns_is_trained(directory):
     special = ("<|im_start|>", "<|im_end|>")
     tokenizer = written(directory / "chat", special, tokenizer_config={"chat_template": template})
     config |= {"model": {**FILE["model"], "vocab_size": 303}, "data": {"tokenizer": str(tokenizer)}}
-    config["train"] |= {"steps": 2, "global_batch_size": 16, "sequence_length": 192}
+    config["train"] |= {"steps": 2, "global_batch_size": 16, "sequence_length": 256}
+    # of so many tokens by random weights one in five answers has an end
+    config["rl"] |= {"answers": 64, "environment": "mine:Told"}
     (directory / "c.yaml").write_text(yaml.safe_dump(config))
-    (directory / "mine.py").write_text(OF_REWARDS)
+    told = directory / "told"
+    (directory / "mine.py").write_text(OF_REWARDS + TOLD.format(str(told)))
     prompt = next(block for kind, block in GUIDE_OF_REWARDS if kind == "jsonl" and "Guess" in block)
     (directory / "guess.jsonl").write_text(prompt * 2)
     printed = typed(["meshtrain.train", "--config", "c.yaml"], directory)
     assert "step 2/2" in printed
     rows = (directory / "runs" / "guess" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["rl/rewards_failed"] for row in rows] == [0, 0]
-    answers = (directory / "runs" / "guess" / "answers.jsonl").read_text()
-    assert "Give a number." in answers or "It is" in answers
+    assert "user" in told.read_text()
 
 
 def test_what_is_not_typed_here_is_documented():
