@@ -2,6 +2,10 @@
 name.
 """
 
+import tomllib
+from fnmatch import fnmatch
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -95,3 +99,16 @@ def test_a_config_that_comes_along_is_taken_by_its_name(tmp_path, monkeypatch):
     (tmp_path / "quickstart").write_text("")  # a file of that name is meant
     with pytest.raises(mt.ConfigError, match="quickstart is empty"):
         mt.load("quickstart")
+
+
+def test_data_of_a_config_that_comes_along_lies_beside_it_and_is_installed_too(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    config = mt.load("rl_arithmetic")
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["meshtrain.configs"]
+    for path in map(Path, (config.data.source, config.rl.prompts)):
+        assert path.is_file()
+        name = str(path.relative_to(CONFIGS))
+        assert any(fnmatch(name, pattern) for pattern in patterns)
