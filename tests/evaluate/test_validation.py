@@ -89,7 +89,7 @@ def test_what_was_not_trained_here_has_no_text_of_its_own():
 def test_a_run_that_learns_from_its_own_answers_has_no_held_out_text(run):
     directory, _ = run
     model = mt.read_model(directory)
-    rl = {"prompts": "prompts.jsonl", "reward": "exact"}
+    rl = {"prompts": "prompts.jsonl", "reward": "exact", "answers": 8}
     model.config = mt.load({"train": {"objective": "grpo", "global_batch_size": 8}, "rl": rl})
     with pytest.raises(ConfigError) as refused:
         validation_text(directory, model)
