@@ -5,7 +5,7 @@ vocabulary.
 import inspect
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,17 +26,22 @@ def check_call(kind: str, hook: Any, names: list[str]) -> None:
         raise ConfigError(
             f"the {kind} hook is {short(repr(hook))}; it must be a function, and {wanted}."
         )
+    if taken := misfit(hook, names):
+        raise ConfigError(f"the {kind} hook {name_of(hook)} takes {short(taken)}, but {wanted}.")
+
+
+def misfit(function: Callable[..., Any], names: Sequence[str]) -> str:
+    """Returns the signature of a function that does not take arguments of these names by their places, else nothing."""
     try:
-        signature = inspect.signature(hook)
+        signature = inspect.signature(function)
     except ValueError:
         # some callables written in C tell none; the call will say
-        return
+        return ""
     try:
         signature.bind(*names)
     except TypeError:
-        raise ConfigError(
-            f"the {kind} hook {name_of(hook)} takes {short(str(signature))}, but {wanted}."
-        ) from None
+        return str(signature)
+    return ""
 
 
 def check_sharded_loss(

@@ -26,7 +26,6 @@ The limits are for accidents. They do not make a sandbox: a child runs as the tr
 and processes. A reward that runs a model's code has to put it into a container of its own.
 """
 
-import inspect
 import json
 import os
 import pickle
@@ -47,6 +46,7 @@ from numpy.typing import NDArray
 
 from meshtrain.config.imports import definition, named
 from meshtrain.errors import ConfigError, nearest, short
+from meshtrain.model.hook_checks import misfit
 from meshtrain.rl.keeper import Reply, Spec, call
 
 LOADING = 60.0  # seconds that the imports of rewards may take
@@ -289,15 +289,5 @@ def _defined(name: str) -> tuple[str, str, str, str]:
 
 def _check_call(key: str, name: str, words: Sequence[str]) -> None:
     """Raises ConfigError where what a key names does not take arguments of these names, by their places."""
-    function = named(key, name)
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        # What is written in C tells of no arguments.
-        return
-    try:
-        signature.bind(*words)
-    except TypeError:
-        raise ConfigError(
-            f"{key}: {name} takes {signature}; it is called with ({', '.join(words)})."
-        ) from None
+    if taken := misfit(named(key, name), words):
+        raise ConfigError(f"{key}: {name} takes {taken}; it is called with ({', '.join(words)}).")
