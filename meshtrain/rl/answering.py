@@ -1,16 +1,16 @@
 """The batches of a run that learns from its own answers.
 
-step       0 ... S-1        S                S+1              S+2
-batch      text             rollout 0        rollout 0        rollout 1        rl.supervised: S, rl.epochs: 2
-gap                         checked                           checked
+    step       0 ... S-1        S                S+1              S+2
+    batch      text             rollout 0        rollout 0        rollout 1        rl.supervised: S, rl.epochs: 2
+    gap                         checked                           checked
 
-a rollout    weights ─► answers of every group ─► rewards ─► advantages ─► packed rows
+    a rollout    weights ─► answers of every group ─► rewards ─► advantages ─► packed rows
 
 With `rl.lag: 1` the next rollout is drawn before a step, so that its rewards are computed while the step runs:
 
-step       S                           S+1                         S+2
-drawn      rollouts 0 and 1            rollout 2                   rollout 3
-learned    rollout 0                   rollout 1, one step old     rollout 2, one step old
+    step       S                           S+1                         S+2
+    drawn      rollouts 0 and 1            rollout 2                   rollout 3
+    learned    rollout 0                   rollout 1, one step old     rollout 2, one step old
 
 Rollouts that are still to be learned from when a checkpoint is written are kept beside it (`waiting/`): the weights
 that drew them are gone.

@@ -1,9 +1,11 @@
 """Rows of prompts with their answers, packed: the arrays that a step of `train.objective: grpo` learns from.
 
-tokens      p p p a a | q q b b b b | . .      p, q: prompts; a, b: answers
-labels      p p a a E | q b b b b E | . .      E: the token that ended an answer is learned too
-segments    1 1 1 1 1   2 2 2 2 2 2   0 0
-weights     0 0 1 1 1   0 1 1 1 1 1   0 0      `rl.average` says how much a label counts
+A row holds whole texts, which `segments` keeps apart:
+
+    tokens      p p p a a | q q b b b b | . .      p, q: prompts; a, b: answers
+    labels      p p a a E | q b b b b E | . .      E: the token that ended an answer is learned too
+    segments    1 1 1 1 1   2 2 2 2 2 2   0 0
+    weights     0 0 1 1 1   0 1 1 1 1 1   0 0      `rl.average` says how much a label counts
 """
 
 from collections.abc import Sequence
