@@ -8,14 +8,14 @@ A row holds whole texts, which `segments` keeps apart:
     weights     0 0 1 1 1   0 1 1 1 1 1   0 0      `rl.average` says how much a label counts
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from meshtrain.config import Config
 from meshtrain.config.follow import round_up
-from meshtrain.inputs import OTHERS
+from meshtrain.inputs import FLOATS
 
 # A batch has one of so many numbers of rows, each of which is compiled for.
 SHAPES = 4
@@ -71,32 +71,40 @@ def pack(
     lengths = [each.labels for each in learned]
     places = list(range(len(learned))) if alone else place_in_rows(lengths, length)
     rows = rows_of(config, max(places, default=0) + 1, longest)
-    kinds = {"tokens": np.int32, "labels": np.int32, **OTHERS}
-    del kinds["pairs"]
-    batch = {name: np.zeros((rows, length), kind) for name, kind in kinds.items()}
-    begins = np.zeros(rows, np.int64)
-    segments = np.zeros(rows, np.int32)
-    for each, row, count in zip(learned, places, _counts(learned, config), strict=True):
-        here = slice(begins[row], begins[row] + each.labels)
+    begins = [0] * rows
+    segments = [0] * rows
+    starts: list[int] = []
+    numbers: list[int] = []
+    for row, labels in zip(places, lengths, strict=True):
+        starts.append(row * length + begins[row])
+        begins[row] += labels
         segments[row] += 1
-        for name, values in _arrays(each, count).items():
-            batch[name][row, here] = values
-        batch["segments"][row, here] = segments[row]
-        begins[row] = here.stop
-    return batch
+        numbers.append(segments[row])
 
+    def joined(arrays: Iterable[np.ndarray]) -> np.ndarray:
+        return np.concatenate([np.empty(0, np.int32), *arrays])
 
-def _arrays(each: Learned, count: float) -> dict[str, np.ndarray]:
-    """Returns the arrays of one text in its row, of which each drawn label counts `count`."""
-    drawn = each.drawn[1:]
-    return {
-        "tokens": each.tokens[:-1],
-        "labels": each.tokens[1:],
-        "positions": np.arange(each.labels),
-        "weights": np.where(drawn, count, 0.0),
-        "advantages": np.where(drawn, each.advantages[1:], 0.0),
-        "drawn": np.where(drawn, each.logprobs[1:], 0.0),
+    def repeated(values: Sequence[float]) -> np.ndarray:
+        return np.repeat(values, lengths)
+
+    positions = joined(np.arange(labels) for labels in lengths)
+    drawn = joined(each.drawn[1:] for each in learned)
+    at = (repeated(starts) + positions).astype(np.int64)
+    arrays = {
+        "tokens": joined(each.tokens[:-1] for each in learned),
+        "labels": joined(each.tokens[1:] for each in learned),
+        "positions": positions,
+        "segments": repeated(numbers),
+        "weights": drawn * repeated(_counts(learned, config)),
+        "advantages": drawn * joined(each.advantages[1:] for each in learned),
+        "drawn": drawn * joined(each.logprobs[1:] for each in learned),
     }
+    batch = {}
+    for name, values in arrays.items():
+        flat = np.zeros(rows * length, np.float32 if name in FLOATS else np.int32)
+        flat[at] = values
+        batch[name] = flat.reshape(rows, length)
+    return batch
 
 
 def _counts(learned: Sequence[Learned], config: Config) -> list[float]:
