@@ -27,6 +27,8 @@ WEIGHTS = "weights"
 # The second class of a mixed image, and the share of the first: [B, 1] each.
 OTHER_LABELS = "labels_b"
 MIX = "mix"
+# The experts that took each token in each layer where it was drawn: int32 [B, T, layers, top_k].
+EXPERTS = "experts"
 FLOATS = (PATCHES, MIX, WEIGHTS, "advantages", "drawn")  # float32; all others are int32
 
 
@@ -43,7 +45,8 @@ def inputs(batch: Mapping[str, Array]) -> Array:
 def row_shape(name: str, config: Config) -> tuple[int, ...]:
     """Returns the shape of one row of an array of a batch."""
     if not FAMILIES[config.model.family].images:
-        return (config.train.sequence_length,)
+        routes = (config.model.layers, config.model.moe.top_k) if name == EXPERTS else ()
+        return (config.train.sequence_length, *routes)
     return patches_of(config.model) if name == PATCHES else (1,)
 
 
@@ -68,6 +71,7 @@ OTHERS = {
     "pairs": np.int32,
     "advantages": np.float32,
     "drawn": np.float32,
+    EXPERTS: np.int32,
 }
 OF_IMAGES = (OTHER_LABELS, MIX, WEIGHTS)  # beside patches and labels
 # The arrays of a batch beside tokens and labels, by objective. `drawn`: the log-probability of each label when it was
@@ -76,6 +80,13 @@ NEEDED = {
     "dpo": ("segments", "positions", "weights", "pairs"),
     "grpo": ("segments", "positions", "weights", "advantages", "drawn"),
 }
+
+
+def needed(config: Config) -> tuple[str, ...]:
+    """Returns the arrays of a batch beside tokens and labels that a config's objective learns from."""
+    objective = config.train.objective
+    replays = objective == "grpo" and config.rl.replay_routing
+    return NEEDED.get(objective, ()) + (EXPERTS,) * replays
 
 
 def a_config(value: Any, taker: str) -> Config:
@@ -115,14 +126,14 @@ def a_batch(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndar
 
 def _text(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarray]:
     objective = config.train.objective
-    needed = NEEDED.get(objective, ())
-    if missing := [name for name in needed if name not in batch]:
-        has = f"its batches have {', '.join(needed)}"
+    learned = needed(config)
+    if missing := [name for name in learned if name not in batch]:
+        has = f"its batches have {', '.join(learned)}"
         raise ConfigError(
             f"train.objective is {objective}, and {has}; this one lacks {', '.join(missing)}."
         )
-    for name in ("pairs", "advantages", "drawn"):
-        if name in batch and name not in needed:
+    for name in ("pairs", "advantages", "drawn", EXPERTS):
+        if name in batch and name not in learned:
             unused = f"which train.objective {objective} does not learn from"
             raise ConfigError(f"this batch has {name}, {unused}; leave them out.")
     arrays = {
@@ -132,10 +143,17 @@ def _text(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarra
         name: np.asarray(batch[name], kind) for name, kind in OTHERS.items() if name in batch
     }
     for name, array in arrays.items():
-        if array.shape != arrays[TOKENS].shape:
+        legal_shape = arrays[TOKENS].shape + row_shape(name, config)[1:]
+        if array.shape != legal_shape:
             raise ConfigError(
                 f"{name} has shape {list(array.shape)}, but tokens {list(arrays[TOKENS].shape)}."
             )
+    if EXPERTS in arrays:
+        experts = arrays[EXPERTS]
+        number = config.model.moe.experts
+        if experts.min() < 0 or experts.max() >= number:
+            wrong = experts.min() if experts.min() < 0 else experts.max()
+            raise ConfigError(f"experts have the number {wrong}; they are 0 to {number - 1}.")
     if "pairs" in arrays:
         pairs = arrays["pairs"]
         length = arrays["pairs"].shape[1]

@@ -27,13 +27,13 @@ from meshtrain.families import FAMILIES
 from meshtrain.inputs import (
     FLOATS,
     LABELS,
-    NEEDED,
     PATCHES,
     TOKENS,
     WEIGHTS,
     a_batch,
     a_config,
     inputs,
+    needed,
     row_shape,
 )
 from meshtrain.mesh import (
@@ -226,8 +226,8 @@ class Program(Shown):
         """
         train = self.config.train
         rows = padded_batch_size(self.config)
-        more = NEEDED.get(train.objective, ())
-        example = example or dict.fromkeys((PATCHES if self.of_images else TOKENS, LABELS, *more))
+        read = PATCHES if self.of_images else TOKENS
+        example = example or dict.fromkeys((read, LABELS, *needed(self.config)))
         if rows > train.global_batch_size:
             example = {**example, WEIGHTS: None}
 

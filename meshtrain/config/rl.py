@@ -57,6 +57,10 @@ class RlConfig:
              "weights", above=0.0
     )
     reward_seconds: float = key(10.0, "seconds that the reward of an answer may take; then it is 0", above=0.0)
+    replay_routing: bool = key(
+        False, "each token takes the experts that took it where it was drawn, whatever a router that rounds otherwise "
+               "would choose (Ma et al. 2025, \"Rollout Routing Replay\")", resume=REFUSED
+    )
     drop_flat_groups: bool = key(False, "leave groups out whose rewards are all equal: they teach nothing (DAPO)")
     teacher: str | None = key(
         None, "a run or directory of weights: the reward of each token is its log-probability under the teacher less "
@@ -114,6 +118,8 @@ def problems(config: Any) -> Iterator[str]:
     if rl.lag and rl.loss == "reinforce":
         why = f"rl.lag is {rl.lag}, but rl.loss reinforce does not weigh answers by who drew them"
         yield f"{why}; cispo does, with the same gradient for fresh ones."
+    if rl.replay_routing and not config.model.moe.experts:
+        yield "rl.replay_routing is true, but model.moe.experts is 0: there is no routing; leave it out."
     if rl.lag and rl.epochs > 1:
         yield f"rl.lag is {rl.lag} and rl.epochs {rl.epochs}; one of them must be as it is by default."
 

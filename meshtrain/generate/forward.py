@@ -9,6 +9,8 @@ A second mesh would not do: a program takes no arrays of devices in another orde
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +26,7 @@ from meshtrain.generate.resharding import Parts
 from meshtrain.mesh import TENSOR, platform
 from meshtrain.model.dropout import NO_DROPOUT
 from meshtrain.model.hooks import Hooks, ModelParts
-from meshtrain.model.rope import sequences
+from meshtrain.model.rope import Routing, sequences
 from meshtrain.parallel.parallelize import make_layout
 from meshtrain.parallel.tensor import MeshCollectives
 from meshtrain.reader import check_learned
@@ -32,6 +34,16 @@ from meshtrain.step import Program
 
 LEAST_BUCKET = 16  # tokens
 Caches = tuple[LayerCache, ...]
+
+
+class ReadTokens(NamedTuple):
+    """The layers' caches behind tokens that were read, and more of these tokens."""
+
+    caches: Caches
+    logits: jax.Array  # behind the last of each row, float32 [B, V]
+    experts: (
+        jax.Array | None
+    )  # that took each token, int32 [B, T, layers, top_k]; None without experts
 
 
 class UseCollectives(MeshCollectives):
@@ -70,17 +82,16 @@ class DecodingForward:
         """Returns the length that a prompt is padded to."""
         return min(self.length, max(LEAST_BUCKET, 1 << (tokens - 1).bit_length()))
 
-    def read(
-        self, weights: Parts, tokens: jax.Array, lengths: jax.Array
-    ) -> tuple[Caches, jax.Array]:
+    def read(self, weights: Parts, tokens: jax.Array, lengths: jax.Array) -> ReadTokens:
         """Reads prompts [B, T] of `lengths` [B]: the keys and values of each layer, [B, T, G, K], and the logits behind
-        each prompt, float32 [B, V].
+        each prompt.
         """
         count = self.config.model.layers
         layers = [PromptAttention(self.parts.attention, self.groups) for _ in range(count)]
-        x = self._stream(weights, tokens, jnp.arange(tokens.shape[1]), layers)
+        x, experts = self._stream(weights, tokens, jnp.arange(tokens.shape[1]), layers)
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-        return tuple(layer.cache for layer in layers), self._logits(weights, last)[:, 0]
+        caches = tuple(layer.cache for layer in layers)
+        return ReadTokens(caches, self._logits(weights, last)[:, 0], experts)
 
     def logprobs(
         self, weights: Parts, text: jax.Array, temperature: jax.Array | float
@@ -89,20 +100,19 @@ class DecodingForward:
         count = self.config.model.layers
         layers = [PromptAttention(self.parts.attention, self.groups) for _ in range(count)]
         tokens = text[None, :-1]
-        x = self._stream(weights, tokens, jnp.arange(tokens.shape[1]), layers)
+        x, _ = self._stream(weights, tokens, jnp.arange(tokens.shape[1]), layers)
         by_id = jax.nn.log_softmax(self._logits(weights, x)[0] / temperature)
         return jnp.take_along_axis(by_id, text[1:, None], axis=1)[:, 0]
 
     def step(
         self, weights: Parts, caches: Caches, tokens: jax.Array, positions: jax.Array
-    ) -> tuple[Caches, jax.Array]:
-        """Reads one token of every slot at its position, both [S]: the caches with it, and the logits behind it,
-        float32 [S, V].
-        """
+    ) -> ReadTokens:
+        """Reads one token of every slot at its position, both [S]."""
         model = self.config.model
         layers = [DecodeAttention(model, self.groups, cache, positions) for cache in caches]
-        x = self._stream(weights, tokens[:, None], positions[:, None], layers)
-        return tuple(layer.cache for layer in layers), self._logits(weights, x)[:, 0]
+        x, experts = self._stream(weights, tokens[:, None], positions[:, None], layers)
+        caches = tuple(layer.cache for layer in layers)
+        return ReadTokens(caches, self._logits(weights, x)[:, 0], experts)
 
     def _stream(
         self,
@@ -110,18 +120,26 @@ class DecodingForward:
         tokens: jax.Array,
         positions: jax.Array,
         attention: Sequence[PromptAttention | DecodeAttention],
-    ) -> jax.Array:
-        """Returns the residual stream behind the last layer, [B, T, D], each layer with its own attention."""
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Returns the residual stream behind the last layer, [B, T, D], each layer with its own attention, and the
+        experts of `ReadTokens`.
+        """
+        experts: list[jax.Array] = []
+        routing = Routing(note=experts.append)
         embedding = nnx.merge(self.graphs.embedding, weights.embedding)
         x = embedding(tokens, positions, self.collectives).astype(self.dtype)
         sequence = sequences(self.config.model, positions)
         for layer, leaves in enumerate(weights.blocks):
             block = nnx.merge(self.graphs.blocks, held.multiplied(leaves, self.dtype))
             block.attention.attend = attention[layer]
-            y = self.parts.block(block, x, sequence(layer), self.collectives, NO_DROPOUT)
+            of_layer = replace(sequence(layer), routing=routing)
+            y = self.parts.block(block, x, of_layer, self.collectives, NO_DROPOUT)
             self.parts.check_block(x, y)
             x = y
-        return x
+        if not experts:
+            return x, None
+        # All tensor ranks have chosen the same, which types do not know.
+        return x, lax.pmax(jnp.stack(experts, axis=2), TENSOR)
 
     def _logits(self, weights: Parts, x: jax.Array) -> jax.Array:
         """Returns the logits behind a stream [S, T, D], float32 [S, T, V], on every tensor rank."""

@@ -271,7 +271,7 @@ class Decoding:
     ) -> tuple[Slots, Picked]:
         slots = len(state.tokens)
         slot = slot - lax.axis_index(self.forward.rows) * slots
-        of_prompt, logits = self.forward.read(weights, tokens, length[None])
+        of_prompt, logits, _ = self.forward.read(weights, tokens, length[None])
         picked = pick(logits, jax.tree.map(lambda x: x[None], how), length[None], logprobs=True)
         cache = jax.tree.map(
             lambda old, new: written(old, new, slot, length), state.cache, of_prompt
@@ -289,7 +289,7 @@ class Decoding:
 
     def _one_more(self, weights: Parts, state: Slots, logprobs: bool) -> tuple[Slots, Picked]:
         positions = state.positions
-        caches, logits = self.forward.step(weights, state.cache, state.tokens, positions)
+        caches, logits, _ = self.forward.step(weights, state.cache, state.tokens, positions)
         picked = pick(logits, state.how, positions + 1, logprobs)
         # a slot that goes on beyond its last position is one that nobody reads
         positions = jnp.minimum(positions + 1, self.length - 1)

@@ -46,16 +46,19 @@ class RouterChoice(NamedTuple):
 
 
 def route(
-    moe: MoeConfig, logits_NE: jax.Array, bias_E: jax.Array, routed_N: jax.Array | None
+    moe: MoeConfig,
+    logits_NE: jax.Array,
+    bias_E: jax.Array,
+    routed_N: jax.Array | None,
+    chosen_NK: jax.Array | None = None,
 ) -> RouterChoice:
-    """Chooses the experts of each token from the router's float32 logits."""
+    """Chooses the experts of each token from the router's float32 logits, or weighs those that are `chosen_NK`."""
     probabilities = jax.nn.softmax(logits_NE)
     scores = probabilities if moe.router == "softmax" else logits_NE
     if moe.router == "sigmoid":
         scores = jax.nn.sigmoid(logits_NE)
         probabilities = scores / scores.sum(-1, keepdims=True)
-    biased = lax.stop_gradient(scores) + (bias_E if moe.balance == "bias" else 0)
-    chosen = lax.top_k(_keep_best_groups(moe, biased) if moe.groups else biased, moe.top_k)[1]
+    chosen = _choose(moe, scores, bias_E) if chosen_NK is None else chosen_NK
     one_hot = jax.nn.one_hot(chosen, moe.experts)
     weights = jnp.einsum("nke,ne->nk", one_hot, scores, precision="highest")
     if moe.router == "softmax_top_k":
@@ -65,6 +68,11 @@ def route(
     if routed_N is not None:
         chosen = jnp.where(routed_N[:, None], chosen, moe.experts)
     return RouterChoice(chosen, moe.route_scale * weights, probabilities)
+
+
+def _choose(moe: MoeConfig, scores_NE: jax.Array, bias_E: jax.Array) -> jax.Array:
+    biased = lax.stop_gradient(scores_NE) + (bias_E if moe.balance == "bias" else 0)
+    return lax.top_k(_keep_best_groups(moe, biased) if moe.groups else biased, moe.top_k)[1]
 
 
 def _keep_best_groups(moe: MoeConfig, scores_NE: jax.Array) -> jax.Array:
@@ -174,7 +182,13 @@ class Experts(nnx.Module):
         )
         if self.router_bias is not None:
             logits = logits + self.router_bias[...].astype(jnp.float32)
-        routes = route(moe, logits, lax.stop_gradient(load[: moe.experts]), routed.reshape(-1))
+        given = routing.chosen_BTK
+        if given is not None:
+            given = collectives.own_part(given).reshape(-1, moe.top_k)
+        bias = lax.stop_gradient(load[: moe.experts])
+        routes = route(moe, logits, bias, routed.reshape(-1), given)
+        if routing.note is not None:
+            routing.note(routes.chosen.reshape(*x_BTD.shape[:2], moe.top_k))
         if routing.seeds_B is not None and (moe.z_loss or moe.balance == "sequence"):
             losses = auxiliary_losses(moe, logits, routes, routed, collectives)
             rows = add_losses(rows, losses, collectives.once(routing.seeds_B))

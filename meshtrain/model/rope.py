@@ -108,6 +108,10 @@ class Routing:
     routed_BT: Array | None = None
     # of the gradient of each row's auxiliary losses; None: there is none
     seeds_B: Array | None = None
+    # the experts that each token takes, int32; None: those that the router chooses
+    chosen_BTK: Array | None = None
+    # is called with the experts that each token takes
+    note: Callable[[Array], None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ from meshtrain.config import Config
 from meshtrain.config.follow import loss_chunk, skips_idle_work
 from meshtrain.config.model import positions_of
 from meshtrain.families import FAMILIES
-from meshtrain.inputs import LABELS, MIX, OTHER_LABELS, TOKENS, WEIGHTS, inputs
+from meshtrain.inputs import EXPERTS, LABELS, MIX, OTHER_LABELS, TOKENS, WEIGHTS, inputs
 from meshtrain.mesh import CONTEXT, PIPELINE
 from meshtrain.model.decoder import Decoder, add_rows
 from meshtrain.model.dropout import ADAPTER_SITE, Dropout
@@ -327,7 +327,15 @@ class Forward:
             routed = jnp.ones(batch[TOKENS].shape, bool)
         if active is not None:
             routed = routed & active
-        return lambda index: Routing(routed & (index >= 0), batch.get(SEED))
+        taken = batch.get(EXPERTS)
+
+        def routing(index: Array) -> Routing:
+            chosen = None
+            if taken is not None:
+                chosen = lax.dynamic_index_in_dim(taken, jnp.maximum(index, 0), 2, keepdims=False)
+            return Routing(routed & (index >= 0), batch.get(SEED), chosen)
+
+        return routing
 
     def last_weighing(self, weights: Array) -> Array:
         """Returns each row's last place whose weight is not 0, over all its parts on context ranks: int32 [b]; -1 if

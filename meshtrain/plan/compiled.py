@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from meshtrain.config import Config, ConfigError, short
 from meshtrain.errors import install_command
 from meshtrain.families import FAMILIES
-from meshtrain.inputs import LABELS, MIX, NEEDED, OTHER_LABELS, PATCHES, TOKENS
+from meshtrain.inputs import LABELS, MIX, OTHER_LABELS, PATCHES, TOKENS, needed
 from meshtrain.plan import memory, pipeline, traffic
 from meshtrain.plan.estimate import Plan
 
@@ -187,7 +187,7 @@ def _batch(config: Config) -> dict[str, None]:
             (PATCHES, LABELS, *((OTHER_LABELS, MIX) if images.mixup or images.cutmix else ()))
         )
     packed = ("segments", "positions", "weights") if config.data.batching == "packed" else ()
-    arrays = NEEDED.get(config.train.objective, ())
+    arrays = needed(config)
     return dict.fromkeys((TOKENS, LABELS, *packed, *arrays))
 
 

@@ -213,7 +213,9 @@ class AnswerBatches(RunHook):
                 continue
             for episode, advantage in zip(group, of_group, strict=True):
                 each = np.full(len(episode.tokens), advantage, np.float32)
-                yield Learned(episode.tokens, episode.drawn, episode.logprobs, each)
+                yield Learned(
+                    episode.tokens, episode.drawn, episode.logprobs, each, episode.experts
+                )
 
     def _learn_from_teacher(self, teacher: Teacher, learned: Sequence[Learned]) -> float:
         """Adds what a teacher makes of each token to its advantage; returns the mean distance from it."""

@@ -40,6 +40,7 @@ class Episode:
     tokens: np.ndarray  # int32
     drawn: np.ndarray  # bool: by the model
     logprobs: np.ndarray  # float32, of the tokens that were drawn
+    experts: np.ndarray | None = None  # int32 [n - 1, layers, top_k], if they are replayed
     answer: str = ""  # the text of the last answer
     ended: bool = False  # it has an end token
 
@@ -56,6 +57,8 @@ class Episode:
 
     def add_answer(self, answer: Answer, text: str) -> None:
         self._append(answer.tokens, answer.logprobs, True)
+        # The last reading saw all tokens that are there.
+        self.experts = answer.experts
         self.answer = text
         self.ended = answer.ended
 

@@ -139,6 +139,7 @@ class GapGate:
                 episode.drawn,
                 np.concatenate([[0.0], values]).astype(np.float32),
                 np.zeros(len(values) + 1, np.float32),
+                episode.experts,
             )
             for episode, values in zip(episodes, logprobs, strict=True)
         ]

@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain.compat import vary
+from meshtrain.compat import vary, varying
 from meshtrain.errors import ConfigError
 from meshtrain.generate.cache import laid_out
 from meshtrain.generate.forward import Caches, DecodingForward
@@ -37,6 +37,8 @@ class Answer(NamedTuple):
     tokens: np.ndarray  # int32 [n], the end token included where one was chosen
     logprobs: np.ndarray  # float32 [n], under the sampling distribution
     ended: bool  # by an end token, not by length
+    # int32 [prompt + n - 1, layers, top_k], that took each token but the last; None unless they are replayed
+    experts: np.ndarray | None = None
 
 
 class Wave(NamedTuple):
@@ -59,8 +61,23 @@ class Drawing(NamedTuple):
     counts: jax.Array  # tokens of the answers so far
     drawn: jax.Array
     logprobs: jax.Array
+    experts: (
+        jax.Array | None
+    )  # int32 [S, most, layers, top_k], that took them; None unless they are replayed
     steps: jax.Array  # int32 []
     goes_on: jax.Array  # bool []: any slot of any rank
+
+
+class Drawn(NamedTuple):
+    """What a wave has drawn, the same on all devices."""
+
+    tokens: Any  # int32 [S, most]
+    logprobs: Any  # float32 [S, most]
+    counts: Any  # int32 [S], tokens of the answers
+    experts: Any  # of `Drawing`
+    prompt_experts: (
+        Any  # int32 [ranks x N, T, layers, top_k], that took the prompts' tokens; or None
+    )
 
 
 class Rollouts:
@@ -89,6 +106,7 @@ class Rollouts:
         self.most = most
         self.temperature = temperature
         self.ends = ends
+        self.replays = program.config.rl.replay_routing
         self.forward = DecodingForward(program, slots, length)
         self.resharding = Resharding(program.layout, self.forward.layout)
         self.weights: Parts | None = None
@@ -115,13 +133,23 @@ class Rollouts:
         group = seeds.shape[1]
         answers: list[Answer] = []
         for wave in self._waves(prompts, seeds):
-            tokens, logprobs, counts = map(np.asarray, self._program(self.weights, wave))
-            for slot in np.flatnonzero(wave.limits):
-                count = counts[slot]
-                chosen = tokens[slot, :count]
-                ended = int(chosen[-1]) in self.ends
-                answers.append(Answer(chosen, logprobs[slot, :count], ended))
+            drawn = jax.tree.map(np.asarray, self._program(self.weights, wave))
+            slots = np.flatnonzero(wave.limits)
+            answers += [self._answer(wave, drawn, int(slot)) for slot in slots]
         return [answers[first : first + group] for first in range(0, len(answers), group)]
+
+    def _answer(self, wave: Wave, drawn: Drawn, slot: int) -> Answer:
+        count = drawn.counts[slot]
+        tokens = drawn.tokens[slot, :count]
+        experts = None
+        if drawn.experts is not None:
+            of_rank = len(wave.prompts) // self.forward.ranks
+            rank = slot // (self.slots // self.forward.ranks)
+            prompt = rank * of_rank + wave.sources[slot]
+            of_prompt = drawn.prompt_experts[prompt, : wave.lengths[prompt]]
+            experts = np.concatenate([of_prompt, drawn.experts[slot, : count - 1]])
+        ended = int(tokens[-1]) in self.ends
+        return Answer(tokens, drawn.logprobs[slot, :count], ended, experts)
 
     def _check(self, prompt: np.ndarray) -> None:
         vocabulary = self.forward.config.model.vocab_size
@@ -179,12 +207,10 @@ class Rollouts:
 
     @cached_property
     def _program(self) -> Any:
-        """The compiled program (weights, Wave) -> tokens and log-probabilities [S, most], and counts [S], the same on
-        all devices.
-        """
+        """The compiled program (weights, Wave) -> Drawn."""
         rows = PartitionSpec(self.forward.rows)
         mapped = jax.shard_map(
-            self._answer,
+            self._draw_wave,
             mesh=self.forward.mesh,
             in_specs=(self.resharding.specs, rows),
             out_specs=rows,
@@ -193,19 +219,27 @@ class Rollouts:
         weights = self.resharding.shardings(self.resharding.specs)
         return jax.jit(mapped, in_shardings=(weights, everywhere), out_shardings=everywhere)
 
-    def _answer(self, weights: Parts, wave: Wave) -> tuple[jax.Array, jax.Array, jax.Array]:
-        state = self._begin(weights, wave)
+    def _draw_wave(self, weights: Parts, wave: Wave) -> Drawn:
+        state, prompt_experts = self._begin(weights, wave)
 
         def step(state: Drawing) -> Drawing:
             read = self.forward.step(weights, state.caches, state.tokens, state.positions)
-            return self._choose(wave, state._replace(caches=read[0]), read[1])
+            experts = state.experts
+            if experts is not None and read.experts is not None:
+                at = (0, state.steps - 1, 0, 0)
+                experts = lax.dynamic_update_slice(experts, read.experts, at)
+            state = state._replace(caches=read.caches, experts=experts)
+            return self._choose(wave, state, read.logits)
 
         state = lax.while_loop(lambda state: state.goes_on, step, state)
-        return state.drawn, state.logprobs, state.counts
+        return Drawn(state.drawn, state.logprobs, state.counts, state.experts, prompt_experts)
 
-    def _begin(self, weights: Parts, wave: Wave) -> Drawing:
-        """Reads the prompts, and chooses the first token of every slot."""
-        read, logits = self.forward.read(weights, wave.prompts, wave.lengths)
+    def _begin(self, weights: Parts, wave: Wave) -> tuple[Drawing, jax.Array | None]:
+        """Reads the prompts, and chooses the first token of every slot; with the experts of the prompts, if they are
+        replayed.
+        """
+        read = self.forward.read(weights, wave.prompts, wave.lengths)
+        of_prompts = read.experts if self.replays else None
         rows = self.forward.rows
 
         def copied(new: jax.Array) -> jax.Array:
@@ -214,18 +248,23 @@ class Rollouts:
 
         slots = len(wave.sources)
         nothing = vary(jnp.zeros((slots, self.most), jnp.int32), rows)
+        experts = None
+        if of_prompts is not None:
+            shape = (slots, self.most, *of_prompts.shape[2:])
+            experts = vary(jnp.zeros(shape, jnp.int32), varying(of_prompts))
         state = Drawing(
-            jax.tree.map(copied, read),
+            jax.tree.map(copied, read.caches),
             nothing[:, 0],
             wave.lengths[wave.sources] - 1,
             wave.limits > 0,
             nothing[:, 0],
             nothing,
             nothing.astype(jnp.float32),
+            experts,
             jnp.int32(0),
             jnp.bool(True),
         )
-        return self._choose(wave, state, logits[wave.sources])
+        return self._choose(wave, state, read.logits[wave.sources]), of_prompts
 
     def _choose(self, wave: Wave, state: Drawing, logits: jax.Array) -> Drawing:
         """Chooses one more token of every slot, for the position behind its last, and notes it where the slot is
@@ -248,15 +287,14 @@ class Rollouts:
         counts = state.counts + state.live
         ended = jnp.isin(chosen.tokens, np.array(sorted(self.ends), np.int32))
         live = state.live & ~ended & (counts < wave.limits)
-        return Drawing(
-            state.caches,
-            chosen.tokens,
+        return state._replace(
+            tokens=chosen.tokens,
             # a slot that has ended reads on, at its last position, what nobody sees
-            jnp.minimum(positions, self.length - 1),
-            live,
-            counts,
-            noted(state.drawn, chosen.tokens),
-            noted(state.logprobs, chosen.logprobs),
-            state.steps + 1,
-            lax.psum(jnp.any(live).astype(jnp.int32), self.forward.rows) > 0,
+            positions=jnp.minimum(positions, self.length - 1),
+            live=live,
+            counts=counts,
+            drawn=noted(state.drawn, chosen.tokens),
+            logprobs=noted(state.logprobs, chosen.logprobs),
+            steps=state.steps + 1,
+            goes_on=lax.psum(jnp.any(live).astype(jnp.int32), self.forward.rows) > 0,
         )

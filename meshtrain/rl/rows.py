@@ -15,7 +15,7 @@ import numpy as np
 
 from meshtrain.config import Config
 from meshtrain.config.follow import round_up
-from meshtrain.inputs import FLOATS
+from meshtrain.inputs import EXPERTS, FLOATS
 
 # A batch has one of so many numbers of rows, each of which is compiled for.
 SHAPES = 4
@@ -28,6 +28,8 @@ class Learned(NamedTuple):
     drawn: np.ndarray  # bool: by the model, not given to it
     logprobs: np.ndarray  # float32, of the tokens that were drawn
     advantages: np.ndarray  # float32, likewise
+    # int32 [n - 1, layers, top_k], that take the tokens but the last; None: those that the router chooses
+    experts: np.ndarray | None = None
 
     @property
     def labels(self) -> int:
@@ -99,11 +101,17 @@ def pack(
         "advantages": drawn * joined(each.advantages[1:] for each in learned),
         "drawn": drawn * joined(each.logprobs[1:] for each in learned),
     }
+    if config.rl.replay_routing:
+        model = config.model
+        routes = (model.layers, model.moe.top_k)
+        nothing = np.empty((0, *routes), np.int32)
+        arrays[EXPERTS] = np.concatenate([nothing, *(each.experts for each in learned)])
     batch = {}
     for name, values in arrays.items():
-        flat = np.zeros(rows * length, np.float32 if name in FLOATS else np.int32)
+        kind = np.float32 if name in FLOATS else np.int32
+        flat = np.zeros((rows * length, *values.shape[1:]), kind)
         flat[at] = values
-        batch[name] = flat.reshape(rows, length)
+        batch[name] = flat.reshape(rows, length, *values.shape[1:])
     return batch
 
 

@@ -21,7 +21,12 @@ from meshtrain.rl.prompts import Prompts
 from meshtrain.run.directory import CHECKPOINTS, WAITING
 from meshtrain.run.processes import first_decides
 
-ARRAYS: dict[str, Any] = {"tokens": np.int32, "drawn": np.bool_, "logprobs": np.float32}
+ARRAYS: dict[str, Any] = {
+    "tokens": np.int32,
+    "drawn": np.bool_,
+    "logprobs": np.float32,
+    "experts": np.int32,
+}
 
 
 class Rollout(Protocol):
@@ -80,12 +85,12 @@ def _digest(body: bytes) -> bytes:
 
 
 def _plain(episode: Episode) -> dict[str, Any]:
-    arrays = {name: getattr(episode, name).tolist() for name in ARRAYS}
+    arrays = {name: x.tolist() for name in ARRAYS if (x := getattr(episode, name)) is not None}
     others = {name: getattr(episode, name) for name in ("given", "answer", "ended")}
     return {"prompt": episode.prompt.number, "seed": int(episode.seed), **arrays, **others}
 
 
 def _episode(plain: dict[str, Any], prompts: Prompts) -> Episode:
-    arrays = {name: np.array(plain[name], kind) for name, kind in ARRAYS.items()}
+    arrays = {name: np.array(plain[name], kind) for name, kind in ARRAYS.items() if name in plain}
     others = {name: plain[name] for name in ("given", "answer", "ended")}
     return Episode(prompts.all[plain["prompt"]], np.uint32(plain["seed"]), **{**others, **arrays})

@@ -17,7 +17,9 @@ class Group:
     def __init__(self, prompts: Prompts) -> None:
         episode = begin_episode(prompts.all[3], np.uint32(7))
         tokens = np.array([5, 6], np.int32)
-        episode.add_answer(Answer(tokens, np.array([-0.1, -0.7], np.float32), False), "é\ud800")
+        logprobs = np.array([-0.1, -0.7], np.float32)
+        experts = np.arange(8, dtype=np.int32).reshape(-1, 2, 1)
+        episode.add_answer(Answer(tokens, logprobs, False, experts), "é\ud800")
         self.groups = [[episode]]
 
 
