@@ -2,7 +2,7 @@
 
 The loop is what is neither the model (drawing, resharding, learning) nor a reward: packing rows, decoding texts, writing
 answers, placing batches. Takes the steps of `configs/rl_arithmetic.yaml` without its supervised ones, and leaves out those
-that compile.
+that compile. Then the same steps with a reward that takes a while (`--reward-seconds`), with `rl.lag` 0 and 1.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 import meshtrain as mt
 from meshtrain.generate.resharding import Resharding
@@ -21,6 +22,13 @@ from meshtrain.rl.rewards import Rewards
 from meshtrain.rl.rollouts import Rollouts
 from meshtrain.run.hooks import RunHook
 
+SLOW = """
+import time
+
+def score(prompt, answer, record):
+    time.sleep({seconds})
+    return float(answer.startswith(record["answer"]))
+"""
 STEPS = 16
 COMPILING = 4
 
@@ -62,21 +70,16 @@ class Shares(RunHook):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", nargs="?", default="configs/rl_arithmetic.yaml")
+    parser.add_argument("--reward-seconds", type=float, default=0.01)
     options = parser.parse_args()
+    lagging = {lag: lagged(options, lag) for lag in (0, 1)}
     shares = Shares()
     drawing = Rollouts._program.func  # type: ignore[attr-defined]
     resharding = Resharding.program.func  # type: ignore[attr-defined]
     Rollouts._program = property(lambda self: shares.timed("drawing", _kept(self, drawing)))  # type: ignore
     Resharding.program = property(lambda self: shares.timed("resharding", _kept(self, resharding)))  # type: ignore
     Rewards.score = shares.timed("rewards", Rewards.score)  # type: ignore[method-assign]
-    with tempfile.TemporaryDirectory() as directory:
-        changed = [
-            f"run.directory={Path(directory) / 'run'}",
-            "rl.supervised=0",
-            f"train.steps={STEPS}",
-            "checkpoint.every=0",
-        ]
-        mt.train(mt.load(options.config, changed), callbacks=[shares])
+    train(options.config, shares)
     steps = shares.steps[COMPILING:]
     total = sum(step["all"] for step in steps)
     parts = {
@@ -87,6 +90,35 @@ def main() -> None:
     print(f"{'':<12}{'ms a step':>10}{'share':>8}")
     for name, seconds in parts.items():
         print(f"{name:<12}{1000 * seconds / len(steps):>10.1f}{seconds / total:>8.1%}")
+
+    for lag, seconds in lagging.items():
+        each = f"a reward of {1000 * options.reward_seconds:g} ms"
+        print(f"{each}, rl.lag {lag}: {1000 * seconds:.1f} ms a step")
+
+
+def train(config: str, callback: Any, *changes: str, reward: str = "") -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        changed = [
+            f"run.directory={Path(directory) / 'run'}",
+            "rl.supervised=0",
+            f"train.steps={STEPS}",
+            "checkpoint.every=0",
+            *changes,
+        ]
+        if reward:
+            file = Path(directory) / "slow.py"
+            file.write_text(reward)
+            changed += [f'run.imports=["{file}"]', "rl.reward=slow:score"]
+        mt.train(mt.load(config, changed), callbacks=[callback])
+
+
+def lagged(options: argparse.Namespace, lag: int) -> float:
+    """Returns the median seconds of a step with `rl.lag` and a slow reward."""
+    times: list[float] = []
+    reward = SLOW.format(seconds=options.reward_seconds)
+    note = lambda row: times.append(time.perf_counter())
+    train(options.config, note, f"rl.lag={lag}", reward=reward)
+    return float(np.median(np.diff(times)[COMPILING:]))
 
 
 def _kept(owner: Any, make: Callable[[Any], Any]) -> Any:
