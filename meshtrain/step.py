@@ -496,13 +496,23 @@ class Program(Shown):
         """Returns the collectives of a compiled step."""
         from meshtrain.hlo import collectives
 
-        return collectives(compiled, self.mesh, self.busy)
+        return collectives(compiled, self.mesh, self.taken)
 
-    @property
-    def busy(self) -> float:
-        """Returns how often conditionals of the compiled step run, where idle stages skip a clock's work."""
+    def taken(self, source: str) -> float:
+        """Returns in which share of the clocks a conditional of the compiled step is taken, by the source of an
+        operation in it, where idle stages skip a clock's work.
+        """
         table = self.layout.table
-        return table.busy if table and self.local.forward.skips else 1.0
+        if table is None or not self.local.forward.skips:
+            return 1.0
+        # The first embedding stands before the clocks, and the last one's gradient behind them.
+        if f"shard_map/{xla.EMBEDDING}/cond/" in source:
+            return 1.0
+        if xla.EMBEDDING in source:
+            return (table.microbatches - 1) / table.clocks
+        # The head takes a microbatch once, layers in each chunk.
+        chunks = 1 if xla.HEAD in source else table.chunks
+        return table.microbatches * chunks / table.clocks
 
 
 class TrainStep:

@@ -7,6 +7,7 @@ import dataclasses
 import math
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,13 +117,13 @@ class CompiledCollectives(Shown, list[Collective]):
 def collectives(
     compiled: str | jax.stages.Compiled | Module,
     mesh: Mesh | AbstractMesh,
-    busy: float = 1.0,
+    taken: Callable[[str], float] = lambda source: 1.0,
     body: str | None = None,
 ) -> CompiledCollectives:
     """Returns every collective of a compiled program (its HLO text, its `Module`) for `mesh`, or those of one turn of
     one loop's body.
 
-    `busy` is how often the branches of its conditionals are taken, of all times, that hold collectives.
+    `taken` says of a collective in a conditional, by its source, how often that is taken, of all times.
     """
     program = compiled if isinstance(compiled, Module) else _read(compiled)
     return CompiledCollectives(
@@ -136,7 +137,7 @@ def collectives(
             conditionals=conditionals,
             source=op.source,
             lines=program.lines(op),
-            busy=busy if conditionals else 1.0,
+            busy=taken(op.source) if conditionals else 1.0,
             senders=senders(op, mesh.size),
         )
         for op, loops, conditionals in program.walk(body)

@@ -172,7 +172,7 @@ def compile_step(config: Config, target: str) -> Compiled:
                 "sent_bytes": c.sent * round(c.times),
                 "source": c.source,
             }
-            for c in hlo.collectives(module, jax_mesh, program.busy)
+            for c in hlo.collectives(module, jax_mesh, program.taken)
         ],
         module=module,
         mesh=jax_mesh,

@@ -104,6 +104,20 @@ class Plan(Shown):
         return self.flops_per_device / self.cluster.accelerator.flops(self.config.precision.compute)
 
     @property
+    def mfu_by_half(self) -> float:
+        """Model FLOPs utilisation where only the scores that a causal mask leaves are counted."""
+        return self.mfu * shapes.half_model_flops(self.config) / shapes.model_flops(self.config)
+
+    @property
+    def tokens_per_second_per_device(self) -> float:
+        return self.tokens_per_second / self.devices
+
+    @property
+    def cost_per_billion_tokens(self) -> float:
+        hours = 1e9 / self.tokens_per_second / 3600
+        return hours * self.devices * self.cluster.price_per_device_hour
+
+    @property
     def cost(self) -> float:
         """Price of all steps of the config."""
         hours = self.seconds * self.config.train.steps / 3600
@@ -140,8 +154,11 @@ class Plan(Shown):
             "bound_by": self.time.bound,
             "tokens_per_second": self.tokens_per_second,
             "flops_per_second_per_device": self.flops_per_device,
+            "tokens_per_second_per_device": self.tokens_per_second_per_device,
             "mfu": self.mfu,
+            "mfu_by_half": self.mfu_by_half,
             "cost": self.cost,
+            "cost_per_billion_tokens": self.cost_per_billion_tokens,
         } | ({"rollout": self.rollout_json()} if rollouts.draws(self.config) else {})
 
     @property

@@ -51,9 +51,10 @@ def headline(plan: Plan) -> str:
         f"{count(plan.parameters)} parameters{active}{trained} on {plan.devices} x {device.name}: {mesh}",
         f"memory  {size(plan.bytes)} of {size(device.usable_bytes)} a device: {verdict}",
         f"layers  {layers(plan)}",
-        f"time    {duration(plan.seconds)} a step, {count(plan.tokens_per_second)} tokens/s, "
-        f"{plan.flops_per_device / 1e12:.4g} TFLOP/s a device, "
-        f"MFU {plan.mfu:.1%}; bound by {plan.time.bound}",
+        f"time    {duration(plan.seconds)} a step; bound by {plan.time.bound}",
+        f"speed   {count(plan.tokens_per_second)} tokens/s, {plan.tokens_per_second_per_device:,.0f} a device; "
+        f"{plan.flops_per_device / 1e12:.4g} TFLOP/s a device, MFU {plan.mfu:.1%} "
+        f"({plan.mfu_by_half:.1%} without masked scores)",
     ]
     lines += _rollout(plan)
     if moe.experts:
@@ -70,7 +71,8 @@ def headline(plan: Plan) -> str:
     )
     lines.append(f"faults  {faults_text(faults(plan))}")
     if plan.cost:
-        lines.append(f"cost    {plan.cost:,.0f} for {plan.config.train.steps:,} steps")
+        each = f"{plan.cost_per_billion_tokens:,.0f} for a billion tokens"
+        lines.append(f"cost    {plan.cost:,.0f} for {plan.config.train.steps:,} steps, {each}")
     return "\n".join(lines)
 
 

@@ -275,8 +275,7 @@ def model_flops(config: Config) -> float:
         for weight in every
         if weight.name == ("embedding.tokens" if model.tied_head else "head.weight")
     )
-    scores = model.layers * model.heads * model.head_dim * seen(model, length)
-    per_token = matrices + (12 + 2 * reference) * scores
+    per_token = matrices + score_flops(config)
     if not FAMILIES[model.family].images:
         return float((per_token + head) * train.global_batch_size * length)
     number, _ = patches_of(model)
@@ -284,6 +283,23 @@ def model_flops(config: Config) -> float:
         count_flops(weight) - 2 * weight.size for weight in every if weight.name == PATCHES_WEIGHT
     )
     return float((per_token * length + head + embedding * number) * train.global_batch_size)
+
+
+def score_flops(config: Config) -> float:
+    """Returns the FLOPs of attention's scores and values a token, all keys counted as `seen` has it."""
+    model = config.model
+    reference = 2 if has_reference(config) else 0
+    scores = model.layers * model.heads * model.head_dim * seen(model, config.train.sequence_length)
+    return (12 + 2 * reference) * scores
+
+
+def half_model_flops(config: Config) -> float:
+    """Returns `model_flops` where a causal mask's half of the scores is not counted, as Megatron and others do."""
+    if not FAMILIES[config.model.family].causal:
+        return model_flops(config)
+    train = config.train
+    tokens = train.global_batch_size * train.sequence_length
+    return model_flops(config) - tokens * score_flops(config) / 2
 
 
 def tokens_at_peak(config: Config, kind: str, devices: int) -> float | None:

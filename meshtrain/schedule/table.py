@@ -146,11 +146,6 @@ class Table(Shown):
         return replace(self, sends=np.full((2, self.chunks), -1))
 
     @property
-    def busy(self) -> float:
-        """Share of the clocks in which a stage has a forward, and of those in which it has a backward."""
-        return self.microbatches * self.chunks / self.clocks
-
-    @property
     def virtual_stages(self) -> int:
         return self.stages * self.chunks
 

@@ -264,7 +264,7 @@ def test_trips_multiply_over_loops_and_conditionals_are_told(mesh):
 def test_traffic_sums_what_is_sent_by_axis_as_often_as_it_is_executed(mesh):
     found = collectives(NESTED, mesh)
     assert found.traffic == {"tensor": 55 * 32, "pipeline": 11 * 32, "data": 16}
-    assert collectives(NESTED, mesh, busy=0.5).traffic == {
+    assert collectives(NESTED, mesh, lambda source: 0.5).traffic == {
         "tensor": 55 * 32 / 2,
         "pipeline": 11 * 32,
         "data": 16,

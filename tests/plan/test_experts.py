@@ -5,7 +5,6 @@ import math
 from dataclasses import fields, replace
 
 import pytest
-from counted import before_or_after_the_clocks
 from covering import slow_but
 
 from meshtrain.config import load, replaced
@@ -75,8 +74,7 @@ MORE = [*FEW, {"remat": "full"}, {"expert": 2}, {"tensor": 2}, {"context": 2}]
 def test_the_program_sends_over_expert_what_is_planned(dispatch, capacity, more):
     config = configuration(dispatch, capacity, **more)
     compiled = compile_step(config, "cpu")
-    clocks = [c for c in compiled.collectives if not before_or_after_the_clocks(c["source"])]
-    sent = replace(compiled, collectives=clocks).sent()
+    sent = compiled.sent()
     planned = traffic.by_axis(plan(config, named("cpu", config.mesh.devices)).transfers)
     over = (
         ("expert", "tensor") if dispatch == "all_to_all" and config.mesh.tensor > 1 else ("expert",)

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from counted import before_or_after_the_clocks
 from traced_steps import traced
 
 from meshtrain.compat import lines_as_they_are
@@ -76,9 +75,8 @@ def test_what_a_trace_tells_of_a_step_is_what_its_program_says(mesh, parallel, t
     assert sum(told.seconds.values()) == pytest.approx(told.wall_seconds)
     assert told.seconds.get("unknown", 0.0) < 0.005 * told.wall_seconds
     expected: Counter[tuple[str, str]] = Counter()
-    for one in collectives(step, program.mesh, program.busy):
-        if not before_or_after_the_clocks(one.source):
-            expected[one.kind, one.axis] += one.times
+    for one in collectives(step, program.mesh, program.taken):
+        expected[one.kind, one.axis] += one.times
     assert told.collectives == pytest.approx(expected)
     present = {"forward", "backward", "head", "embedding", "optimizer", "schedule"}
     present |= {
