@@ -37,6 +37,7 @@ class Kernel:
     backward: float = 0.84  # rate of the backward on long sequences, in the forward's
     half_length: float = 340.0
     half_length_backward: float = 700.0
+    share: float = 1.0  # of the rate
 
     def slowed(self, accelerator: Accelerator, length: int) -> tuple[float, float]:
         """Returns how much longer forward and backward take than at the forward's rate on long sequences."""
@@ -48,6 +49,9 @@ class Kernel:
 
 
 CUDNN = Kernel()
+# Triton's rate beside cuDNN's on an H100, heads of 128, rows of 1,024 to 16,384: 0.64 to 0.66 (Shah et al. 2024, figure
+# 5). Our own kernel has not been measured.
+FUSED = Kernel(share=0.65)
 # Bytes an element of the output in a step over context: operands picked, read and written; the kernel's output read,
 # and merged with the float32 one in two halves.
 MERGED = 14
@@ -256,7 +260,8 @@ def attention(
     if kernel := profile.kernel:
         slowed, _ = kernel.slowed(accelerator, looped(length, causal))
         products = 4 * width * (scores / 2 if causal else scores) * slowed
-        return Seconds(attention=products / (flops * (kernel.rate or efficiency.attention)))
+        rate = kernel.share * (kernel.rate or efficiency.attention)
+        return Seconds(attention=products / (flops * rate))
     # Both products in full. Passes over the scores: 6 and a byte of dropout's mask forward (product, softmax and
     # dropout write them, and each is read), 9 and a byte backward. A backward counts as two forwards here, so a forward
     # as a third of both.

@@ -6,7 +6,7 @@
 `LayerCost` holds both sums.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from meshtrain.cluster.accelerators import Accelerator
@@ -62,6 +62,7 @@ def layer_cost(
 ) -> LayerCost:
     """Returns the costs of a microbatch in one layer."""
     device = cluster.accelerator
+    profile = _with_kernel(config, device, profile)
     layer = _time_layer(config, cluster, profile)
     parts = _layer_parts(config, device, layer, profile)
     forward = sum((part.forward for part in parts), Seconds())
@@ -106,6 +107,15 @@ def layer_cost(
         * pairs,
         backward_hidden=min(backward_sends - EXPOSED * expert[1], forward.total) * pairs,
     )
+
+
+def _with_kernel(
+    config: Config, device: Accelerator, profile: FrameworkProfile
+) -> FrameworkProfile:
+    """Returns the profile with the kernel of attention that our program takes."""
+    if not _is_ours_on_gpus(device, profile) or activations.kernel(config, "gpu") != "fused":
+        return profile
+    return replace(profile, kernel=compute.FUSED)
 
 
 def _time_layer(config: Config, cluster: Cluster, profile: FrameworkProfile) -> Layer:

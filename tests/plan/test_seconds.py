@@ -345,8 +345,11 @@ def test_a_pipeline_of_dpo_goes_forward_once_more_and_a_search_counts_it(schedul
             {"data": 1, "pipeline": 4}, {"global_batch_size": 8}, schedule=schedule, microbatches=8
         ),
         lora={"rank": 8},
+        # both by the kernel of packed rows
+        data={"batching": "packed"},
     )
-    preferring = replaced(tuned, train={"objective": "dpo"}, data={"format": "pairs"})
+    pairs = {"format": "pairs", "batching": "window"}
+    preferring = replaced(tuned, train={"objective": "dpo"}, data=pairs)
     cluster = named("h100", 4)
     before, found = (plan(config, cluster) for config in (tuned, preferring))
     assert 0.25 < found.time.reference / before.seconds < 0.5
