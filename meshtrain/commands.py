@@ -17,6 +17,7 @@ GROUPS = {
     },
     "plan": {
         "plan": "predicts the memory, time and best mesh of a config without a device",
+        "check-gpu": "checks an accelerator against the CPU, and measures what it gives",
         "probe": "measures links and devices of a cluster and writes its YAML for the planner",
     },
     "data": {
@@ -42,7 +43,7 @@ GROUPS = {
     },
 }  # fmt: skip
 COMMANDS = {name: meaning for group in GROUPS.values() for name, meaning in group.items()}
-MODULES = {"config": "keys"}  # of a command whose module has another name
+MODULES = {"config": "keys", "check-gpu": "check_gpu"}  # of a command whose module has another name
 
 
 def parser_of(name: str) -> cli.Parser:

@@ -499,9 +499,7 @@ class Program(Shown):
         return collectives(compiled, self.mesh, self.taken)
 
     def taken(self, source: str) -> float:
-        """Returns in which share of the clocks a conditional of the compiled step is taken, by the source of an
-        operation in it, where idle stages skip a clock's work.
-        """
+        """Returns in which share of the clocks a conditional is taken, by the source of an operation in it."""
         table = self.layout.table
         if table is None or not self.local.forward.skips:
             return 1.0

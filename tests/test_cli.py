@@ -491,7 +491,8 @@ def test_a_reader_that_has_had_enough_gets_no_traceback(tmp_path):
 def test_the_list_of_commands_has_every_command_with_a_line_and_runs_it(capsys, monkeypatch):
     from meshtrain.__main__ import main
 
-    there = {path.parent.name for path in ROOT.glob("meshtrain/*/__main__.py")} | {
+    rooms = {path.parent.name for path in ROOT.glob("meshtrain/*/__main__.py")}
+    there = {room.replace("_", "-") for room in rooms} | {
         "train",
         "completion",
         "config",

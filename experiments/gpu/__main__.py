@@ -1,17 +1,14 @@
 """What runs of meshtrain take on one real GPU, beside what the planner and the compiler said of them.
 
-    python -m experiments.gpu check               small runs of every kind: losses and norms on the GPU beside those of the CPU
     python -m experiments.gpu speed [CASE ...]    layers of real models: seconds and bytes of a step, measured and planned
     python -m experiments.gpu trace CASE          the kernels of one step, by what they are for
     python -m experiments.gpu rates               what the GPU itself gives: products of many shapes, and a copy
 
-Each case runs in a process of its own, which is this module called with `one` or `losses`. `--out DIR` also writes
-JSON; `--each SECONDS` ends a case, or the checks, that take longer; `--cpu FILE` has the losses of the CPU from where
-`losses --out FILE` wrote them.
+Each case runs in a process of its own, which is this module called with `one`. `--out DIR` also writes JSON;
+`--each SECONDS` ends a case that takes longer. `meshtrain check-gpu` compares losses with those of the CPU.
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -24,14 +21,10 @@ from statistics import median
 from typing import Any
 
 from experiments import bench
-from experiments.gpu.cases import CHECKS, SPEED, Case
+from experiments.gpu.cases import SPEED, Case
 from meshtrain import xla
 
-STEPS, LOSSES = 12, 2
-PROCESSES = {"cuda": 6, "cpu": 2}  # of `check`
-# Of losses, and of the first gradient's norm: the second hangs on an update of Adam's, which goes by the sign of what
-# is all but zero.
-TOLERANCE = {"float32": (2e-5, 1e-4), "bfloat16": (1e-3, 5e-3), "float16": (1e-3, 5e-3)}
+STEPS = 12
 # In the names of kernels: of cuBLASLt, of XLA's and our own in Triton; of cuDNN.
 WORDS = {
     "products": ("nvjet", "gemm", "product_kernel", "weight_kernel"),
@@ -40,88 +33,11 @@ WORDS = {
 }
 
 
-def losses(name: str) -> list[list[float]]:
-    """Loss and norm of the gradient of some steps."""
-    import jax
-    import numpy as np
-
-    from meshtrain.config import load
-    from meshtrain.step import Program
-
-    if (
-        CHECKS[name].config()["precision"]["compute"] == "float32"
-    ):  # its products are else of 10 bits
-        jax.config.update("jax_default_matmul_precision", "highest")
-    program, found = Program(load(CHECKS[name].config())), []
-    state = program.init()
-    for step in range(LOSSES):
-        state, metrics = program.train_step(
-            state, program.place(_batch(CHECKS[name], np.random.default_rng(step)))
-        )
-        found.append([float(metrics["loss"]), float(metrics["grad_norm"])])
-    return found
-
-
 def _batch(case: Case, random: Any) -> dict[str, Any]:
     tokens = random.integers(0, case.model["vocab_size"], (case.rows, case.tokens + 1)).astype(
         "int32"
     )
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
-
-
-def check(names: Sequence[str], out: Path | None, limit: float, cpu: Path | None) -> int:
-    """Prints each check's relative differences; returns how many are beyond what they may be.
-
-    `cpu`: what `losses` wrote there.
-    """
-    with tempfile.TemporaryDirectory() as directory:
-        running, shared = [], {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        for platform in ("cuda",) if cpu else PROCESSES:
-            for i in range(min(PROCESSES[platform], len(names))):
-                command = [
-                    sys.executable,
-                    "-m",
-                    "experiments.gpu",
-                    "losses",
-                    *names[i :: PROCESSES[platform]],
-                ]
-                command += ["--out", f"{directory}/{platform}-{i}.json"]
-                running.append(
-                    subprocess.Popen(command, env=os.environ | shared | {"JAX_PLATFORMS": platform})
-                )
-        bench.until(lambda: all(process.poll() is not None for process in running), limit)
-        for process in running:
-            process.kill()
-        found: dict[str, Any] = {"cuda": {}, "cpu": json.loads(cpu.read_text()) if cpu else {}}
-        for file in Path(directory).iterdir():
-            found[file.name.split("-")[0]] |= json.loads(file.read_text())
-    wrong = 0
-    print(f"{'check':20} {'loss':>9} {'norm':>9}  of the CPU's")
-    for name in names:
-        ours, theirs = found["cuda"].get(name), found["cpu"].get(name)
-        if not isinstance(ours, list) or not isinstance(theirs, list):
-            print(f"{name:20} {ours if not isinstance(ours, list) else theirs}")
-            wrong += 1
-            continue
-        loss = max(abs(a / b - 1) for (a, _), (b, _) in zip(ours, theirs, strict=True))
-        norm = abs(ours[0][1] / theirs[0][1] - 1)
-        limits = TOLERANCE[CHECKS[name].config()["precision"]["compute"]]
-        bad = not (loss <= limits[0] and norm <= limits[1])
-        wrong += bad
-        print(f"{name:20} {loss:9.1e} {norm:9.1e}{'   WRONG' if bad else ''}")
-    if out:
-        (out / "check.json").write_text(json.dumps(found))
-    return wrong
-
-
-def all_losses(names: Sequence[str], file: Path) -> None:
-    found: dict[str, Any] = {}
-    for name in names:
-        try:
-            found[name] = losses(name)
-        except Exception as error:  # the next one is to be tried all the same
-            found[name] = f"{type(error).__name__}: {error}"[:1500]
-        file.write_text(json.dumps(found))
 
 
 class Run:
@@ -348,24 +264,18 @@ def rates(out: Path | None) -> None:
 
 def main() -> int:
     parser = bench.parser(__doc__)
-    parser.add_argument("verb", choices=["check", "speed", "trace", "rates", "losses", "one"])
+    parser.add_argument("verb", choices=["speed", "trace", "rates", "one"])
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--each", type=float, default=120.0)
-    parser.add_argument("--cpu", type=Path)
     options = parser.parse_intermixed_args()
     xla.ask_for_pool()
-    known = CHECKS if options.verb in ("check", "losses") else SPEED
-    if unknown := set(options.cases) - known.keys():
-        parser.error(f"no case {sorted(unknown)}; there are {', '.join(known)}.")
-    if options.verb in ("check", "speed", "trace", "rates") and not shutil.which("nvidia-smi"):
+    if unknown := set(options.cases) - SPEED.keys():
+        parser.error(f"no case {sorted(unknown)}; there are {', '.join(SPEED)}.")
+    if options.verb != "one" and not shutil.which("nvidia-smi"):
         parser.error(f"{options.verb} needs an NVIDIA GPU, and there is none on this machine.")
-    names = options.cases or list(known)
-    if options.verb == "check":
-        return check(names, options.out, options.each, options.cpu)
-    if options.verb == "losses":
-        all_losses(names, options.out)
-    elif options.verb == "one":
+    names = options.cases or list(SPEED)
+    if options.verb == "one":
         print(json.dumps(speed(names[0])))
     elif options.verb == "speed":
         return each(names, options.out, options.each)

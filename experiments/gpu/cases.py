@@ -1,5 +1,4 @@
-"""The runs that are tried on one GPU: small ones whose losses must be those of the CPU, and layers of real models, as
-many as fit.
+"""The runs that are timed on one GPU: layers of real models, as many as fit.
 
 `h100.jsonl` has what `speed` found of some of them on an H100.
 """
@@ -113,41 +112,4 @@ SPEED = {
     "qwen3 x 2 dense": case(QWEN3_30B | {"layers": 2, "d_ff": 6144}, 4, 4096),
     "mixtral x 1": case(MIXTRAL | {"layers": 1, "moe": WIDE}, 4, 4096),
     "mixtral x 1 dense": case(MIXTRAL | {"layers": 1, "d_ff": 28672}, 4, 4096),
-}
-
-_SMALL = {
-    "family": "llama",
-    "layers": 3,
-    "d_model": 128,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 64,
-    "d_ff": 256,
-    "vocab_size": 512,
-}
-_SPARSE = {k: v for k, v in _SMALL.items() if k != "d_ff"} | {
-    "moe": {"experts": 8, "top_k": 2, "d_ff": 64, "balance": "sequence", "balance_weight": 1.0e-2}
-}
-CHECKS = {
-    "bfloat16": case(_SMALL, 4, 256),
-    "float16": case(_SMALL, 4, 256, precision={"compute": "float16"}),
-    "remat": case(_SMALL, 4, 256, parallel={"remat": "full"}),
-    "microbatches": case(_SMALL, 4, 256, parallel={"microbatches": 2}),
-    "dropout": case(_SMALL | {"dropout": 0.2}, 4, 256),
-    "gemma": case(_SMALL | {"family": "gemma2", "window": 64}, 4, 256),
-    "qwen3": case(_SMALL | {"family": "qwen3"}, 4, 256),
-    "gpt-oss": case(_SPARSE | {"family": "gpt_oss", "window": 64}, 4, 256),
-    "odd": case(_SMALL | {"head_dim": 40, "vocab_size": 517}, 3, 193),
-    "experts": case(_SPARSE, 4, 256),
-    "experts capacity": case(_SPARSE, 4, 256, parallel={"experts": {"capacity": 1.25}}),
-    "rowwise": case(_SMALL, 4, 256, precision=FLOAT8),
-    "rowwise wgrad": case(_SMALL, 4, 256, precision=FLOAT8 | {"float8_wgrad": "float8"}),
-    "tensorwise": case(_SMALL, 4, 256, precision=FLOAT8 | {"float8_recipe": "tensorwise"}),
-    "blockwise": case(_SMALL, 4, 256, precision=FLOAT8 | {"float8_recipe": "blockwise"}),
-    "experts rowwise": case(_SPARSE, 4, 256, precision=FLOAT8),
-    "lora": case(_SMALL, 4, 256, lora=_LORA),
-    "lora float8": case(_SMALL, 4, 256, lora=_LORA, precision=FLOAT8 | {"float8_frozen": True}),
-    "chunks": case(_SMALL, 4, 256, train={"loss_chunk": 128}),
-    "offload": case(_SMALL, 4, 256, parallel={"offload_optimizer": True}),
-    "float32": case(_SMALL, 4, 256, precision={"compute": "float32"}),
 }
