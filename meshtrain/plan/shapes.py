@@ -27,8 +27,8 @@ FIRST = ("blocks.attention.q", "blocks.attention.k", "blocks.attention.v")
 class Elements:
     """Elements of some weights on one device: `full` as the model uses them, `shard` of what is split over data too."""
 
-    full: int = 0
-    shard: int = 0
+    full: float = 0
+    shard: float = 0
     largest: int = 0  # full elements of the largest weight
     # What a gather over all token ranks makes of the shards; of experts, which fewer ranks gather, what sends as many
     # bytes.

@@ -71,7 +71,7 @@ class StackedLayer(NamedTuple):
     step: int  # layers of its stack in a turn
     skipped: bool  # where it is padding, see `layout.SlotKind`
 
-    def at(self, offset: Array, i: Array) -> Array:
+    def at(self, offset: Array | int, i: Array) -> Array:
         """Returns the place in its stack of turn i, where the segment's first turn has it at `offset`."""
         return offset + (i if self.step == 1 else self.step * i)
 
