@@ -125,6 +125,7 @@ class DecodingForward:
         """Returns the residual stream behind the last layer, [B, T, D], each layer with its own attention, and the
         experts of `ReadTokens`.
         """
+        moe = self.config.model.moe
         experts: list[jax.Array] = []
         routing = Routing(note=experts.append)
         embedding = nnx.merge(self.graphs.embedding, weights.embedding)
@@ -138,6 +139,9 @@ class DecodingForward:
             y = self.parts.block(block, x, of_layer, self.collectives, NO_DROPOUT)
             self.parts.check_block(x, y)
             x = y
+            if moe.experts and len(experts) == layer:
+                # a dense layer among layers of experts
+                experts.append(jnp.zeros((*x.shape[:2], moe.top_k), jnp.int32))
         if not experts:
             return x, None
         # All tensor ranks have chosen the same, which types do not know.
