@@ -27,7 +27,7 @@ from meshtrain.config.model import ModelConfig
 from meshtrain.config.stacks import BLOCKS, layers_of_stacks, model_of_stack
 from meshtrain.hf.hf_directory import TensorFiles
 from meshtrain.hf_families import WeightName, hf_family
-from meshtrain.model.weights import Weight, weights
+from meshtrain.model.weights import COUNTED, Weight, weights
 
 ABSENT = -1
 Box = tuple[slice, ...]  # of one layer's weight, a slice a dimension
@@ -238,12 +238,32 @@ class StackedMapping(TensorMapping):
         return (0, 2)
 
 
+class LoadMapping(TensorMapping):
+    """The load of a layer's experts, of which their files have the bias that is added to scores."""
+
+    def read(self, files: TensorFiles, layer: int | None, box: Box) -> np.ndarray:
+        (name,) = self.tensors(layer)
+        bias = files.tensor(name).astype(np.float32)
+        return np.pad(bias, (0, COUNTED))[box]
+
+    def shape(self) -> tuple[int, ...]:
+        return (self.numbers,)
+
+    @property
+    def numbers(self) -> int:
+        return super().numbers - COUNTED
+
+    def converted(self, ours: np.ndarray, tensor: int = 0) -> np.ndarray:
+        return ours[:-COUNTED]
+
+
 MAPPINGS = {
     "experts": ExpertMapping,
     "merged": MergedMapping,
     "alternating": MergedMapping,
     "stacked": StackedMapping,
     "half": StackedMapping,
+    "load": LoadMapping,
 }
 
 
@@ -274,7 +294,7 @@ def mappings(model: ModelConfig, files: TensorFiles | None = None) -> dict[str, 
     def mapping(weight: Weight) -> TensorMapping:
         stack, _, ours = weight.name.partition(".")
         layers = stacks.get(stack, ())
-        if weight.counts:
+        if weight.counts and f"{BLOCKS}.{ours}" not in by_stack[stack]:
             return NoTensor(weight, WeightName(weight.name, ""), layers)
         if layers:
             name = by_stack[stack][f"{BLOCKS}.{ours}"]
