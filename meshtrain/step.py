@@ -320,7 +320,14 @@ class Program(Shown):
             self.local.gradients,
             mesh=self.mesh,
             in_specs=(self.layout.shards, self.rows, everywhere, everywhere, specs),
-            out_specs=Gradients(everywhere, shards, specs, everywhere, measured=everywhere),
+            out_specs=Gradients(
+                everywhere,
+                shards,
+                specs,
+                everywhere,
+                measured=everywhere,
+                maxima=self.local.qk_clip and self.local.qk_clip.spec,
+            ),
         )
 
     def _train(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
@@ -341,9 +348,13 @@ class Program(Shown):
         norm = optax.tree.norm(self.layout.only_updated(grads))
         before = self.layout.only_trained(state.params), state.optimizer, state.reduce
         updates, optimizer = self.optimizer.update(grads, before[1], before[0])
-        after = optax.apply_updates(before[0], updates), optimizer, gradients.feedback
+        params = optax.apply_updates(before[0], updates)
         learning_rate = self.learning_rate(updates_made(state.optimizer))
         metrics = {"loss": gradients.loss, "grad_norm": norm, "learning_rate": learning_rate}
+        if self.local.qk_clip is not None:
+            params, clipped = self.local.qk_clip.clip(params, gradients.maxima)
+            metrics |= clipped
+        after = params, optimizer, gradients.feedback
         scale = state.scale
         statistics = gradients.statistics
         if scale is not None:

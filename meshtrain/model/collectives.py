@@ -93,7 +93,7 @@ class Collectives:
         heads: Any,
         masks: Any,
         sinks: Any = None,
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, jax.Array | None]:
         """Attention, by a kernel of `model.attention`, of the queries that are here to the keys and values of the whole
         row.
         """
@@ -106,7 +106,8 @@ class Collectives:
         segments: Any,
         dropout: Any,
         sinks: Any = None,
-    ) -> jax.Array:
+        counted: Any = None,
+    ) -> Any:
         """Computes the same by `attend`, for all tokens and a share of the heads."""
         raise NotImplementedError("all tokens of a row are here")
 
