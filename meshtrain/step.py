@@ -348,13 +348,13 @@ class Program(Shown):
         norm = optax.tree.norm(self.layout.only_updated(grads))
         before = self.layout.only_trained(state.params), state.optimizer, state.reduce
         updates, optimizer = self.optimizer.update(grads, before[1], before[0])
-        params = optax.apply_updates(before[0], updates)
-        learning_rate = self.learning_rate(updates_made(state.optimizer))
-        metrics = {"loss": gradients.loss, "grad_norm": norm, "learning_rate": learning_rate}
-        if self.local.qk_clip is not None:
-            params, clipped = self.local.qk_clip.clip(params, gradients.maxima)
-            metrics |= clipped
+        params, clipped = self.local.clip(optax.apply_updates(before[0], updates), gradients)
         after = params, optimizer, gradients.feedback
+        metrics = {
+            "loss": gradients.loss,
+            "grad_norm": norm,
+            "learning_rate": self.learning_rate(updates_made(state.optimizer)),
+        }
         scale = state.scale
         statistics = gradients.statistics
         if scale is not None:
@@ -366,6 +366,7 @@ class Program(Shown):
         params = self.layout.add_frozen(after[0], state.params)
         metrics |= (
             statistics
+            | clipped
             | gradients.measured
             | load_metrics(self.config, self.layout, gradients.shards)
         )

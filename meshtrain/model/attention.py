@@ -136,9 +136,8 @@ def attend(
         attend_heads = partial(
             attend, window=window, scale=scale, cap=cap, causal=causal, local=local
         )
-        return collectives.attend_by_heads(
-            attend_heads, given, segments_BT, dropout, sinks, counted
-        )
+        of_tokens = segments_BT, counted
+        return collectives.attend_by_heads(attend_heads, given, of_tokens, dropout, sinks)
     drops = dropout.rate > 0
     words = dropout.words(collectives.first_head(heads), heads) if drops else None
     window = window if window < length * collectives.context else 0
@@ -169,7 +168,7 @@ def attend(
         shared = vary(masks._replace(local=None), varying(q_BTHK))._replace(local=masks.local)
         run = collectives.attend_in_zigzag if collectives.context > 1 else run_kernel
         rows, top_BHT = run(kernel, scoring, given, shared, sinks)
-    if counted is None:
+    if counted is None or top_BHT is None:
         return rows
     largest = jnp.where(counted[:, None], top_BHT, MASKED).max((0, 2))
     return rows, checkpoint_name(largest, "attention")
@@ -278,7 +277,7 @@ run_kernel.defvjp(_kernel_forward, _kernel_backward)
 def forward(kernel: Kernel, scoring: Scoring, heads: Heads, masks: MaskArrays) -> Outputs:
     """Returns the outputs of any kernel."""
     if kernel == "blocks":
-        return _by_heads(heads, *_forward_blocks(scoring, *_group_heads(scoring, heads), masks))
+        return _join_groups(heads, *_forward_blocks(scoring, *_group_heads(scoring, heads), masks))
     return Outputs(*_imported(kernel).forward(scoring, heads, masks))
 
 
@@ -339,15 +338,15 @@ def _forward(
     q, k, v = _group_heads(scoring, heads)
     out, log_sum, top = run_windowed(scoring, masks.local, _forward_blocks, q, k, v, masks)
     if sinks is not None:
-        total = add_sinks(_by_heads(heads, out, log_sum, None), sinks)
+        total = add_sinks(_join_groups(heads, out, log_sum, None), sinks)
         out = total.out.reshape(out.shape)
         log_sum = total.log_sum.reshape(log_sum.shape)
     out, log_sum = (checkpoint_name(a, "attention") for a in (out, log_sum))
-    top = None if top is None else top.reshape(len(top), -1, top.shape[-1])
-    return (out, top), (Residuals(q, k, v, out, log_sum), masks, sinks)
+    by_head = jax.tree.map(lambda x: x.reshape(len(x), -1, x.shape[-1]), top)
+    return (out, by_head), (Residuals(q, k, v, out, log_sum), masks, sinks)
 
 
-def _by_heads(heads: Heads, out: jax.Array, *of_queries: jax.Array | None) -> Outputs:
+def _join_groups(heads: Heads, out: jax.Array, *of_queries: jax.Array | None) -> Outputs:
     """Returns outputs from those of `_forward_blocks`."""
     batch, length, queries, _ = heads.q.shape
     by_head = jax.tree.map(lambda x: x.reshape(batch, queries, length), of_queries)
@@ -395,8 +394,8 @@ def _forward_blocks(
         if scoring.tops:
             tops.append(top[..., 0])
     out = jnp.concatenate(outs, axis=3).transpose(0, 3, 1, 2, 4).reshape(batch * length, -1)
-    top = jnp.concatenate(tops, axis=3) if tops else None
-    return out, jnp.concatenate(sums, axis=3), top
+    top_scores = jnp.concatenate(tops, axis=3) if tops else None
+    return out, jnp.concatenate(sums, axis=3), top_scores
 
 
 def _backward(

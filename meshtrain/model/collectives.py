@@ -103,10 +103,9 @@ class Collectives:
         self,
         attend: Any,
         heads: Any,
-        segments: Any,
+        of_tokens: Any,
         dropout: Any,
         sinks: Any = None,
-        counted: Any = None,
     ) -> Any:
         """Computes the same by `attend`, for all tokens and a share of the heads."""
         raise NotImplementedError("all tokens of a row are here")

@@ -129,12 +129,11 @@ class ContextCollectives(MeshCollectives):
         self,
         attend: Any,
         heads: Heads,
-        segments: Any,
+        of_tokens: Any,
         dropout: Any,
         sinks: Any = None,
-        counted: Any = None,
     ) -> Any:
-        return attend_by_heads(attend, heads, segments, self, dropout, sinks, counted)
+        return attend_by_heads(attend, heads, of_tokens, self, dropout, sinks)
 
 
 # --- zigzag
@@ -166,7 +165,7 @@ def zigzag_attention(
     sinks: Array | None,
 ) -> tuple[Array, Array | None]:
     """Returns the causal attention of this rank's queries [B, T/N, H, K] to the keys and values [B, T/N, G, K] of all
-    ranks, `[B*T/N, H*K]`, and the largest scores [B, H, T/N] where asked for.
+    ranks: `[B*T/N, H*K]`. The largest scores [B, H, T/N] come with it where asked for.
 
     `rings`: keys and values go round; else they are gathered.
     """
@@ -474,14 +473,13 @@ class _OfHeads(Collectives):
 def attend_by_heads(
     attend: Callable[..., Array],
     heads: Heads,
-    segments: Array | None,
+    of_tokens: tuple[Array | None, Array | None],
     collectives: Collectives,
     dropout: Dropout,
     sinks: Array | None = None,
-    counted: Array | None = None,
 ) -> Any:
     """Returns the result of `attend`, called with all T tokens of H/N heads, for the T/N tokens of H heads that are
-    here; N divides H. The largest scores [H], where asked for, are those of this rank's heads, and MASKED of the others.
+    here; N divides H. `of_tokens`: their segments, and which are counted.
 
     If N does not divide the G groups of keys and values, each group is repeated: on 4 ranks, 2 groups 2 times each.
     """
@@ -493,17 +491,20 @@ def attend_by_heads(
         k, v = (jnp.repeat(x, repeats, axis=HEADS) for x in (k, v))
     q, k, v = (lax.all_to_all(x, CONTEXT, HEADS, SEQUENCE, tiled=True) for x in (q, k, v))
     segments, counted = jax.tree.map(
-        lambda x: lax.all_gather(x, CONTEXT, axis=SEQUENCE, tiled=True), (segments, counted)
+        lambda x: lax.all_gather(x, CONTEXT, axis=SEQUENCE, tiled=True), of_tokens
     )
     own = q.shape[HEADS]
     if sinks is not None:
         sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(CONTEXT) * own, own)
     attended = attend(q, k, v, segments, outer, dropout, sinks=sinks, counted=counted)
-    rows, largest = (attended, None) if counted is None else attended
+    rows, *largest = (attended,) if counted is None else attended
     out = lax.all_to_all(rows.reshape(q.shape), CONTEXT, SEQUENCE, HEADS, tiled=True)
     rows = out.reshape(out.shape[0] * out.shape[1], -1)
-    if largest is None:
-        return rows
-    others = vary(jnp.full(own * ranks, MASKED), varying(largest))
-    first = lax.axis_index(CONTEXT) * own
-    return rows, lax.dynamic_update_slice_in_dim(others, largest, first, 0)
+    return (rows, _among_others(*largest)) if largest else rows
+
+
+def _among_others(largest: Array) -> Array:
+    """Returns the largest scores of a rank's heads among those of the tensor rank, MASKED where they are others'."""
+    own = len(largest)
+    others = vary(jnp.full(own * lax.axis_size(CONTEXT), MASKED), varying(largest))
+    return lax.dynamic_update_slice_in_dim(others, largest, lax.axis_index(CONTEXT) * own, 0)

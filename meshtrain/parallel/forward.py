@@ -330,7 +330,7 @@ class Forward:
         return lambda index: Routing(routed & (index >= 0), batch.get(SEED))
 
     def counted(self, batch: Batch) -> Array:
-        """Returns which tokens are no padding, bool [b, T]."""
+        """Returns whether each token is more than padding, bool [b, T]."""
         if "segments" in batch:
             return batch["segments"] > 0
         if LAST in batch:

@@ -65,7 +65,9 @@ class Gradients(NamedTuple):
     counted: Any = (
         None  # how much counts in the batch, where it is asked for: tokens, images or pairs
     )
-    maxima: Any = None  # of live layers, each head's largest logit, where `optimizer.qk_clip` asks for it
+    maxima: Any = (
+        None  # of live layers, each head's largest logit, where `optimizer.qk_clip` asks for it
+    )
 
 
 def make_layout(config: Config, mesh: Mesh | AbstractMesh, masters: bool = True) -> Layout:
@@ -168,6 +170,12 @@ class LocalStep:
         with jax.named_scope(xla.ZERO):
             reduced = self.zero.reduce_grads(gradients, feedback, scale)
         return Gradients(loss, *reduced, measured, count if counts else None, maxima)
+
+    def clip(self, params: Tree, gradients: Gradients) -> tuple[Tree, dict[str, jax.Array]]:
+        """Updated weights after QK-clip, where there is one, and its numbers; outside shard_map."""
+        if self.qk_clip is None:
+            return params, {}
+        return self.qk_clip.clip(params, gradients.maxima)
 
     def loss(self, masters: Tree, batch: Batch) -> jax.Array:
         """The mean loss alone, without what only regularises training."""

@@ -36,8 +36,6 @@ from meshtrain.parallel.forward import Batch, Forward, LossAndGradients
 from meshtrain.parallel.placement import place, splits
 from meshtrain.parallel.zero import Weights
 
-Tree = Any
-
 MAXIMA = "maxima"  # the weight's name, in a layer's attention
 
 
@@ -67,11 +65,13 @@ class QkClip:
         model = self.config.model
         mesh = self.config.mesh
         size = model.heads * self.microbatches
-        weight = Weight(MAXIMA, (("heads", size),), 0.0, 0.0, model.layers, float32=True, counts=True)
+        weight = Weight(
+            MAXIMA, (("heads", size),), 0.0, 0.0, model.layers, float32=True, counts=True
+        )
         over = splits(model, mesh, self.config.parallel.vocab)
         self.placed = place(weight, over, mesh, self.layout.layer_at.size, zero=False)
         layout = copy.copy(self.layout)
-        vars(layout)["weights"] = _with_maxima(layout.weights, self.placed)
+        vars(layout)["weights"] = add_maxima(layout.weights, self.placed)
         # The step's functions as they are, but for one weight more.
         self.forward = copy.copy(forward)
         self.forward.layout = layout
@@ -79,7 +79,7 @@ class QkClip:
         self.forward.zero.layout = layout
         self.forward.take_maxima = self._take
 
-    def _take(self, sequence: Sequence, attention: Tree, batch: Batch) -> Sequence:
+    def _take(self, sequence: Sequence, attention: Any, batch: Batch) -> Sequence:
         rows = batch["rows"]
         number = rows[0] // len(rows) % self.microbatches
         is_microbatch = jnp.arange(self.microbatches) == number
@@ -98,7 +98,7 @@ class QkClip:
             zeros = vary(jnp.zeros((layers, places)), self.config.mesh.axes)
             differentiated, constant = weights
             totals, gradients, _ = run(
-                Weights(_with_maxima(differentiated, zeros), _with_maxima(constant, None)), *more
+                Weights(add_maxima(differentiated, zeros), add_maxima(constant, None)), *more
             )
             attention = dict(gradients["blocks"]["attention"])
             each = attention.pop(MAXIMA).reshape(layers, -1, self.microbatches)
@@ -109,7 +109,7 @@ class QkClip:
 
         return counted
 
-    def clip(self, params: Tree, maxima: jax.Array) -> tuple[Tree, dict[str, jax.Array]]:
+    def clip(self, params: Any, maxima: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
         """Returns the updated weights with those of queries and keys clipped, and numbers for the row of metrics."""
         bound = self.config.optimizer.qk_clip
         everywhere = NamedSharding(self.layout.mesh, PartitionSpec())
@@ -135,7 +135,7 @@ class QkClip:
         }
 
 
-def _with_maxima(tree: Tree, value: Any) -> Tree:
+def add_maxima(tree: Any, value: Any) -> Any:
     """Returns a tree of weights with one more."""
     blocks = tree["blocks"]
     attention = {**blocks["attention"], MAXIMA: value}

@@ -11,7 +11,7 @@ from covering import thorough_but
 from flax import nnx
 from short_runs import canonical_numbers, packed_batch, token_batches, train_on
 
-from meshtrain.config import ConfigError, load, replaced
+from meshtrain.config import ConfigError, load
 from meshtrain.mesh import make_mesh
 from meshtrain.model.attention import attend
 from meshtrain.model.collectives import Collectives
@@ -20,6 +20,7 @@ from meshtrain.model.dropout import NO_DROPOUT
 from meshtrain.model.rope import sequences
 from meshtrain.parallel.layout import Layout
 from meshtrain.parallel.parallelize import LocalStep
+from meshtrain.plan import advice, named, plan
 from meshtrain.step import Program
 
 MODEL = {"layers": 3, "d_model": 24, "heads": 4, "kv_heads": 2, "d_ff": 40, "vocab_size": 61}
@@ -190,3 +191,95 @@ def test_a_mesh_clips_as_a_dense_computation_on_one_device_does(cell):
     ):
         distance = np.linalg.norm(mine - theirs) / max(np.linalg.norm(theirs), 1e-30)
         assert distance < (2e-6 if exact else 1e-3), (jax.tree_util.keystr(path), distance)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "mesh, parallel",
+    [
+        ({"data": 2}, {"zero_stage": 1}),
+        ({"data": 2}, {"zero_stage": 3, "zero_hold": True}),
+        ({}, {"precision": {"gradient_sums": "bfloat16"}}),
+        (STAGES, {"schedule": "1f1b", "virtual_stages": 1}),
+        (STAGES, {"schedule": "interleaved", "virtual_stages": 2}),
+        (STAGES, {"schedule": "zb_h1"}),
+    ],
+)
+def test_where_accelerators_send_beside_the_backward_the_logits_are_the_same(mesh, parallel):
+    """On them idle stages and padded layers compute, too."""
+    given, kind = on(mesh, {"layers": 5}, microbatches=4, **parallel)
+    config = load(given | {"optimizer": SGD | {"qk_clip": 1.0}})
+    program = Program(config, make_mesh(config))
+    batch = program.place(batch_of(config, kind))
+    params = jax.jit(program.layout.live)(canonical_numbers(program.layout))
+    found = []
+    for platform in ("cpu", "accelerator"):
+        program.local = LocalStep(program.layout, platform, program.hooks)
+        program.__dict__.pop("_gradients", None)
+        step = jax.jit(lambda *of: program._gradients(*of).maxima)
+        maxima = step(params, batch, jnp.int32(0), jnp.float32(1), None)
+        found.append(np.asarray(maxima)[program.layout.places])
+    dense = dense_maxima(config, canonical_numbers(program.layout), batch_of(config, kind))
+    for maxima in found:
+        np.testing.assert_allclose(maxima, dense, rtol=2e-6)
+
+
+@pytest.mark.thorough
+def test_a_step_that_float16_skips_clips_nothing():
+    given, _ = on({"data": 2}, precision={"compute": "float16", "loss_scale": 2.0**32})
+    config = load(given | {"optimizer": SGD | {"qk_clip": 1e-3}})
+    batches = [batch_of(config, "plain")] * 2
+    metrics, program, (first, last) = train_on(batches, config)
+    assert [row["skipped"] for row in metrics] == [1, 2]
+    assert metrics[0]["qk_clip/clipped_heads"] == 12
+    for state in (first, last):
+        same = jax.tree.map(
+            np.array_equal,
+            program.layout.canonical(state.params),
+            canonical_numbers(program.layout),
+        )
+        assert all(jax.tree.leaves(same))
+
+
+@pytest.mark.parametrize(
+    "model, sections, why",
+    [
+        ({"qk_norm": True}, {}, "model.qk_norm"),
+        ({"score_cap": 30.0}, {}, "model.score_cap 30"),
+        ({}, {"lora": {"rank": 2}}, "lora.rank 2"),
+        ({}, {"train": TRAIN | {"trainable": ["head.*"]}}, "train.trainable"),
+        (
+            {},
+            {"mesh": {"data": 2, "islands": 2}, "parallel": {"sync": {"every": 2}}},
+            "parallel.sync.every 2",
+        ),
+    ],
+)
+def test_what_no_weights_of_queries_and_keys_bound_is_refused(model, sections, why):
+    given, _ = on(model=model)
+    with pytest.raises(ConfigError, match=rf"optimizer\.qk_clip is 100, .*{re.escape(why)}"):
+        load(given | sections | {"optimizer": {"qk_clip": 100.0}})
+
+
+@pytest.mark.parametrize("hook", ["attention", "block"])
+def test_a_hook_that_makes_no_logits_known_is_refused(hook):
+    config = load(on()[0] | {"optimizer": {"qk_clip": 100.0}})
+    own = {
+        "attention": lambda q, k, v, segments, collectives, dropout: q,
+        "block": lambda block, x, sequence, collectives, dropout: x,
+    }
+    with pytest.raises(ConfigError, match=rf"optimizer\.qk_clip is 100\.0, but the {hook} is"):
+        Program(config, make_mesh(config), **{hook: own[hook]})
+
+
+def test_the_plan_takes_another_kernel_and_counts_what_is_sent():
+    given, _ = on({"data": 2, "tensor": 2}, {"head_dim": 64}, microbatches=1)
+    given |= {"precision": {"compute": "bfloat16"}}
+    plain, clipped = (
+        plan(load(given | {"optimizer": {"qk_clip": clip}}), named("h100", 4)) for clip in (0, 100)
+    )
+    sent = lambda planned: sum(t.sent for t in planned.transfers)
+    # 3 layers, 4 heads: 2 heads summed up over data 2, then gathered over tensor 2
+    assert sent(clipped) - sent(plain) == 3 * 2 * 4 + 3 * 4 * 4 / 2
+    assert any("qk_clip" in note and "fused" in note for note in advice.notes(clipped))
+    assert not any("qk_clip" in note for note in advice.notes(plain))
