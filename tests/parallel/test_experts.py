@@ -353,6 +353,66 @@ CELLS: dict[str, tuple[str, dict[str, int], dict[str, Any], bool]] = {
         False,
     ),
     "islands": ("plain", {"data": 8, "islands": 2, "expert": 4}, {"zero_stage": 2}, False),
+    "folded over context": (
+        "losses",
+        {"context": 2, "expert": 2},
+        {"experts": GATHER, "zero_stage": 1, "microbatches": 2},
+        False,
+    ),
+    "folded and swapped": (
+        "bias",
+        {"context": 2, "expert": 2},
+        {"experts": SWAP, "zero_stage": 3},
+        True,
+    ),
+    "folded over all of context 4": (
+        "losses",
+        {"context": 4, "expert": 4},
+        {"experts": SWAP, "zero_stage": 2, "remat": "full", "context_strategy": "ring"},
+        False,
+    ),
+    "folded over data and context": (
+        "bias",
+        {"data": 2, "context": 4, "expert": 8},
+        {"experts": GATHER, "zero_stage": 3, "context_strategy": "all_gather"},
+        False,
+    ),
+    "folded by all of data 2": (
+        "plain",
+        {"data": 2, "context": 2, "expert": 4},
+        {"experts": SWAP, "zero_stage": 3, "context_strategy": "ulysses"},
+        False,
+    ),
+    "folded in stages": (
+        "chosen",
+        {"data": 2, "context": 2, "expert": 4, "pipeline": 2},
+        {"microbatches": 4, "experts": SWAP},
+        False,
+    ),
+    "folded, zero bubble": (
+        "losses",
+        {"context": 2, "expert": 2, "pipeline": 2},
+        {"microbatches": 4, "schedule": "zb_h1", "zero_stage": 2, "experts": GATHER},
+        False,
+    ),
+    "folded pairs": (
+        "bias",
+        {"context": 2, "expert": 2, "pipeline": 2},
+        {"microbatches": 4, "schedule": "paired", "experts": SWAP},
+        False,
+    ),
+    "folded parts": (
+        "losses",
+        {"context": 2, "expert": 2, "tensor": 2},
+        {"sequence_parallel": True, "experts": SWAP, "zero_stage": 3},
+        False,
+    ),
+    "folded in islands": (
+        "plain",
+        {"data": 2, "islands": 2, "context": 4, "expert": 4},
+        {"zero_stage": 2, "experts": SWAP},
+        False,
+    ),
     "packed": (
         "losses",
         {"data": 4, "expert": 2, "tensor": 2},
@@ -381,6 +441,7 @@ FEW = (
     "idle and padded",
     "islands",
     "packed",
+    *(name for name in CELLS if name.startswith("folded")),
 )
 
 
