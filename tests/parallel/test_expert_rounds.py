@@ -54,9 +54,7 @@ def layer(
     collectives = ExpertCollectives(config, platform)
     graph, state = nnx.split(Experts("blocks.experts", config.model, nnx.Rngs(0)))
 
-    @partial(
-        jax.shard_map, mesh=mesh, in_specs=PartitionSpec(axes), out_specs=PartitionSpec(axes)
-    )
+    @partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec(axes), out_specs=PartitionSpec(axes))
     def run(rows, weights, of_experts, chosen):
         module = nnx.merge(graph, state)
         for name, value in zip(NAMES, of_experts, strict=True):

@@ -202,7 +202,15 @@ def test_what_idle_stages_and_padding_compute_with_chooses_no_expert(monkeypatch
 
 
 @pytest.mark.thorough
-def test_a_checkpoint_of_shared_experts_goes_on_alone(tmp_path):
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        ({"data": 4, "expert": 4}, {}),
+        ({"data": 2, "context": 2, "expert": 4}, {"data": 4, "expert": 2}),
+    ],
+    ids=("alone", "folded"),
+)
+def test_a_checkpoint_of_shared_experts_goes_on_alone_or_shared_by_others(tmp_path, meshes):
     def sections(name: str, mesh: dict[str, int], steps: int) -> dict[str, Any]:
         model = {"layers": 2, "d_model": 24, "heads": 4, "vocab_size": 260, "moe": ROUTERS["bias"]}
         return {
@@ -214,8 +222,9 @@ def test_a_checkpoint_of_shared_experts_goes_on_alone(tmp_path):
             "optimizer": {"schedule": "constant"},
         }
 
-    mt.train(load(sections("moved", {"data": 4, "expert": 4}, 4)))
-    mt.train(load(sections("moved", {}, 6)))
+    before, after = meshes
+    mt.train(load(sections("moved", before, 4)))
+    mt.train(load(sections("moved", after, 6)))
     mt.train(load(sections("alone", {}, 6)))
     losses = [
         [

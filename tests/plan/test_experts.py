@@ -64,6 +64,8 @@ FEW: list[dict] = [
     {"pipeline": 2},
     {"tensor": 2, "expert": 2, "remat": "full"},
     {"context": 2, "remat": "full"},
+    {"data": 1, "context": 4},
+    {"data": 2, "context": 2, "pipeline": 2, "remat": "full"},
 ]
 MORE = [*FEW, {"remat": "full"}, {"expert": 2}, {"tensor": 2}, {"context": 2}]
 
@@ -78,10 +80,13 @@ def test_the_program_sends_over_expert_what_is_planned(dispatch, capacity, more)
     clocks = [c for c in compiled.collectives if not before_or_after_the_clocks(c["source"])]
     sent = replace(compiled, collectives=clocks).sent()
     planned = traffic.by_axis(plan(config, named("cpu", config.mesh.devices)).transfers)
-    over = (
-        ("expert", "tensor") if dispatch == "all_to_all" and config.mesh.tensor > 1 else ("expert",)
-    )
-    assert expert_axes(config) == over
+    parts = dispatch == "all_to_all" and config.mesh.tensor > 1
+    over = ("expert", "tensor") if parts else ("expert",)
+    if config.mesh.data < config.mesh.expert:
+        assert {*expert_axes(config)} - {"expert"} == {"context"}
+        assert planned["context"] == pytest.approx(sent["context"], rel=0.01)
+    else:
+        assert expert_axes(config) == over
     assert "+".join(over) in sent
     assert planned["expert"] == pytest.approx(
         sent.get("expert", 0) + sent.get("expert+tensor", 0), rel=0.01
