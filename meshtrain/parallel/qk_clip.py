@@ -66,7 +66,13 @@ class QkClip:
         mesh = self.config.mesh
         size = model.heads * self.microbatches
         weight = Weight(
-            MAXIMA, (("heads", size),), 0.0, 0.0, model.layers, float32=True, counts=True
+            f"blocks.attention.{MAXIMA}",
+            (("heads", size),),
+            0.0,
+            0.0,
+            model.layers,
+            float32=True,
+            counts=True,
         )
         over = splits(model, mesh, self.config.parallel.vocab)
         self.placed = place(weight, over, mesh, self.layout.layer_at.size, zero=False)

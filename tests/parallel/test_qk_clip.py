@@ -283,3 +283,31 @@ def test_the_plan_takes_another_kernel_and_counts_what_is_sent():
     assert sent(clipped) - sent(plain) == 3 * 2 * 4 + 3 * 4 * 4 / 2
     assert any("qk_clip" in note and "fused" in note for note in advice.notes(clipped))
     assert not any("qk_clip" in note for note in advice.notes(plain))
+
+
+OSS = {"family": "gpt_oss", "d_ff": 0, "window": 5}
+OSS["moe"] = {"experts": 4, "top_k": 2, "d_ff": 32}
+WIDE = {"layers": 4, "d_model": 32, "d_ff": 64}
+EIGHT = {"matmul": "float8", "float8_skip": [0, 0]}
+FOLDED = {"data": 2, "context": 2, "expert": 4, "tensor": 2}
+KEPT = {"remat": "names", "remat_keep": ["attention"], "context_strategy": "all_gather"}
+CROSSES = {
+    "float8, ZeRO-3 in stages": (WIDE, STAGES, {"zero_stage": 3}, EIGHT),
+    "sinks, experts over context": (WIDE | OSS, FOLDED, {"zero_stage": 3, **KEPT}, {}),
+    "offloaded state": (WIDE, CUBE, {"offload_optimizer": True}, {}),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", CROSSES)
+def test_two_steps_beside_other_options_are_those_of_one_device(name):
+    model, mesh, parallel, precision = CROSSES[name]
+    rows = []
+    for mesh_of, keys in (({}, {}), (mesh, parallel)):
+        given, kind = on(mesh_of, model, "packed", precision, **keys)
+        config = load(given | {"optimizer": SGD | {"qk_clip": 0.5}})
+        rows.append(train_on([batch_of(config, kind)] * 2, config)[0])
+    for one, ours in zip(*rows, strict=True):
+        assert one["qk_clip/clipped_heads"] == ours["qk_clip/clipped_heads"] > 0
+        for key in ("loss", "qk_clip/max_logit"):
+            assert ours[key] == pytest.approx(one[key], rel=1e-5)
