@@ -1,5 +1,6 @@
-"""Expert parallelism: the experts of a layer lie over the mesh axis `expert`, where that asks for more ranks than data
-has also over `context`, and rows travel to those that they chose.
+"""Expert parallelism: the experts of a layer lie over the mesh axis `expert`, and rows travel to those that they chose.
+
+Where `mesh.expert` asks for more ranks than data has, they lie over the axis `context` too.
 
     all_gather    all rows of the P ranks to each, whose experts compute those that chose them; the sums come back by a
                   reduce-scatter

@@ -469,7 +469,7 @@ def reason(plan: Plan, fastest: Plan) -> str:
 
 
 def expert_reason(result: SearchResult) -> str:
-    """Whether the fastest layout has expert parallelism, and why; nothing for a model without experts."""
+    """Says whether the fastest layout has expert parallelism, and why; nothing for a model without experts."""
     fastest = result.plans[0]
     if not fastest.config.model.moe.experts:
         return ""

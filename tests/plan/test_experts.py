@@ -222,8 +222,8 @@ def test_a_pair_hides_three_tenths_of_the_experts_messages_where_there_is_work_f
 @pytest.mark.parametrize(
     "devices, batch, ranks, says",
     [
-        (16, 1024, 1, r"does not pay: with it .* expert 2\) takes \+\d.*: expert collectives \+"),
-        (64, 64, 4, r"over 4 ranks pays: without it .* takes \+\d.*: "),
+        (16, 1024, 1, r"does not pay: .* expert 2\).*: expert collectives \+"),
+        (64, 64, 4, r"over 4 ranks pays: .* \+\d.*: "),
     ],
 )
 def test_a_search_takes_expert_parallelism_where_it_is_faster_and_says_why(
