@@ -313,6 +313,7 @@ class Program(Shown):
         everywhere = PartitionSpec()
         feedback = self.local.zero.feedback
         specs = feedback and feedback.specs
+        maxima = self.local.qk_clip and self.local.qk_clip.spec
         shards = jax.tree.map(
             lambda x: x.sharding.spec, self.layout.only_trained(self.layout.masters)
         )
@@ -320,7 +321,7 @@ class Program(Shown):
             self.local.gradients,
             mesh=self.mesh,
             in_specs=(self.layout.shards, self.rows, everywhere, everywhere, specs),
-            out_specs=Gradients(everywhere, shards, specs, everywhere, measured=everywhere),
+            out_specs=Gradients(everywhere, shards, specs, everywhere, everywhere, maxima=maxima),
         )
 
     def _train(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
@@ -341,20 +342,24 @@ class Program(Shown):
         norm = optax.tree.norm(self.layout.only_updated(grads))
         before = self.layout.only_trained(state.params), state.optimizer, state.reduce
         updates, optimizer = self.optimizer.update(grads, before[1], before[0])
-        after = optax.apply_updates(before[0], updates), optimizer, gradients.feedback
-        learning_rate = self.learning_rate(updates_made(state.optimizer))
-        metrics = {"loss": gradients.loss, "grad_norm": norm, "learning_rate": learning_rate}
+        params, clipped = self.local.clip(optax.apply_updates(before[0], updates), gradients)
+        after = params, optimizer, gradients.feedback
+        metrics = {
+            "loss": gradients.loss,
+            "grad_norm": norm,
+            "learning_rate": self.learning_rate(updates_made(state.optimizer)),
+        }
         scale = state.scale
-        statistics = gradients.statistics
         if scale is not None:
-            left_out = statistics.get("residual_norm", 0.0)
+            left_out = gradients.statistics.get("residual_norm", 0.0)
             finite = jnp.isfinite(norm) & jnp.isfinite(gradients.loss) & jnp.isfinite(left_out)
             after = taken_if(finite, after, before)
             scale = next_scale(scale, finite, self.config.precision)
             metrics |= {"loss_scale": scale.value, "skipped": scale.skipped}
         params = self.layout.add_frozen(after[0], state.params)
         metrics |= (
-            statistics
+            gradients.statistics
+            | clipped
             | gradients.measured
             | load_metrics(self.config, self.layout, gradients.shards)
         )

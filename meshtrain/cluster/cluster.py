@@ -33,6 +33,7 @@ from meshtrain.cluster.topology import (
 )
 from meshtrain.config import Config, ConfigError, MeshConfig, short
 from meshtrain.config.load import filled, read_given
+from meshtrain.config.mesh import EXPERT
 from meshtrain.config.schema import key
 from meshtrain.errors import nearest
 
@@ -115,10 +116,14 @@ class Cluster:
         return self._group(((size, stride),))
 
     def axis(self, name: str, mesh: MeshConfig) -> Group:
-        """The group of a mesh axis, or of several joined by +; devices are numbered as `mesh.order` says."""
+        """The group of a mesh axis, or of several joined by +; devices are numbered as `mesh.order` says.
+
+        `expert` alone is the group that shares experts, whatever axes that lies over.
+        """
         # a search asks half a million times
         if (name, mesh) not in self._axes:
-            legs = ((mesh.ways(axis), mesh.stride(axis)) for axis in name.split("+"))
+            axes = mesh.expert_axes if name == EXPERT else name.split("+")
+            legs = ((mesh.ways(axis), mesh.stride(axis)) for axis in axes)
             self._axes[name, mesh] = self._group(tuple(leg for leg in legs if leg[0] > 1) or ((1, 1),))
         return self._axes[name, mesh]
 

@@ -41,6 +41,7 @@ def check(config: Config) -> None:
         _remat_problems(config),
         float8_problems(config),
         _tuning_problems(config),
+        _qk_clip_problems(config),
         rl.problems(config),
         _survive_problems(config),
         telemetry.problems(config.telemetry, _steps(config)),
@@ -424,6 +425,26 @@ def _tuning_problems(config: Config) -> Iterator[str]:
     if config.eval.patience and not config.eval.every:
         patience = f"eval.patience is {config.eval.patience} evaluations"
         yield f"{patience}, but eval.every is 0, so there are none; give eval.every."
+
+
+def _qk_clip_problems(config: Config) -> Iterator[str]:
+    clip = config.optimizer.qk_clip
+    model = config.model
+    if not clip:
+        return
+    reasons = {
+        f"model.family {model.family} reads images": FAMILIES[model.family].images,
+        "model.qk_norm is true, so that these weights do not change the size of logits": model.qk_norm,
+        f"model.score_cap {model.score_cap} bounds logits already": model.score_cap,
+        f"lora.rank {config.lora.rank} freezes them": config.lora.rank,
+        "train.trainable may freeze them": config.train.trainable,
+        f"with parallel.sync.every {config.parallel.sync.every} each island has its own": config.parallel.sync.every,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        yield (
+            f"optimizer.qk_clip is {clip:g}, which shrinks the weights of queries and keys, but {reason}; leave one of "
+            "the two out."
+        )
 
 
 def _survive_problems(config: Config) -> Iterator[str]:

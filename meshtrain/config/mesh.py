@@ -8,6 +8,8 @@ Data is cut into islands of equal size; `MeshConfig.shape` has the axes of the m
                             data 1     context 0, 1     its context ranks (see `parallel.context`)
     data 4, expert 2:       data 0     expert 0, 1      the ranks of expert have rows of their own, and share the
                             data 1     expert 0, 1      experts of a layer between them (see `parallel.experts`)
+    data 2, context 2, expert 4: more than data has, so that all context ranks of 4 / 2 data ranks share them; the axis
+                            expert is of these data ranks alone
 """
 
 import math
@@ -46,8 +48,8 @@ class MeshConfig:
         least=1
     )
     expert: int = key(
-        1, "data ranks that share the experts of a layer between them, a part of data: the rows that choose an expert "
-           "travel to its rank", least=1
+        1, "ranks that share the experts of a layer between them, a part of data, or of data with all of context: the "
+           "rows that choose an expert travel to its rank", least=1
     )
     order: tuple[str, ...] = key(
         ORDER, "axes in the order in which devices are numbered, the outermost first: neighbours talk over the last "
@@ -100,10 +102,8 @@ class MeshConfig:
     @property
     def shape(self) -> dict[str, int]:
         """The axes of the mesh and their sizes: islands, expert and context only where there are several."""
-        among = ((ISLAND, self.islands), (EXPERT, self.expert), (CONTEXT, self.context))
-        optional = {axis: size for axis, size in among if size > 1}
-        data = self.data // self.islands // self.expert
-        sizes = {DATA: data, TENSOR: self.tensor, PIPELINE: self.pipeline} | optional
+        optional = {axis: n for axis in (ISLAND, EXPERT, CONTEXT) if (n := self.ways(axis)) > 1}
+        sizes = {DATA: self.ways(DATA), TENSOR: self.tensor, PIPELINE: self.pipeline} | optional
         return {axis: sizes[axis] for axis in ALL_AXES if axis in sizes}
 
     @property
@@ -114,6 +114,17 @@ class MeshConfig:
     def data_axes(self) -> tuple[str, ...]:
         """The axes over which the rows of a batch are split, major first."""
         return tuple(axis for axis in (ISLAND, DATA, EXPERT) if axis == DATA or self.ways(axis) > 1)
+
+    @property
+    def folds_experts(self) -> bool:
+        """Says whether experts lie over context too: data has not as many ranks as share them."""
+        return self.data // self.islands % self.expert > 0
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes that experts lie over, major first, without tensor."""
+        axes = (EXPERT, CONTEXT) if self.folds_experts else (EXPERT,)
+        return tuple(axis for axis in axes if self.ways(axis) > 1)
 
     @property
     def splits_layers(self) -> bool:
@@ -130,7 +141,9 @@ class MeshConfig:
     def ways(self, axis: str) -> int:
         """Devices along an axis, 1 for one that the mesh lacks."""
         if axis == DATA:
-            return self.data // self.islands // self.expert
+            return self.data // self.islands // self.ways(EXPERT)
+        if axis == EXPERT:
+            return max(1, self.expert // self.context) if self.folds_experts else self.expert
         size: int = self.islands if axis == ISLAND else getattr(self, axis, 1)
         return size
 
@@ -166,12 +179,15 @@ def problems(mesh: MeshConfig) -> Iterator[str]:
     for axis in mesh.order:
         if axis not in ALL_AXES:
             yield f"mesh.order has {short(repr(axis))}; {must_be}{nearest(axis, ORDER) or '.'}"
-    if mesh.data // mesh.islands % mesh.expert:
-        ranks = mesh.data // mesh.islands
+    ranks = mesh.data // mesh.islands
+    if mesh.folds_experts and (mesh.expert % mesh.context or ranks % mesh.ways(EXPERT)):
         of_island = (
             f"the {ranks} data ranks of an island" if mesh.islands > 1 else f"mesh.data {ranks}"
         )
-        yield f"mesh.expert {mesh.expert} does not divide {of_island}; legal are {listed_divisors(ranks)}."
+        legal = listed_divisors(ranks)
+        if mesh.context > 1:
+            legal += f", and mesh.context {mesh.context} times one of them"
+        yield f"mesh.expert {mesh.expert} does not divide {of_island}; legal are {legal}."
     named = set(mesh.order)
     if len(named) < len(mesh.order) or not set(ORDER) <= named <= set(ALL_AXES):
         yield f"mesh.order is [{', '.join(mesh.order)}]; {must_be}, each once."

@@ -366,6 +366,10 @@ class OptimizerConfig:
     beta1: float = key(0.9, "first-moment decay (adamw, lion), momentum (sgd, muon)", least=0.0, most=0.99999)
     beta2: float = key(0.95, "second-moment decay (adamw), momentum decay (lion)", least=0.0, most=0.99999)
     eps: float = key(1e-8, "added to the root of the second moment", above=0.0)
+    qk_clip: float = key(
+        0.0, "largest attention logit of a head: beyond it the weights of its queries and keys shrink after a step "
+             "(QK-clip: Kimi K2 takes 100); 0: no clipping", least=0.0
+    )
 
 
 @dataclass(frozen=True)

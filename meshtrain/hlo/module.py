@@ -22,6 +22,8 @@ import numpy as np
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
 # the scope of loops that turn only where experts' loads are uneven (`parallel.rounds`)
 FURTHER_ROUNDS = "further_rounds"
+# Of rows on their way to experts, which may lie over the axis of others' messages.
+EXPERT_MESSAGES = "expert_messages"
 
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")

@@ -15,7 +15,15 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from meshtrain.hlo.module import HloLine, Module, Operation, byte_count, dtypes, replica_groups
+from meshtrain.hlo.module import (
+    EXPERT_MESSAGES,
+    HloLine,
+    Module,
+    Operation,
+    byte_count,
+    dtypes,
+    replica_groups,
+)
 from meshtrain.registry import Shown
 
 
@@ -170,7 +178,8 @@ def senders(op: Operation, devices: int) -> float:
 
 
 def axes_of(op: Operation, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], int]:
-    """Returns the mesh axes along which a collective's groups extend, and the devices in a group.
+    """Returns the mesh axes along which a collective's groups extend, and the devices in a group; `expert` in the place
+    of `context` where experts lie over that.
 
     HLO counts devices by their place in the mesh (`mesh.devices.flat`), whatever their own ids are.
     """
@@ -181,6 +190,8 @@ def axes_of(op: Operation, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], 
         for group in groups
         for a in np.flatnonzero((places[group] != places[group[0]]).any(axis=0))
     }
-    return tuple(name for i, name in enumerate(mesh.axis_names) if i in along), max(
-        len(g) for g in groups
-    )
+    axes = tuple(name for i, name in enumerate(mesh.axis_names) if i in along)
+    if "context" in axes and EXPERT_MESSAGES in op.attributes:
+        others = tuple(axis for axis in axes if axis not in ("expert", "context"))
+        axes = ("expert", *others)
+    return axes, max(len(g) for g in groups)

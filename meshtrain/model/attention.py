@@ -32,10 +32,13 @@ class Heads(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """The outputs of attention for each query, and the logs of its softmax denominators, float32."""
+    """The outputs of attention for each query, the logs of its softmax denominators and, where asked for, its largest
+    scores, float32.
+    """
 
     out: jax.Array  # [B, T, H, K]
     log_sum: jax.Array  # [B, H, T]
+    top: jax.Array | None = None  # [B, H, T]
 
 
 class Residuals(NamedTuple):
@@ -59,6 +62,7 @@ class Scoring(NamedTuple):
     scale: float  # of the scores
     cap: float  # that the scores then stay within; 0: none
     causal: bool  # no query sees a later key; else all see all, and there is no window
+    tops: bool = False  # each query's largest score is wanted too
 
 
 class MaskArrays(NamedTuple):
@@ -83,8 +87,8 @@ class MaskArrays(NamedTuple):
 class AttentionKernel(Protocol):
     """A module of an accelerator's kernel: its two passes, called one by one."""
 
-    # (scoring, heads, masks) -> the output [B, T, H, K] and float32 log of sums [B, H, T]
-    forward: Callable[..., tuple[jax.Array, jax.Array]]
+    # (scoring, heads, masks) -> the output [B, T, H, K] and float32 log of sums [B, H, T]; with `tops` largest scores
+    forward: Callable[..., tuple[jax.Array, ...]]
     # (scoring, heads, masks, outputs, cotangent) -> the cotangents of q, k and v
     backward: Callable[..., tuple[jax.Array, ...]]
 
@@ -114,7 +118,8 @@ def attend(
     causal: bool = True,
     local: jax.Array | None = None,
     sinks: jax.Array | None = None,
-) -> jax.Array:
+    counted: jax.Array | None = None,
+) -> Any:
     """Softmax(scale q kᵀ) v per head, causal or both ways, within segments.
 
     Heads H are a multiple of groups G (grouped-query attention).
@@ -122,7 +127,8 @@ def attend(
     With a `window` a query sees no more than so many positions: its own and those before it (Beltagy et al. 2020), in
     all layers or where `local`, a boolean on the device, is true. `scale` is 1 / √K unless given; with a `cap` scores
     stay `within` it. `sinks` [H] are scores of no key, one more in each head's softmax (Xiao et al. 2024; OpenAI 2025).
-    Returns `[B*T, H*K]` in q's dtype, the rows of the output projection; the softmax is in float32.
+    Returns `[B*T, H*K]` in q's dtype, the rows of the output projection; the softmax is in float32. With `counted`, a
+    boolean for each token [B, T], also the largest score of each head [H] at the queries where it is true.
     """
     _, length, heads, width = q_BTHK.shape
     given = Heads(q_BTHK, k_BTGK, v_BTGK)
@@ -130,7 +136,8 @@ def attend(
         attend_heads = partial(
             attend, window=window, scale=scale, cap=cap, causal=causal, local=local
         )
-        return collectives.attend_by_heads(attend_heads, given, segments_BT, dropout, sinks)
+        of_tokens = segments_BT, counted
+        return collectives.attend_by_heads(attend_heads, given, of_tokens, dropout, sinks)
     drops = dropout.rate > 0
     words = dropout.words(collectives.first_head(heads), heads) if drops else None
     window = window if window < length * collectives.context else 0
@@ -138,7 +145,8 @@ def attend(
         raise ValueError(
             "a window reaches back from a query, which attention both ways has no use for"
         )
-    scoring = Scoring(dropout.rate, window, width**-0.5 if scale is None else scale, cap, causal)
+    scale = width**-0.5 if scale is None else scale
+    scoring = Scoring(dropout.rate, window, scale, cap, causal, counted is not None)
     masks = MaskArrays(segments_BT, words, local if window else None)
     kernel = attention_kernel(
         collectives.platform,
@@ -150,15 +158,20 @@ def attend(
         capped=cap > 0,
         in_pieces=collectives.context > 1,
         window=window > 0,
+        tops=scoring.tops,
     )
     if sinks is not None:
         sinks = vary(sinks, varying(q_BTHK))
     if kernel == "blocks" and collectives.context == 1:
-        return blockwise(scoring, given, masks, sinks)
-    shared = vary(masks._replace(local=None), varying(q_BTHK))._replace(local=masks.local)
-    if collectives.context > 1:
-        return collectives.attend_in_zigzag(kernel, scoring, given, shared, sinks)
-    return run_kernel(kernel, scoring, given, shared, sinks)
+        rows, top_BHT = blockwise(scoring, given, masks, sinks)
+    else:
+        shared = vary(masks._replace(local=None), varying(q_BTHK))._replace(local=masks.local)
+        run = collectives.attend_in_zigzag if collectives.context > 1 else run_kernel
+        rows, top_BHT = run(kernel, scoring, given, shared, sinks)
+    if counted is None or top_BHT is None:
+        return rows
+    largest = jnp.where(counted[:, None], top_BHT, MASKED).max((0, 2))
+    return rows, checkpoint_name(largest, "attention")
 
 
 def add_sinks(outputs: Outputs, sinks_H: jax.Array | None) -> Outputs:
@@ -169,10 +182,10 @@ def add_sinks(outputs: Outputs, sinks_H: jax.Array | None) -> Outputs:
     """
     if sinks_H is None:
         return outputs
-    out_BTHK, log_sum_BHT = outputs
+    out_BTHK, log_sum_BHT, top_BHT = outputs
     total = jnp.logaddexp(log_sum_BHT, sinks_H.astype(jnp.float32)[:, None])
     share = jnp.exp(log_sum_BHT - total).transpose(0, 2, 1)[..., None]
-    return Outputs((out_BTHK * share).astype(out_BTHK.dtype), total)
+    return Outputs((out_BTHK * share).astype(out_BTHK.dtype), total, top_BHT)
 
 
 def sink_gradients(
@@ -226,8 +239,8 @@ def run_kernel(
     heads: Heads,
     masks: MaskArrays,
     sinks: jax.Array | None,
-) -> jax.Array:
-    """Attention by one of an accelerator's kernels."""
+) -> tuple[jax.Array, jax.Array | None]:
+    """Attention by one of an accelerator's kernels: its rows, and the largest scores [B, H, T] where asked for."""
     return _kernel_forward(kernel, scoring, heads, masks, sinks)[0]
 
 
@@ -237,25 +250,25 @@ def _kernel_forward(
     heads: Heads,
     masks: MaskArrays,
     sinks: jax.Array | None,
-) -> tuple[jax.Array, tuple[Residuals, MaskArrays, jax.Array | None]]:
+) -> tuple[Any, tuple[Residuals, MaskArrays, jax.Array | None]]:
     outputs = run_windowed(scoring, masks.local, partial(forward, kernel), heads, masks)
-    out, log_sum = add_sinks(outputs, sinks)
+    out, log_sum, top = add_sinks(outputs, sinks)
     rows = out.reshape(out.shape[0] * out.shape[1], -1)
     rows, log_sum = (checkpoint_name(a, "attention") for a in (rows, log_sum))
-    return rows, (Residuals(*heads, rows, log_sum), masks, sinks)
+    return (rows, top), (Residuals(*heads, rows, log_sum), masks, sinks)
 
 
 def _kernel_backward(
     kernel: Kernel,
     scoring: Scoring,
     residuals: tuple[Residuals, MaskArrays, jax.Array | None],
-    cotangent: jax.Array,
+    cotangents: tuple[jax.Array, Any],
 ) -> tuple[Heads, None, jax.Array | None]:
     (q, k, v, rows, log_sum), masks, sinks = residuals
-    given = Outputs(rows.reshape(q.shape), log_sum), cotangent.reshape(q.shape)
+    given = Outputs(rows.reshape(q.shape), log_sum), cotangents[0].reshape(q.shape)
     run = partial(backward, kernel)
-    cotangents = run_windowed(scoring, masks.local, run, Heads(q, k, v), masks, *given)
-    return Heads(*cotangents), None, sink_gradients(sinks, *given)
+    d_heads = run_windowed(scoring, masks.local, run, Heads(q, k, v), masks, *given)
+    return Heads(*d_heads), None, sink_gradients(sinks, *given)
 
 
 run_kernel.defvjp(_kernel_forward, _kernel_backward)
@@ -264,10 +277,7 @@ run_kernel.defvjp(_kernel_forward, _kernel_backward)
 def forward(kernel: Kernel, scoring: Scoring, heads: Heads, masks: MaskArrays) -> Outputs:
     """Returns the outputs of any kernel."""
     if kernel == "blocks":
-        q = heads.q
-        out, log_sum = _forward_blocks(scoring, *_group_heads(scoring, heads), masks)
-        sums = log_sum.reshape(q.shape[0], q.shape[2], q.shape[1])
-        return Outputs(out.reshape(q.shape), sums)
+        return _join_groups(heads, *_forward_blocks(scoring, *_group_heads(scoring, heads), masks))
     return Outputs(*_imported(kernel).forward(scoring, heads, masks))
 
 
@@ -284,7 +294,7 @@ def backward(
     `outputs` may be those of more keys than these: of all that the queries see.
     """
     if kernel == "blocks":
-        out, log_sum = outputs
+        out, log_sum, _ = outputs
         grouped = _group_heads(scoring, heads)
         rows = out.reshape(out.shape[0] * out.shape[1], -1)
         sums = log_sum.reshape(grouped[0].shape[:-1])
@@ -306,7 +316,7 @@ def blockwise(
     heads: Heads,
     masks: MaskArrays,
     sinks: jax.Array | None = None,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array | None]:
     """Blocks of queries against only the keys that they may see:
 
         block 0  ■           with n blocks (n+1)/2n of the scores of the full square are computed
@@ -324,17 +334,23 @@ def _forward(
     heads: Heads,
     masks: MaskArrays,
     sinks: jax.Array | None,
-) -> tuple[jax.Array, tuple[Residuals, MaskArrays, jax.Array | None]]:
+) -> tuple[Any, tuple[Residuals, MaskArrays, jax.Array | None]]:
     q, k, v = _group_heads(scoring, heads)
-    out, log_sum = run_windowed(scoring, masks.local, _forward_blocks, q, k, v, masks)
+    out, log_sum, top = run_windowed(scoring, masks.local, _forward_blocks, q, k, v, masks)
     if sinks is not None:
-        shape = heads.q.shape
-        sums = log_sum.reshape(shape[0], shape[2], shape[1])
-        total = add_sinks(Outputs(out.reshape(shape), sums), sinks)
+        total = add_sinks(_join_groups(heads, out, log_sum, None), sinks)
         out = total.out.reshape(out.shape)
         log_sum = total.log_sum.reshape(log_sum.shape)
     out, log_sum = (checkpoint_name(a, "attention") for a in (out, log_sum))
-    return out, (Residuals(q, k, v, out, log_sum), masks, sinks)
+    by_head = jax.tree.map(lambda x: x.reshape(len(x), -1, x.shape[-1]), top)
+    return (out, by_head), (Residuals(q, k, v, out, log_sum), masks, sinks)
+
+
+def _join_groups(heads: Heads, out: jax.Array, *of_queries: jax.Array | None) -> Outputs:
+    """Returns outputs from those of `_forward_blocks`."""
+    batch, length, queries, _ = heads.q.shape
+    by_head = jax.tree.map(lambda x: x.reshape(batch, queries, length), of_queries)
+    return Outputs(out.reshape(heads.q.shape), *by_head)
 
 
 def _group_heads(scoring: Scoring, heads: Heads) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -352,11 +368,14 @@ def _group_heads(scoring: Scoring, heads: Heads) -> tuple[jax.Array, jax.Array, 
 
 def _forward_blocks(
     scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the output `[B*T, H*K]` and log of sums, of the shapes of `Residuals`."""
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns the output `[B*T, H*K]`, log of sums of the shapes of `Residuals`, and such largest scores where asked
+    for.
+    """
     batch, _, _, length, _ = q.shape
     outs = []
     sums = []
+    tops = []
     for start, stop in _blocks(length):
         seen = _seen(start, stop, length, scoring)
         scores = _scores(start, seen, scoring, q[..., start:stop, :], k[:, :, seen], masks)
@@ -372,15 +391,19 @@ def _forward_blocks(
         )
         outs.append(out.astype(v.dtype))
         sums.append((top + jnp.log(total))[..., 0])
+        if scoring.tops:
+            tops.append(top[..., 0])
     out = jnp.concatenate(outs, axis=3).transpose(0, 3, 1, 2, 4).reshape(batch * length, -1)
-    return out, jnp.concatenate(sums, axis=3)
+    top_scores = jnp.concatenate(tops, axis=3) if tops else None
+    return out, jnp.concatenate(sums, axis=3), top_scores
 
 
 def _backward(
     scoring: Scoring,
     residuals: tuple[Residuals, MaskArrays, jax.Array | None],
-    cotangent: jax.Array,
+    cotangents: tuple[jax.Array, Any],
 ) -> tuple[Heads, None, jax.Array | None]:
+    cotangent, _ = cotangents
     parts, masks, sinks = residuals
     d_heads = run_windowed(scoring, masks.local, _backward_blocks, parts, masks, cotangent)
     batch, groups, repeats, length, _ = parts.q.shape

@@ -93,7 +93,7 @@ class Collectives:
         heads: Any,
         masks: Any,
         sinks: Any = None,
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, jax.Array | None]:
         """Attention, by a kernel of `model.attention`, of the queries that are here to the keys and values of the whole
         row.
         """
@@ -103,10 +103,10 @@ class Collectives:
         self,
         attend: Any,
         heads: Any,
-        segments: Any,
+        of_tokens: Any,
         dropout: Any,
         sinks: Any = None,
-    ) -> jax.Array:
+    ) -> Any:
         """Computes the same by `attend`, for all tokens and a share of the heads."""
         raise NotImplementedError("all tokens of a row are here")
 

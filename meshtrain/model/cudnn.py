@@ -17,7 +17,7 @@ def backward(
     scoring: Scoring, heads: Heads, masks: MaskArrays, outputs: Outputs, d_out: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the cotangents of `forward`'s queries, keys and values."""
-    return cudnn_attention_backward(heads, *outputs, d_out, _rules(scoring))
+    return cudnn_attention_backward(heads, *outputs[:2], d_out, _rules(scoring))
 
 
 def _rules(scoring: Scoring) -> dict[str, Any]:

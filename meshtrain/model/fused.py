@@ -69,26 +69,27 @@ class Backward(NamedTuple):
 
 # jit, since before 0.12 a kernel call that nothing reads stays in a program, as where remat keeps what it returned
 @partial(jax.jit, static_argnums=0)
-def forward(scoring: Scoring, given: Heads, arrays: MaskArrays) -> tuple[jax.Array, jax.Array]:
-    """Returns the output [B, T, H, K] and float32 log of sums [B, H, T]."""
+def forward(scoring: Scoring, given: Heads, arrays: MaskArrays) -> tuple[jax.Array, ...]:
+    """Returns the output [B, T, H, K] and float32 log of sums [B, H, T]; with `scoring.tops` also largest scores."""
     q, k, v = given
     batch, length, heads, width = q.shape
     block, (q, k, v) = _padded(q * scoring.scale, k, v)
     masks = _masks(block, length, arrays, of_keys=False)
-    padded = q.shape[1]
-    wide = q.shape[3]
+    _, padded, _, wide = q.shape
     repeats = heads // k.shape[2]
     rows = pl.BlockSpec((None, block, None, wide), lambda i, h, b: (b, i, h, 0))
     all_keys = pl.BlockSpec((None, padded, None, wide), lambda i, h, b: (b, 0, h // repeats, 0))
     sums = pl.BlockSpec((None, None, block), lambda i, h, b: (b, h, i))
-    out, log_sum = _call(
+    number = struct_like((batch, heads, padded), jnp.float32, q)
+    numbers = 1 + scoring.tops
+    out, *by_query = _call(
         partial(_forward_kernel, scoring, length),
         (padded // block, heads, batch),
         [Heads._make([rows, all_keys, all_keys]), _specs(masks, lambda i, h, b: (b, h))],
-        [rows, sums],
-        [struct_like(q.shape, q.dtype, q), struct_like((batch, heads, padded), jnp.float32, q)],
+        [rows, *[sums] * numbers],
+        [struct_like(q.shape, q.dtype, q), *[number] * numbers],
     )(Heads(q, k, v), masks)
-    return out[:, :length, :, :width], log_sum[:, :, :length]
+    return out[:, :length, :, :width], *(x[..., :length] for x in by_query)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -97,7 +98,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the cotangents of `forward`'s queries, keys and values."""
     q, k, v = given
-    out, log_sum = outputs
+    out, log_sum, _ = outputs
     # [B, H, T], sums over the width
     rows = jnp.sum((out * d_out).astype(jnp.float32), axis=-1).transpose(0, 2, 1)
     batch, length, heads, width = q.shape
@@ -180,7 +181,13 @@ def _masks(block: int, length: int, arrays: MaskArrays, of_keys: bool) -> Masks:
 
 
 def _forward_kernel(
-    scoring: Scoring, length: int, heads: Heads, masks: Masks, out_ref: Any, log_sum_ref: Any
+    scoring: Scoring,
+    length: int,
+    heads: Heads,
+    masks: Masks,
+    out_ref: Any,
+    log_sum_ref: Any,
+    *top_ref: Any,
 ) -> None:
     i = pl.program_id(0)
     block = heads.q.shape[0]
@@ -198,14 +205,13 @@ def _forward_kernel(
         out = out * correction[:, None] + triton.dot(dropped, heads.v[at, :])
         return out, higher, total * correction + jnp.sum(p, axis=1)
 
-    none = (
-        jnp.zeros(q.shape, jnp.float32),
-        jnp.full(q.shape[:1], MASKED, jnp.float32),
-        jnp.zeros(q.shape[:1], jnp.float32),
-    )
+    zeros = jnp.zeros(block, jnp.float32)
+    none = jnp.zeros(q.shape, jnp.float32), zeros + MASKED, zeros
     out, top, total = jax.lax.fori_loop(*_keys(scoring, length, block, i, masks), step, none)
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
     log_sum_ref[...] = top + jnp.log(total)
+    for ref in top_ref:
+        ref[...] = top
 
 
 def _query_kernel(

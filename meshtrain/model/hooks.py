@@ -138,6 +138,8 @@ class Hooks:
             ("model", "window", "attention", 0),
             ("model", "score_cap", "attention", 0),
             ("model", "query_scalar", "attention", config.model.head_dim),
+            ("optimizer", "qk_clip", "attention", 0),
+            ("optimizer", "qk_clip", "block", 0),
         ]
         for section, key, kind, usual in ignored:
             hook = getattr(self, kind)
@@ -209,11 +211,12 @@ class ModelParts:
         dropout: Dropout,
         local: jax.Array | None = None,
         sinks: jax.Array | None = None,
-    ) -> jax.Array:
+        counted: jax.Array | None = None,
+    ) -> Any:
         hook = self._attention_hook
         arguments = (q, k, v, segments, collectives, dropout)
         if hook is None:
-            return self._attend(*arguments, local=local, sinks=sinks)
+            return self._attend(*arguments, local=local, sinks=sinks, counted=counted)
         out = hook(*arguments)
         batch, length, heads, width = q.shape
         wanted = jax.ShapeDtypeStruct((batch * length, heads * width), q.dtype)

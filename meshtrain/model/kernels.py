@@ -27,12 +27,14 @@ def attention_kernel(
     capped: bool = False,
     in_pieces: bool = False,
     window: bool = False,
+    tops: bool = False,
 ) -> Kernel:
     """Returns how attention is computed on a platform (cpu, gpu or tpu), for documents `packed` in sequences, with
     `dropout` and scores `capped`.
 
     Where a row is cut `in_pieces` over context (`parallel.context`), a kernel is called for two of them: of a `window`,
-    and of dropout, it must know where they lie.
+    and of dropout, it must know where they lie. `tops`: each query's largest score is wanted, which neither cuDNN's
+    nor the TPU's kernel returns.
 
     Only `blocks` ever has scores in memory; the others keep q, k, v, their output and a log of sums.
 
@@ -45,12 +47,12 @@ def attention_kernel(
     """
     if platform == "gpu" and head_dim <= FUSED_WIDTH:
         plain = dtype in ("bfloat16", "float16") and not (
-            packed or dropout or capped or (window and in_pieces)
+            packed or dropout or capped or tops or (window and in_pieces)
         )
         return "cudnn" if plain and head_dim % 8 == 0 and head_dim <= 128 else "fused"
     length = length // 2 if in_pieces else length
-    placed = dropout or (window and in_pieces)
-    if platform == "tpu" and length % SPLASH_BLOCKS[-1] == 0 and head_dim % 64 == 0 and not placed:
+    blocks = dropout or tops or (window and in_pieces)
+    if platform == "tpu" and length % SPLASH_BLOCKS[-1] == 0 and head_dim % 64 == 0 and not blocks:
         return "splash"
     return "blocks"
 

@@ -155,10 +155,14 @@ class Attention(nnx.Module):
             q = keep(q)
             k = keep(k)
         v = keep(v)
-        sinks = {} if self.sinks is None else {"sinks": self.sinks[...]}
+        more = {} if self.sinks is None else {"sinks": self.sinks[...]}
+        if sequence.maxima is not None:
+            more["counted"] = sequence.maxima.counted_BT
         a = self.attend(
-            q, k, v, sequence.segments_BT, collectives, dropout, local=sequence.local, **sinks
+            q, k, v, sequence.segments_BT, collectives, dropout, local=sequence.local, **more
         )
+        if sequence.maxima is not None:
+            a = sequence.maxima.record(*a)
         y = project(self, "out", a).reshape(shape)
         if self.out_bias is not None:
             y = y + collectives.share(self.out_bias[...])

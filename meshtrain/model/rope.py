@@ -20,7 +20,7 @@ Layers may alternate between a window and all positions:
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -136,6 +136,8 @@ class Sequence:
     local: Array | bool | None = None
     # for experts; None: all tokens are computed by them
     routing: Routing | None = None
+    # takes each head's largest score, a `parallel.qk_clip.Maxima`; None: nobody asks for it
+    maxima: Any = None
 
 
 def sequences(

@@ -41,6 +41,7 @@ import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
+from meshtrain.compat import vary, varying
 from meshtrain.config import Config
 from meshtrain.mesh import CONTEXT
 from meshtrain.model.attention import (
@@ -121,13 +122,18 @@ class ContextCollectives(MeshCollectives):
 
     def attend_in_zigzag(
         self, kernel: Any, scoring: Any, heads: Heads, masks: Any, sinks: Any = None
-    ) -> Array:
+    ) -> tuple[Array, Array | None]:
         return zigzag_attention(kernel, scoring, self.rings, heads, masks, sinks)
 
     def attend_by_heads(
-        self, attend: Any, heads: Heads, segments: Any, dropout: Any, sinks: Any = None
-    ) -> Array:
-        return attend_by_heads(attend, heads, segments, self, dropout, sinks)
+        self,
+        attend: Any,
+        heads: Heads,
+        of_tokens: Any,
+        dropout: Any,
+        sinks: Any = None,
+    ) -> Any:
+        return attend_by_heads(attend, heads, of_tokens, self, dropout, sinks)
 
 
 # --- zigzag
@@ -146,6 +152,7 @@ class _Seen(NamedTuple):
 
     out: Array  # float32 [B, T/2N, H, K]
     log_sum: Array  # [B, H, T/2N], log of the softmax denominators
+    top: Array | None = None  # the same, the largest scores
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -156,9 +163,9 @@ def zigzag_attention(
     heads: Heads,
     masks: MaskArrays,
     sinks: Array | None,
-) -> Array:
+) -> tuple[Array, Array | None]:
     """Returns the causal attention of this rank's queries [B, T/N, H, K] to the keys and values [B, T/N, G, K] of all
-    ranks: `[B*T/N, H*K]`.
+    ranks: `[B*T/N, H*K]`. The largest scores [B, H, T/N] come with it where asked for.
 
     `rings`: keys and values go round; else they are gathered.
     """
@@ -172,17 +179,17 @@ def _forward(
     heads: Heads,
     masks: MaskArrays,
     sinks: Array | None,
-) -> tuple[Array, Any]:
+) -> tuple[Any, Any]:
     ranks = lax.axis_size(CONTEXT)
     rank = lax.axis_index(CONTEXT)
     q, k, v = heads
 
     def run(scoring: Scoring, queries: _Chunk, keys: _Chunk) -> _Seen:
         heads = Heads(*queries.arrays, *keys.arrays)
-        out, log_sum = forward(kernel, scoring, heads, _masks(masks.words, queries, keys))
-        return _Seen(out.astype(jnp.float32), log_sum)
+        seen = forward(kernel, scoring, heads, _masks(masks.words, queries, keys))
+        return _Seen(seen.out.astype(jnp.float32), *seen[1:])
 
-    def attend(scoring: Scoring, sent: Any) -> tuple[Array, Array]:
+    def attend(scoring: Scoring, sent: Any) -> Outputs:
         past = scoring._replace(causal=False)
         early_q, late_q = _chunks(rank, ranks, masks.segments, q)
 
@@ -200,28 +207,29 @@ def _forward(
             queries = _pick(is_earlier, early_q, late_q)
             keys = _pick(is_earlier, early_kv, late_kv)
             more = run(past, queries, keys)
-            nothing = more._replace(log_sum=jnp.full_like(more.log_sum, MASKED))
+            hidden = jax.tree.map(lambda x: jnp.full_like(x, MASKED), more[1:])
+            nothing = _Seen(more.out, *hidden)
             early = _merged(early, _pick(is_earlier, more, nothing))
             late = _merged(late, _pick(is_earlier, nothing, more))
             return early, late
 
         early, late = _go_round(step, sent) if rings else _go_through(step, sent)
         out = jnp.concatenate([early.out, late.out], axis=SEQUENCE)
-        log_sum = jnp.concatenate([early.log_sum, late.log_sum], axis=2)
-        return out.astype(q.dtype), log_sum
+        of_queries = jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), early[1:], late[1:])
+        return Outputs(out.astype(q.dtype), *of_queries)
 
     own = (k, v, masks.segments)
     sent = own if rings else _gathered(own)
-    out, log_sum = run_windowed(scoring, masks.local, attend, sent)
-    out, log_sum = add_sinks(Outputs(out, log_sum), sinks)
+    out, log_sum, top = add_sinks(run_windowed(scoring, masks.local, attend, sent), sinks)
     rows = out.reshape(q.shape[0] * q.shape[1], -1)
     rows, log_sum = (checkpoint_name(a, "attention") for a in (rows, log_sum))
-    return rows, (heads, masks, sinks, rows, log_sum)
+    return (rows, top), (heads, masks, sinks, rows, log_sum)
 
 
 def _backward(
-    kernel: Kernel, scoring: Scoring, rings: bool, residuals: Any, cotangent: Array
+    kernel: Kernel, scoring: Scoring, rings: bool, residuals: Any, given: tuple[Array, Any]
 ) -> tuple[Heads, None, Array | None]:
+    cotangent, _ = given
     (q, k, v), masks, sinks, rows, log_sum = residuals
     ranks = lax.axis_size(CONTEXT)
     rank = lax.axis_index(CONTEXT)
@@ -316,7 +324,8 @@ def _merged(before: _Seen, more: _Seen) -> _Seen:
         share = jnp.exp(seen.log_sum - log_sum)
         return seen.out * share.transpose(0, 2, 1)[..., None]
 
-    return _Seen(part(before) + part(more), log_sum)
+    top = jax.tree.map(jnp.maximum, before.top, more.top)
+    return _Seen(part(before) + part(more), log_sum, top)
 
 
 def _added(one: Any, other: Any) -> Any:
@@ -464,13 +473,13 @@ class _OfHeads(Collectives):
 def attend_by_heads(
     attend: Callable[..., Array],
     heads: Heads,
-    segments: Array | None,
+    of_tokens: tuple[Array | None, Array | None],
     collectives: Collectives,
     dropout: Dropout,
     sinks: Array | None = None,
-) -> Array:
+) -> Any:
     """Returns the result of `attend`, called with all T tokens of H/N heads, for the T/N tokens of H heads that are
-    here; N divides H.
+    here; N divides H. `of_tokens`: their segments, and which are counted.
 
     If N does not divide the G groups of keys and values, each group is repeated: on 4 ranks, 2 groups 2 times each.
     """
@@ -481,11 +490,21 @@ def attend_by_heads(
     if repeats > 1:
         k, v = (jnp.repeat(x, repeats, axis=HEADS) for x in (k, v))
     q, k, v = (lax.all_to_all(x, CONTEXT, HEADS, SEQUENCE, tiled=True) for x in (q, k, v))
-    if segments is not None:
-        segments = lax.all_gather(segments, CONTEXT, axis=SEQUENCE, tiled=True)
+    segments, counted = jax.tree.map(
+        lambda x: lax.all_gather(x, CONTEXT, axis=SEQUENCE, tiled=True), of_tokens
+    )
+    own = q.shape[HEADS]
     if sinks is not None:
-        own = q.shape[HEADS]
         sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(CONTEXT) * own, own)
-    rows = attend(q, k, v, segments, outer, dropout, sinks=sinks)
+    attended = attend(q, k, v, segments, outer, dropout, sinks=sinks, counted=counted)
+    rows, *largest = (attended,) if counted is None else attended
     out = lax.all_to_all(rows.reshape(q.shape), CONTEXT, SEQUENCE, HEADS, tiled=True)
-    return out.reshape(out.shape[0] * out.shape[1], -1)
+    rows = out.reshape(out.shape[0] * out.shape[1], -1)
+    return (rows, _among_others(*largest)) if largest else rows
+
+
+def _among_others(largest: Array) -> Array:
+    """Returns the largest scores of a rank's heads among those of the tensor rank, MASKED where they are others'."""
+    own = len(largest)
+    others = vary(jnp.full(own * lax.axis_size(CONTEXT), MASKED), varying(largest))
+    return lax.dynamic_update_slice_in_dim(others, largest, lax.axis_index(CONTEXT) * own, 0)

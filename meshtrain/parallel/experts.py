@@ -1,5 +1,7 @@
 """Expert parallelism: the experts of a layer lie over the mesh axis `expert`, and rows travel to those that they chose.
 
+Where `mesh.expert` asks for more ranks than data has, they lie over the axis `context` too.
+
     all_gather    all rows of the P ranks to each, whose experts compute those that chose them; the sums come back by a
                   reduce-scatter
                   sent by a rank, of n tokens of D numbers:   (P - 1) n D        each way
@@ -21,7 +23,8 @@ from jax import lax
 
 from meshtrain.config import Config
 from meshtrain.config.follow import expert_room, runs_table
-from meshtrain.mesh import EXPERT, TENSOR
+from meshtrain.hlo.module import EXPERT_MESSAGES
+from meshtrain.mesh import TENSOR
 from meshtrain.model.experts import Compute
 from meshtrain.model.slots import collected, inverse_of, ranks_within, spread
 from meshtrain.parallel.context import ContextCollectives
@@ -43,6 +46,7 @@ class ExpertCollectives(ContextCollectives):
         self.expert_ranks = expert_ranks(config)
         self.apart = runs_table(config) and table(config).split
 
+    @jax.named_scope(EXPERT_MESSAGES)
     def dispatch(
         self, compute: Compute, experts: int, rows: jax.Array, chosen: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
@@ -74,15 +78,16 @@ class ExpertCollectives(ContextCollectives):
 
         Dropped is what came to it and had no room.
         """
-        chosen = lax.all_gather(chosen_NK, EXPERT, tiled=True)
+        axes = self.expert_axes
+        chosen = lax.all_gather(chosen_NK, axes, tiled=True)
         loads = jnp.bincount(chosen.reshape(-1) // here, length=self.expert_ranks + 1)
-        own = chosen - lax.axis_index(EXPERT) * here
+        own = chosen - lax.axis_index(axes) * here
         own = jnp.where((own >= 0) & (own < here), own, here)
 
         def one(number: Any, *local: jax.Array) -> tuple[jax.Array, jax.Array]:
-            rows, weights = (lax.all_gather(x, EXPERT, tiled=True) for x in local)
+            rows, weights = (lax.all_gather(x, axes, tiled=True) for x in local)
             y, dropped = compute(rows, own, weights, room, number * room)
-            return lax.psum_scatter(y, EXPERT, scatter_dimension=0, tiled=True), dropped
+            return lax.psum_scatter(y, axes, scatter_dimension=0, tiled=True), dropped
 
         return one, loads[: self.expert_ranks].max()
 

@@ -59,6 +59,7 @@ class LossAndGradients(NamedTuple):
 
     totals: Totals
     gradients: Tree
+    maxima: Any = None  # the largest logit of each head, see `parallel.qk_clip`
 
 
 class Forward:
@@ -73,6 +74,8 @@ class Forward:
         self.collectives = collectives
         self.parts = parts
         self.adapters = True
+        # (sequence, a layer's attention, batch) -> the sequence that takes largest logits, of `parallel.qk_clip`
+        self.take_maxima: Callable[..., Any] | None = None
         self.of_images = FAMILIES[layout.config.model.family].images
         self.skips = skips_idle_work(layout.config, collectives.platform)
         # A CPU waits for a collective at once.
@@ -165,12 +168,14 @@ class Forward:
 
         def layer(differentiated: Tree, x: Array, constant: Tree, index: Array) -> Array:
             weights = Weights(differentiated, constant)
-            graph = self.block_graphs[kind.stack]
-            block = nnx.merge(graph, self.zero.gather_at_use(kind.stack, weights))
+            modules = self.zero.gather_at_use(kind.stack, weights)
+            sequence = sequence_at(index)
+            if self.take_maxima is not None:
+                sequence = self.take_maxima(sequence, modules["attention"], batch)
+            block = nnx.merge(self.block_graphs[kind.stack], modules)
             self.layout.storage.prepare(block, self.zero, weights, kind, index)
             use_adapters(block, self.adapters, adapter_dropout.at(index), self.collectives)
             block.attention.attend = self.parts.attention
-            sequence = sequence_at(index)
             if routing_at is not None:
                 sequence = replace(sequence, routing=routing_at(index))
             y = self.parts.block(block, x, sequence, self.collectives, dropout.at(index))
@@ -327,13 +332,7 @@ class Forward:
         """
         if not self.config.model.moe.experts:
             return None
-        if "segments" in batch:
-            routed = batch["segments"] > 0
-        elif LAST in batch:
-            positions = self.collectives.positions(self.length(batch))
-            routed = positions <= batch[LAST][:, None]
-        else:
-            routed = jnp.ones(batch[TOKENS].shape, bool)
+        routed = self.counted(batch)
         if active is not None:
             routed = routed & active
         taken = batch.get(EXPERTS)
@@ -345,6 +344,15 @@ class Forward:
             return Routing(routed & (index >= 0), batch.get(SEED), chosen)
 
         return routing
+
+    def counted(self, batch: Batch) -> Array:
+        """Returns whether each token is more than padding, bool [b, T]."""
+        if "segments" in batch:
+            return batch["segments"] > 0
+        if LAST in batch:
+            positions = self.collectives.positions(self.length(batch))
+            return positions <= batch[LAST][:, None]
+        return jnp.ones(batch[TOKENS].shape, bool)
 
     def last_weighing(self, weights: Array) -> Array:
         """Returns each row's last place whose weight is not 0, over all its parts on context ranks: int32 [b]; -1 if

@@ -65,6 +65,9 @@ class Gradients(NamedTuple):
     counted: Any = (
         None  # how much counts in the batch, where it is asked for: tokens, images or pairs
     )
+    maxima: Any = (
+        None  # of live layers, each head's largest logit, where `optimizer.qk_clip` asks for it
+    )
 
 
 def make_layout(config: Config, mesh: Mesh | AbstractMesh, masters: bool = True) -> Layout:
@@ -117,8 +120,15 @@ class LocalStep:
         self.zero = make_zero(layout, across)
         # 4. embedding, layers and loss of those weights, each layer under its activation checkpointing
         self.forward = Forward(layout, self.zero, collectives, parts)
+        forward = self.forward
+        self.qk_clip = None
+        if self.config.optimizer.qk_clip:
+            from meshtrain.parallel.qk_clip import QkClip
+
+            self.qk_clip = QkClip(forward)
+            forward = self.qk_clip.forward
         # 5. microbatches: through the stages of a pipeline by its table, or one after the other
-        self.executor = self._executor(self.forward)
+        self.executor = self._executor(forward)
         self.sends = self.executor is not None and self.executor.sends
         by_microbatch = accumulate.accumulate
         if self.forward.overlaps and sums_in_place(self.config):
@@ -126,8 +136,10 @@ class LocalStep:
         elif self.forward.overlaps and self.zero.overlaps_reduce_scatter:
             by_microbatch = accumulate.accumulate_overlapped
         self.loss_and_gradients: Callable[..., LossAndGradients] = (
-            self.executor.train if self.executor else partial(by_microbatch, self.forward)
+            self.executor.train if self.executor else partial(by_microbatch, forward)
         )
+        if self.qk_clip is not None:
+            self.loss_and_gradients = self.qk_clip.counting(self.loss_and_gradients)
 
     def gradients(
         self,
@@ -149,7 +161,7 @@ class LocalStep:
         divisor = _divisor(count)
         if SEED in batches:
             batches = {**batches, SEED: scale * batches[SEED]}
-        totals, gradients = self.loss_and_gradients(weights, batches, key, scale / divisor)
+        totals, gradients, maxima = self.loss_and_gradients(weights, batches, key, scale / divisor)
         loss, measured = sum_at_once(self._sum, totals)
         gaps = measured.pop(ROW_GAPS, None)
         loss, measured = jax.tree.map(lambda total: total / divisor, (loss, measured))
@@ -157,7 +169,13 @@ class LocalStep:
             measured |= {ROW_GAPS: gaps, "rl/gap_max": gaps.max()}
         with jax.named_scope(xla.ZERO):
             reduced = self.zero.reduce_grads(gradients, feedback, scale)
-        return Gradients(loss, *reduced, measured, count if counts else None)
+        return Gradients(loss, *reduced, measured, count if counts else None, maxima)
+
+    def clip(self, params: Tree, gradients: Gradients) -> tuple[Tree, dict[str, jax.Array]]:
+        """Updated weights after QK-clip, where there is one, and its numbers; outside shard_map."""
+        if self.qk_clip is None:
+            return params, {}
+        return self.qk_clip.clip(params, gradients.maxima)
 
     def loss(self, masters: Tree, batch: Batch) -> jax.Array:
         """The mean loss alone, without what only regularises training."""
@@ -211,11 +229,11 @@ class LocalStep:
         ), count
 
     def _counted(self, batch: Batch) -> tuple[Batch, jax.Array]:
-        """For experts, where each row's last place that weighs is, and its share of the labels that weigh; and what
-        counts in the batch.
+        """For experts and QK-clip, where each row's last place that weighs is, and its share of the labels that weigh;
+        and what counts in the batch.
         """
         ranks = math.prod(self.config.mesh.ways(axis) for axis in self.summed_over)
-        experts = self.config.model.moe.experts
+        experts = self.config.model.moe.experts or self.qk_clip
         collectives = self.forward.collectives
         if WEIGHTS not in batch:
             count = jnp.float32(ranks * batch[LABELS].size)

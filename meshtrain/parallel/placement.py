@@ -8,7 +8,7 @@ divide, ZeRO over data.
     mlp        tensor                                        to a multiple
     vocab      pipeline x tensor, or tensor (vocab: edge)    to a multiple
     patch      as vocab                                      to a multiple
-    experts    expert, or expert x tensor (see expert_axes)  never: they divide them
+    experts    expert, context, tensor (see expert_axes)     never: they divide them
     others     nothing
 
 ZeRO then splits one dimension more over data (the ranks of an island): the largest that data divides, else a whole one,
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from meshtrain.config.auto import sends_parts
 from meshtrain.config.follow import round_up
-from meshtrain.config.mesh import EXPERT, PIPELINE, TENSOR, MeshConfig
+from meshtrain.config.mesh import PIPELINE, TENSOR, MeshConfig
 from meshtrain.config.model import LoraConfig, ModelConfig
 from meshtrain.config.reduce import sends_by_table
 from meshtrain.config.schema import Config
@@ -126,13 +126,10 @@ def expert_axes(config: Config) -> tuple[str, ...]:
     Tensor is one of them where rows are sent to their experts and sequence parallelism splits them: then each tensor
     rank sends its own, in place of all of them sending the same, and an expert's products are of its whole width.
     """
-    if config.mesh.expert == 1:
-        return ()
-    return (
-        (EXPERT, TENSOR)
-        if config.parallel.experts.dispatch == "all_to_all" and sends_parts(config)
-        else (EXPERT,)
-    )
+    axes = config.mesh.expert_axes
+    if axes and config.parallel.experts.dispatch == "all_to_all" and sends_parts(config):
+        return (*axes, TENSOR)
+    return axes
 
 
 def expert_ranks(config: Config) -> int:
@@ -156,7 +153,7 @@ def splits(
         "mlp": (TENSOR,),
         "vocab": vocabulary,
         "patch": vocabulary,
-        "experts": experts or ((EXPERT,) if mesh.expert > 1 else ()),
+        "experts": experts or mesh.expert_axes,
     }
 
 

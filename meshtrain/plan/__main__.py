@@ -24,7 +24,7 @@ from meshtrain.plan import advice, axes, page, pipeline, report, scaling
 from meshtrain.plan.compiled import CLUSTERS, compile_step, parse_target
 from meshtrain.plan.estimate import Plan, estimate, large_enough
 from meshtrain.plan.jobs import command as jobs
-from meshtrain.plan.search import search
+from meshtrain.plan.search import expert_reason, search
 from meshtrain.schedule import draw
 from meshtrain.sources import SOURCES
 
@@ -314,6 +314,7 @@ def _search(config: Config, cluster: Cluster, options: argparse.Namespace, ranke
             "legal": result.legal,
             "fitting": result.fitting,
             "seconds": result.seconds,
+            "expert_parallelism": expert_reason(result),
         }
         print(json.dumps(sizes | {"best": best}, indent=2))
     elif ranked:

@@ -81,6 +81,7 @@ def kernel(config: Config, platform: str) -> Kernel:
         model.score_cap > 0,
         pieces,
         window,
+        config.optimizer.qk_clip > 0,
     )
 
 

@@ -15,6 +15,7 @@ from meshtrain.errors import short
 from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import stages
 from meshtrain.plan import pipeline, shapes
+from meshtrain.plan.activations import kernel
 from meshtrain.plan.choices import (
     WORTH_SAYING,
     contexts,
@@ -100,7 +101,19 @@ def notes(planned: Plan) -> list[str]:
     """Sentences on what products in float8 gain, where there are any, and on what the schedule costs beside others, if
     it does.
     """
-    return [*_advise_float8(planned), *_advise_schedule(planned)]
+    return [*_advise_float8(planned), *_advise_qk_clip(planned), *_advise_schedule(planned)]
+
+
+def _advise_qk_clip(planned: Plan) -> list[str]:
+    platform = planned.cluster.accelerator.platform
+    how = kernel(planned.config, platform)
+    usual = kernel(put(planned.config, optimizer={"qk_clip": 0.0}), platform)
+    if how == usual:
+        return []
+    return [
+        f"optimizer.qk_clip asks for each head's largest logit, which {usual} attention does not return: {how} "
+        "attention takes its place."
+    ]
 
 
 def _advise_float8(planned: Plan) -> list[str]:

@@ -43,7 +43,7 @@ def meshes(config: Config, devices: int) -> Iterator[dict[str, int]]:
             # A batch that so many data ranks do not divide is filled up for them; ranks without any row are not looked
             # at.
             if stages <= config.model.layers and (batch % data == 0 or (pads and data <= batch)):
-                for expert in expert_ranks(config, data):
+                for expert in expert_ranks(config, data, context):
                     yield {
                         "data": data,
                         "tensor": tensor,
@@ -53,11 +53,12 @@ def meshes(config: Config, devices: int) -> Iterator[dict[str, int]]:
                     }
 
 
-def expert_ranks(config: Config, data: int) -> list[int]:
-    """Data ranks that may share the experts between them."""
+def expert_ranks(config: Config, data: int, context: int = 1) -> list[int]:
+    """Ranks of data, or of data and all of context, that may share the experts between them."""
     experts = config.model.moe.experts
-    of_island = data // math.gcd(data, config.mesh.islands)
-    return [n for n in divisors(of_island) if experts % n == 0] if experts else [1]
+    of_island = divisors(data // math.gcd(data, config.mesh.islands))
+    ranks = sorted({*of_island, *(context * n for n in of_island)})
+    return [n for n in ranks if experts % n == 0] if experts else [1]
 
 
 def contexts(config: Config, devices: int) -> list[int]:

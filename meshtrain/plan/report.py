@@ -334,4 +334,7 @@ def ranking(result: search.SearchResult, devices: int) -> RenderableType:
             Padding(words, (0, 0, 0, 4))
             for words in (layout(plan.config), search.reason(plan, result.plans[0]))
         ]
-    return Group(*lines, f"the fastest step, all of it: {search.made_of(result.plans[0])}")
+    lines.append(f"the fastest step, all of it: {search.made_of(result.plans[0])}")
+    if sentence := search.expert_reason(result):
+        lines.append(sentence)
+    return Group(*lines)

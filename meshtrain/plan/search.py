@@ -87,6 +87,8 @@ class SearchResult:
     fitting: int
     smallest: Candidate  # the layout that holds least, fitting or not
     seconds: float  # that the search took
+    # The fastest layout without expert parallelism where the best one has it, with it where that has none.
+    other_experts: Plan | None = None
 
 
 def search(
@@ -119,18 +121,31 @@ def search(
             "mesh.tensor divide the "
             "second, and mesh.pipeline be at most the third."
         )
+    plans = _simulated(groups, cluster, best)
+    other = None
+    if plans and config.model.moe.experts:
+        shares = _shares_experts(plans[0].config)
+        others = [group for group in groups if _shares_experts(group.config) != shares]
+        other = next(iter(_simulated(others, cluster, 1)), None)
+    return SearchResult(plans, legal, fitting, smallest, clock.perf_counter() - began, other)
+
+
+def _shares_experts(config: Config) -> bool:
+    return config.mesh.expert > 1
+
+
+def _simulated(groups: list["_Group"], cluster: Cluster, best: int) -> list[Plan]:
+    """The `best` layouts of groups that fit, simulated, fastest first."""
     plans = [estimate(c.config, cluster) for c in _fastest(groups, 2 * best)]
-    plans = sorted(
-        (p for p in plans if p.bytes <= spared(cluster)), key=lambda p: (p.seconds, p.bytes)
-    )[:best]
-    return SearchResult(plans, legal, fitting, smallest, clock.perf_counter() - began)
+    fitting = (p for p in plans if p.bytes <= spared(cluster))
+    return sorted(fitting, key=lambda p: (p.seconds, p.bytes))[:best]
 
 
 def _fastest(groups: list["_Group"], count: int) -> list[Candidate]:
     """The fastest layouts of groups, one of each `kind`."""
     ranked: list[tuple[float, float, int, Candidate]] = []
     fastest: dict[tuple, float] = {}
-    for least, index in sorted((group.least(), i) for i, group in enumerate(groups)):
+    for least, index in sorted((group.least, i) for i, group in enumerate(groups)):
         # no slower one is among them
         if len(fastest) >= count and least > sorted(fastest.values())[count - 1]:
             break
@@ -291,6 +306,7 @@ class _Group:
     fits: np.ndarray
     outside: dict[tuple, float]  # seconds outside the microbatches, which groups share
 
+    @functools.cached_property
     def least(self) -> float:
         """Seconds that each layout that fits takes at least: of its table where head and messages between stages take
         none, since `pipeline.quick` grows with either; and no more hides over data than is sent (`hidden_seconds`).
@@ -450,6 +466,21 @@ def reason(plan: Plan, fastest: Plan) -> str:
     if slower[less] < -0.001 * total:
         text += f", {PART_NAMES[less]} {slower[less] / fastest.seconds:.1%}"
     return text
+
+
+def expert_reason(result: SearchResult) -> str:
+    """Says whether the fastest layout has expert parallelism, and why; nothing for a model without experts."""
+    fastest = result.plans[0]
+    if not fastest.config.model.moe.experts:
+        return ""
+    ranks = fastest.config.mesh.expert
+    taken, others = f"expert parallelism over {ranks} ranks pays", "without it"
+    if ranks == 1:
+        taken, others = "expert parallelism does not pay", "with it"
+    other = result.other_experts
+    if other is None:
+        return f"{taken}: no layout {others} fits."
+    return f"{taken}: {others} the fastest layout ({other.config.mesh}) takes {reason(other, fastest)}."
 
 
 def made_of(plan: Plan) -> str:

@@ -7,6 +7,7 @@
     island     what data scattered, summed                                        once a step
                or what islands moved by themselves (`gradient_traffic`)           once in `parallel.sync.every` steps
     data+tensor, context too: matrices to the ranks that orthogonalize them       once a step, and back
+    data, context, expert: each head's largest logit (`parallel.qk_clip`)         once a step
     pipeline   activations down, cotangents up                                    a clock
                sums over the stages that share the vocabulary                     a clock, or a head
 
@@ -20,7 +21,7 @@ from dataclasses import replace
 
 from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER
 from meshtrain.config import Config
-from meshtrain.config.mesh import AXES, DATA, TENSOR
+from meshtrain.config.mesh import AXES, DATA, PIPELINE, TENSOR
 from meshtrain.config.reduce import gathers_at_use
 from meshtrain.config.schema import ACTIVATIONS
 from meshtrain.families import FAMILIES
@@ -55,8 +56,24 @@ def transfers(
     transfers = _multiply(config, iterations)
     transfers += [*_data(config, iterations), *_messages(config, iterations), *_replicated(config)]
     transfers += _reference(config, reference) if reference is not None else []
-    transfers += [*orthogonal_transfers(config), *sync_transfers(config)]
+    transfers += [*orthogonal_transfers(config), *sync_transfers(config), *_maxima(config)]
     return [t for t in transfers if t.size > 1 and t.count]
+
+
+def _maxima(config: Config) -> list[Transfer]:
+    """Returns the collectives of the largest logits, of which the last gathers those of all layers and heads."""
+    if not config.optimizer.qk_clip:
+        return []
+    mesh = config.mesh
+    ranks = mesh.token_axes()
+    layers = mesh.pipeline * stages(config).on_device
+    largest = FLOAT32 * layers * config.model.heads
+    own = mesh.pipeline * mesh.tensor
+    what = "largest logits"
+    return [
+        Transfer(_joined(config, ranks), ALL_REDUCE, what, largest / own, 1, mesh.devices // own),
+        Transfer(_joined(config, (TENSOR, PIPELINE)), ALL_GATHER, what, largest, 1, own),
+    ]
 
 
 def _reference(config: Config, iterations: Iterations) -> list[Transfer]:

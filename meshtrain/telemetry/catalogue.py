@@ -168,6 +168,8 @@ METRICS: tuple[Metric, ...] = (
         "norm of the mean of what islands moved since they were brought together before (of the fragment)",
     ),
     _step("sync_islands", "", "islands that took part: those whose weights were finite"),
+    _step("qk_clip/max_logit", "", "optimizer.qk_clip: the largest attention logit of all heads"),
+    _step("qk_clip/clipped_heads", "", "the same: heads whose weights were shrunk, of all layers"),
     _step("expert_load", "", "experts: tokens of the fullest over the mean, in the worst layer"),
     _step(
         "router_entropy",

@@ -88,6 +88,16 @@ def test_a_key_on_which_nothing_depends_is_noted_where_it_was_given():
         ),
         ({"moe": {"experts": 8, "balance": "bais"}}, {}, "did you mean bias?"),
         ({"moe": {"experts": 12}}, {"mesh": {"data": 4, "expert": 3}}, "legal are 1, 2, 4."),
+        (
+            {"moe": {"experts": 12}},
+            {"mesh": {"data": 2, "context": 4, "expert": 6}},
+            "mesh.data 2; legal are 1, 2, ... mesh.context 4 times",
+        ),
+        (
+            {"moe": {"experts": 12}},
+            {"mesh": {"context": 4, "expert": 2}},
+            "mesh.data 1; legal are 1, ... mesh.context 4 times",
+        ),
         ({"moe": {"experts": 6}}, {"mesh": {"data": 4, "expert": 4}}, "legal are 1, 2, 3, 6."),
         ({}, {"mesh": {"data": 2, "expert": 2}}, "the model has no experts"),
         ({}, {"parallel": {"experts": {"capacity": 1.0}}}, "the model has no experts"),

@@ -44,6 +44,11 @@ EACH = {
         "parallel": {"zero_stage": 3, "microbatches": 2},
     },
     "expert 2": {"model": EXPERTS, "mesh": {"data": 4, "expert": 2}, "parallel": {"zero_stage": 2}},
+    "experts over context": {
+        "model": EXPERTS,
+        "mesh": {"data": 2, "context": 2, "expert": 4, "tensor": 2},
+        "parallel": {"zero_stage": 3},
+    },
     "expert 2, tensor 2, pipeline 2": {
         "model": EXPERTS,
         "mesh": {"data": 2, "expert": 2, "tensor": 2, "pipeline": 2},

@@ -379,6 +379,28 @@ def test_kernels_of_accelerators_compute_what_blocks_do(
         )
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("how", [{}, {"window": 40}, {"causal": False}], ids=str)
+def test_the_largest_scores_are_the_same_from_a_kernel_and_from_blocks(interpreted, how):
+    q, k, v, _ = numbers(131, 4, 2, 24)
+    segments = jnp.asarray(np.arange(131)[None] // 50 + np.zeros((2, 1)), jnp.int32)
+    counted = jnp.arange(131) < jnp.asarray([[131], [70]])
+    collectives = Collectives()
+    rows, largest = attention.attend(q, k, v, segments, collectives, counted=counted, **how)
+    collectives.platform = "gpu"
+    of_kernel = attention.attend(q, k, v, segments, collectives, counted=counted, **how)
+    np.testing.assert_allclose(of_kernel[0], rows, atol=1e-5)
+    np.testing.assert_allclose(of_kernel[1], largest, rtol=1e-6)
+    alone = attention.attend(q, k, v, segments, Collectives(), **how)
+    assert np.array_equal(alone, rows)
+
+
+def test_kernels_that_return_no_largest_scores_are_not_taken_for_them():
+    asked = ("bfloat16", 128, 4096, False, False)
+    taken = [attention_kernel(p, *asked, tops=t) for p in ("gpu", "tpu") for t in (False, True)]
+    assert taken == ["cudnn", "fused", "splash", "blocks"]
+
+
 def on_accelerator(platform, drops, **how):
     """A layer's attention and the product after it, of heads [1, 256, 4, 64] and two groups, packed where it does not
     drop.

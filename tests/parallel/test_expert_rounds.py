@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 import meshtrain as mt
-from meshtrain.mesh import EXPERT, fake_cpu_devices
+from meshtrain.mesh import fake_cpu_devices
 from meshtrain.model.experts import Experts
 from meshtrain.parallel.experts import ExpertCollectives
 
@@ -23,9 +23,15 @@ NAMES = ("gate", "up", "down")
 PATHS = [(d, p) for d in ("all_gather", "all_to_all") for p in ("cpu", "gpu")]
 
 
-def layer(dispatch: str, platform: str, capacity: float | None = None, tokens: int = TOKENS):
+def layer(
+    dispatch: str,
+    platform: str,
+    context: int = 1,
+    capacity: float | None = None,
+    tokens: int = TOKENS,
+):
     """Returns the layer as a function of rows, weights of choices, weights of experts and choices, on a mesh of RANKS
-    devices.
+    devices, of which so many share a row.
     """
     config = mt.load(
         {
@@ -36,19 +42,19 @@ def layer(dispatch: str, platform: str, capacity: float | None = None, tokens: i
                 "vocab_size": 32,
                 "moe": {"experts": EXPERTS, "top_k": TOP_K, "d_ff": F},
             },
-            "mesh": {"data": RANKS, "expert": RANKS},
+            "mesh": {"data": RANKS // context, "context": context, "expert": RANKS},
             "parallel": {"experts": {"dispatch": dispatch, "capacity": capacity}},
             "train": {"global_batch_size": RANKS, "sequence_length": tokens},
         }
     )
     fake_cpu_devices(RANKS)
-    mesh = Mesh(np.array(jax.devices()[:RANKS]), (EXPERT,))
+    axes = config.mesh.expert_axes
+    sizes = [config.mesh.shape[axis] for axis in axes]
+    mesh = Mesh(np.array(jax.devices()[:RANKS]).reshape(sizes), axes)
     collectives = ExpertCollectives(config, platform)
     graph, state = nnx.split(Experts("blocks.experts", config.model, nnx.Rngs(0)))
 
-    @partial(
-        jax.shard_map, mesh=mesh, in_specs=PartitionSpec(EXPERT), out_specs=PartitionSpec(EXPERT)
-    )
+    @partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec(axes), out_specs=PartitionSpec(axes))
     def run(rows, weights, of_experts, chosen):
         module = nnx.merge(graph, state)
         for name, value in zip(NAMES, of_experts, strict=True):
@@ -61,12 +67,12 @@ def layer(dispatch: str, platform: str, capacity: float | None = None, tokens: i
 
 
 @cache
-def gradients(dispatch: str, platform: str):
+def gradients(dispatch: str, platform: str, context: int):
     """Returns the output of the layer, what it notes and the gradients of all but the choices."""
 
     def both(cotangent, chosen, *operands):
         y, vjp, noted = jax.vjp(
-            lambda *o: layer(dispatch, platform)(*o, chosen), *operands, has_aux=True
+            lambda *o: layer(dispatch, platform, context)(*o, chosen), *operands, has_aux=True
         )
         return y, noted, vjp(cotangent)
 
@@ -130,11 +136,14 @@ def expected_rounds(dispatch: str, chosen: np.ndarray) -> int:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("context", [1, 2, 4])
 @pytest.mark.parametrize("path", PATHS, ids=" ".join)
-def test_outputs_and_gradients_are_those_of_a_dense_loop_and_rounds_are_counted(path, name):
+def test_outputs_and_gradients_are_those_of_a_dense_loop_and_rounds_are_counted(
+    path, context, name
+):
     chosen = routing(name)
     given = operands()
-    y, noted, found = gradients(*path)(given[0], chosen, *given[1:])
+    y, noted, found = gradients(*path, context)(given[0], chosen, *given[1:])
     want = dense(chosen, *given)
     rounds = expected_rounds(path[0], chosen)
     assert rounds == {"even": 1, "one expert": RANKS, "idle": 0}.get(name, rounds)
@@ -150,7 +159,7 @@ def test_memory_is_that_of_a_capacity_which_drops(path):
     """All rows that may come are here 3.2 times those of 1.25 of an even load."""
 
     def temporaries(capacity: float | None) -> int:
-        run = layer(*path, capacity, tokens=2048)
+        run = layer(*path, capacity=capacity, tokens=2048)
         shapes = [(D,), (D,), (TOP_K,)]
         cotangent, rows, weights = (
             jax.ShapeDtypeStruct((RANKS * 2048, *s), jnp.float32) for s in shapes

@@ -202,7 +202,15 @@ def test_what_idle_stages_and_padding_compute_with_chooses_no_expert(monkeypatch
 
 
 @pytest.mark.thorough
-def test_a_checkpoint_of_shared_experts_goes_on_alone(tmp_path):
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        ({"data": 4, "expert": 4}, {}),
+        ({"data": 2, "context": 2, "expert": 4}, {"data": 4, "expert": 2}),
+    ],
+    ids=("alone", "folded"),
+)
+def test_a_checkpoint_of_shared_experts_goes_on_alone_or_shared_by_others(tmp_path, meshes):
     def sections(name: str, mesh: dict[str, int], steps: int) -> dict[str, Any]:
         model = {"layers": 2, "d_model": 24, "heads": 4, "vocab_size": 260, "moe": ROUTERS["bias"]}
         return {
@@ -214,8 +222,9 @@ def test_a_checkpoint_of_shared_experts_goes_on_alone(tmp_path):
             "optimizer": {"schedule": "constant"},
         }
 
-    mt.train(load(sections("moved", {"data": 4, "expert": 4}, 4)))
-    mt.train(load(sections("moved", {}, 6)))
+    before, after = meshes
+    mt.train(load(sections("moved", before, 4)))
+    mt.train(load(sections("moved", after, 6)))
     mt.train(load(sections("alone", {}, 6)))
     losses = [
         [
@@ -353,6 +362,66 @@ CELLS: dict[str, tuple[str, dict[str, int], dict[str, Any], bool]] = {
         False,
     ),
     "islands": ("plain", {"data": 8, "islands": 2, "expert": 4}, {"zero_stage": 2}, False),
+    "folded over context": (
+        "losses",
+        {"context": 2, "expert": 2},
+        {"experts": GATHER, "zero_stage": 1, "microbatches": 2},
+        False,
+    ),
+    "folded and swapped": (
+        "bias",
+        {"context": 2, "expert": 2},
+        {"experts": SWAP, "zero_stage": 3},
+        True,
+    ),
+    "folded over all of context 4": (
+        "losses",
+        {"context": 4, "expert": 4},
+        {"experts": SWAP, "zero_stage": 2, "remat": "full", "context_strategy": "ring"},
+        False,
+    ),
+    "folded over data and context": (
+        "bias",
+        {"data": 2, "context": 4, "expert": 8},
+        {"experts": GATHER, "zero_stage": 3, "context_strategy": "all_gather"},
+        False,
+    ),
+    "folded by all of data 2": (
+        "plain",
+        {"data": 2, "context": 2, "expert": 4},
+        {"experts": SWAP, "zero_stage": 3, "context_strategy": "ulysses"},
+        False,
+    ),
+    "folded in stages": (
+        "chosen",
+        {"data": 2, "context": 2, "expert": 4, "pipeline": 2},
+        {"microbatches": 4, "experts": SWAP},
+        False,
+    ),
+    "folded, zero bubble": (
+        "losses",
+        {"context": 2, "expert": 2, "pipeline": 2},
+        {"microbatches": 4, "schedule": "zb_h1", "zero_stage": 2, "experts": GATHER},
+        False,
+    ),
+    "folded pairs": (
+        "bias",
+        {"context": 2, "expert": 2, "pipeline": 2},
+        {"microbatches": 4, "schedule": "paired", "experts": SWAP},
+        False,
+    ),
+    "folded parts": (
+        "losses",
+        {"context": 2, "expert": 2, "tensor": 2},
+        {"sequence_parallel": True, "experts": SWAP, "zero_stage": 3},
+        False,
+    ),
+    "folded in islands": (
+        "plain",
+        {"data": 2, "islands": 2, "context": 4, "expert": 4},
+        {"zero_stage": 2, "experts": SWAP},
+        False,
+    ),
     "packed": (
         "losses",
         {"data": 4, "expert": 2, "tensor": 2},
@@ -381,6 +450,7 @@ FEW = (
     "idle and padded",
     "islands",
     "packed",
+    *(name for name in CELLS if name.startswith("folded")),
 )
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from dataclasses import fields, replace
 
 import pytest
@@ -15,9 +16,10 @@ from meshtrain.plan import DEFAULT_PROFILE, named, plan, shapes, traffic
 from meshtrain.plan.choices import meshes
 from meshtrain.plan.compiled import compile_step
 from meshtrain.plan.compute import Layer, Seconds
+from meshtrain.plan.estimate import estimate
 from meshtrain.plan.experts import add_experts, expert_seconds, reached
 from meshtrain.plan.layer_costs import layer_cost
-from meshtrain.plan.search import candidates
+from meshtrain.plan.search import candidates, expert_reason, search
 
 PUBLISHED = {
     "configs/qwen3_30b_a3b.yaml": (30.5e9, 3.3e9),
@@ -63,6 +65,8 @@ FEW: list[dict] = [
     {"pipeline": 2},
     {"tensor": 2, "expert": 2, "remat": "full"},
     {"context": 2, "remat": "full"},
+    {"data": 1, "context": 4},
+    {"data": 2, "context": 2, "pipeline": 2, "remat": "full"},
 ]
 MORE = [*FEW, {"remat": "full"}, {"expert": 2}, {"tensor": 2}, {"context": 2}]
 
@@ -76,10 +80,13 @@ def test_the_program_sends_over_expert_what_is_planned(dispatch, capacity, more)
     compiled = compile_step(config, "cpu")
     sent = compiled.sent()
     planned = traffic.by_axis(plan(config, named("cpu", config.mesh.devices)).transfers)
-    over = (
-        ("expert", "tensor") if dispatch == "all_to_all" and config.mesh.tensor > 1 else ("expert",)
-    )
-    assert expert_axes(config) == over
+    parts = dispatch == "all_to_all" and config.mesh.tensor > 1
+    over = ("expert", "tensor") if parts else ("expert",)
+    if config.mesh.data < config.mesh.expert:
+        assert {*expert_axes(config)} - {"expert"} == {"context"}
+        assert planned["context"] == pytest.approx(sent["context"], rel=0.01)
+    else:
+        assert expert_axes(config) == over
     assert "+".join(over) in sent
     assert planned["expert"] == pytest.approx(
         sent.get("expert", 0) + sent.get("expert+tensor", 0), rel=0.01
@@ -161,6 +168,12 @@ def test_a_search_looks_at_all_ranks_that_experts_divide_over():
     found = {(mesh["data"], mesh["expert"]) for mesh in meshes(config, 8)}
     assert {(8, 8), (8, 2), (4, 4), (2, 1)} <= found
     assert all(data % expert == 0 and 8 % expert == 0 for data, expert in found)
+    long = replaced(config, train={"sequence_length": 2**14})
+    folded = {(m["data"], m["context"], m["expert"]) for m in meshes(long, 8) if m["context"] > 1}
+    assert {(1, 2, 2), (2, 2, 4), (2, 4, 8), (2, 2, 2)} <= folded
+    assert (1, 4, 2) not in folded and (2, 4, 4) in folded
+    for data, context, expert in folded:
+        replaced(long, mesh={"data": data, "context": context, "expert": expert})
 
 
 @pytest.mark.parametrize("given", ["auto", "all_gather"])
@@ -201,3 +214,34 @@ def test_a_pair_hides_three_tenths_of_the_experts_messages_where_there_is_work_f
     cost = layer_cost(config, named("h100", 4))
     assert cost.forward.total > cost.expert_sends
     assert cost.forward_hidden + cost.backward_hidden == pytest.approx(0.3 * cost.expert_sends)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "devices, batch, ranks, says",
+    [
+        (16, 1024, 1, r"does not pay: .* expert 2\).*: expert collectives \+"),
+        (64, 64, 4, r"over 4 ranks pays: .* \+\d.*: "),
+    ],
+)
+def test_a_search_takes_expert_parallelism_where_it_is_faster_and_says_why(
+    devices, batch, ranks, says
+):
+    """Weights that are gathered once a layer take the longer the fewer tokens there are to hide them."""
+    config = replaced(load("configs/qwen3_30b_a3b.yaml"), train={"global_batch_size": batch})
+    cluster = named("h100", devices)
+    result = search(config, cluster, devices)
+    fastest, other = result.plans[0], result.other_experts
+    assert fastest.config.mesh.expert == ranks and (other.config.mesh.expert > 1) == (ranks == 1)
+    assert fastest.seconds < other.seconds
+    assert re.search(says, expert_reason(result))
+    # the same layout but for its experts is no faster than the one that is said
+    expert = 2 if ranks == 1 else 1
+    same = estimate(replaced(fastest.config, mesh={"expert": expert}), cluster)
+    assert other.seconds <= 1.001 * same.seconds
+
+
+def test_a_search_of_a_dense_model_says_nothing_of_experts():
+    config = load({"model": {"layers": 2, "d_model": 64, "heads": 4}})
+    result = search(config, named("h100", 4), 4)
+    assert result.other_experts is None and expert_reason(result) == ""

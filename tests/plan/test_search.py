@@ -131,7 +131,7 @@ def test_a_search_by_arrays_and_lower_bounds_says_what_the_formulas_say_of_each_
     groups = list(_groups(small, cluster, 8))
     assert [c.config for c in _fastest(groups, 20)] == list(fastest.values())[:20]
     for group in groups[::7]:
-        assert group.least() <= min(c.seconds for c in group.candidates(group.fits))
+        assert group.least <= min(c.seconds for c in group.candidates(group.fits))
 
 
 def test_no_more_hides_over_data_than_is_sent(small):
