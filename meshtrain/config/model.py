@@ -195,6 +195,23 @@ class MoeConfig:
 
 
 @dataclass(frozen=True)
+class LinearConfig:
+    kind: Literal["gated_delta"] = key(
+        "gated_delta", "rule of the layers `linear` of model.pattern (Yang et al. 2024)", resume=SHAPE
+    )
+    key_heads: int = key(16, "their heads of queries and of keys", least=1, resume=SHAPE)
+    value_heads: int = key(
+        32, "their heads of values, each with a state of its own; a multiple of key_heads", least=1, resume=SHAPE
+    )
+    key_dim: int = key(128, "width of a key head", least=1, resume=SHAPE)
+    value_dim: int = key(128, "width of a value head", least=1, resume=SHAPE)
+    conv: int = key(4, "tokens that the convolution before the rule reaches over, its own counted", least=2, most=64,
+                    resume=SHAPE)
+    chunk: int = key(64, "tokens that are computed at once, a power of two: it changes the time, not the result",
+                     least=1, most=1024, resume=Resume.FREE)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     family: str = key(
         "llama",
@@ -215,6 +232,7 @@ class ModelConfig:
     head_dim: int = key(None, "width of one head; null: d_model / heads", least=1, follows=_head_dim, resume=SHAPE)
     # before what follows from it
     moe: MoeConfig = field(default_factory=MoeConfig)
+    linear: LinearConfig = field(default_factory=LinearConfig)
     d_ff: int = key(
         None, "hidden width of the MLP; null: as wide as the family has it for d_model, or that of the shared experts",
         least=0, follows=_d_ff, resume=SHAPE

@@ -50,7 +50,7 @@ class Documents(NamedTuple):
     """Packed documents by their ids, which follow one another in a row."""
 
     segments: Array  # int [R, T]
-    before: Array  # int [R]: of the token before the piece
+    earlier: Array  # int [R, at least 1]: of the tokens before the piece
 
 
 class _Terms(NamedTuple):
@@ -77,24 +77,24 @@ class _States(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def delta_rule(
-    prepare: Callable[[Any], RuleInputs],
+    prepare: Callable[[Any, Documents | None], RuleInputs],
     chunk: int,
     collectives: Collectives,
     arrays: Any,
     documents: Documents | None,
 ) -> Array:
-    """Returns o, float32 [R, T, H, V], of `prepare(arrays)`, which is computed again for the backward."""
+    """Returns o, float32 [R, T, H, V], of `prepare(arrays, documents)`, which is computed again for the backward."""
     return _forward(prepare, chunk, collectives, arrays, documents)[0]
 
 
 def _forward(
-    prepare: Callable[[Any], RuleInputs],
+    prepare: Callable[[Any, Documents | None], RuleInputs],
     chunk: int,
     collectives: Collectives,
     arrays: Any,
     documents: Documents | None,
 ) -> tuple[Array, Any]:
-    inputs = prepare(arrays)
+    inputs = prepare(arrays, documents)
     terms = _terms(chunk, documents, inputs)
     states, start = _between_ranks(_recurrence(terms), collectives)
     out = checkpoint_name(_outputs(terms, states, inputs.v.shape[1]), "attention")
@@ -102,14 +102,15 @@ def _forward(
 
 
 def _backward(
-    prepare: Callable[[Any], RuleInputs],
+    prepare: Callable[[Any, Documents | None], RuleInputs],
     chunk: int,
     collectives: Collectives,
     residuals: Any,
     cotangent: Array,
 ) -> tuple[Any, None]:
     arrays, documents, start = residuals
-    terms, vjp = jax.vjp(lambda arrays: _terms(chunk, documents, prepare(arrays)), arrays)
+    of = lambda arrays: _terms(chunk, documents, prepare(arrays, documents))
+    terms, vjp = jax.vjp(of, arrays)
     states = _propagate(_recurrence(terms), start)
     d_out = _chunked(cotangent, chunk)
     from_later = _Recurrence(
@@ -222,7 +223,7 @@ def _masks(chunk: int, documents: Documents | None) -> _Masks:
     ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % chunk)), mode="edge")
     last = ids[:, chunk - 1 :: chunk]
     ids = _chunked(ids[:, :, None], chunk)[..., None]  # [n, R, 1, C, 1]
-    before = jnp.concatenate([documents.before[:, None], last[:, :-1]], axis=1).T
+    before = jnp.concatenate([documents.earlier[:, -1:], last[:, :-1]], axis=1).T
     before = before[:, :, None, None, None]
     end = ids[:, :, :, -1:]
     return _Masks(ids == jnp.swapaxes(ids, 3, 4), ids == before, ids == end, end == before)

@@ -17,6 +17,7 @@ BLOCKS = "blocks."
 EXPERT_BLOCK = 128  # the most rows of a block of an expert (`model.experts`)
 # what a router counts besides the tokens of each expert: rows dropped or rounds, and the sum of its entropies
 COUNTED = 2
+GOLDEN_RATIO = 0.5 * (5**0.5 - 1)
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Weight:
     name: str  # its path in the tree of parameters
     dims: tuple[tuple[str, int], ...]  # (axis, size) of each dimension, of one layer
     std: float  # of its normal initialisation; 0: all are `fill`
-    fill: float = 0.0
+    fill: float | tuple[float, ...] = 0.0
     layers: int = 0  # that are stacked; 0: it stands outside the blocks
     adapter: bool = False  # of LoRA
     bound: float = 0.0  # of its uniform initialisation, in the place of a normal one
@@ -214,6 +215,36 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
     if family.head_bias:
         add("head.bias", (vocab,))
     return tuple(table)
+
+
+def _add_linear_attention(model: ModelConfig, add: Callable[..., None]) -> None:
+    """Adds the weights of linear attention, below `blocks.attention`; a head is one of keys or, with its own state, one
+    of values.
+
+        decay = -exp(decay_log) softplus(x decay + decay_bias), so that heads begin with memories of different lengths
+    """
+    linear = model.linear
+    std = model.init_std
+    embed = ("embed", model.d_model)
+    keys = (("heads", linear.key_heads), ("head", linear.key_dim))
+    (heads, _) = values = (("heads", linear.value_heads), ("head", linear.value_dim))
+    reach = ("conv", linear.conv)
+    for name, of in (("q", keys), ("k", keys), ("v", values), ("z", values)):
+        add(f"blocks.attention.{name}", (embed, *of), std)
+    for name, of in (("q", keys), ("k", keys), ("v", values)):
+        # as wide as a uniform one within 1 / sqrt(conv)
+        add(f"blocks.attention.{name}_conv", (reach, *of), (3 * linear.conv) ** -0.5)
+    add("blocks.attention.beta", (embed, heads), std)
+    add("blocks.attention.decay", (embed, heads), std)
+    parts = [(head + 0.5) / linear.value_heads for head in range(linear.value_heads)]
+    rates = tuple(math.log(16 * part) for part in parts)
+    # from 0.001 to 0.1 after the softplus, in another order than the rates
+    steps = (0.001 * 100 ** (part * GOLDEN_RATIO * linear.value_heads % 1) for part in parts)
+    biases = tuple(math.log(math.expm1(step)) for step in steps)
+    add("blocks.attention.decay_log", (heads,), fill=rates, float32=True)
+    add("blocks.attention.decay_bias", (heads,), fill=biases, float32=True)
+    add("blocks.attention.norm.scale", (values[1],), fill=1.0)
+    add("blocks.attention.out", (*values, embed), std / (2 * model.layers) ** 0.5)
 
 
 def _patches(model: ModelConfig, add: Callable[..., None]) -> None:

@@ -11,7 +11,6 @@ from jax.sharding import Mesh, PartitionSpec
 from meshtrain.mesh import CONTEXT
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.delta_rule import Documents, RuleInputs, delta_rule
-from meshtrain.model.layers import unchanged
 from meshtrain.parallel import row_pieces
 from meshtrain.parallel.context import column_order
 from meshtrain.parallel.row_pieces import shifted, states_before
@@ -46,11 +45,11 @@ def rule(collectives, inputs, segments, weights):
     documents = None
     if segments is not None:
         ids = pieces(segments)
-        documents = Documents(ids, collectives.tails_before(ids[:, -1]))
+        documents = Documents(ids, collectives.tails_before(ids[:, -1:]))
 
     def of(inputs):
         cut = jax.tree.map(pieces, inputs)
-        out = delta_rule(unchanged, CHUNK, collectives, cut, documents)
+        out = delta_rule(lambda x, documents: x, CHUNK, collectives, cut, documents)
         return out.reshape(ROWS, -1, HEADS, VALUE)
 
     out, vjp = jax.vjp(of, inputs)
