@@ -335,7 +335,7 @@ def _between_ranks(
     On context ranks each piece is first gone through from zeros, beside an identity that becomes M.
     """
     _, rows, heads, _, width = recurrence.given.shape
-    keys = recurrence.right if recurrence.left is None else recurrence.left
+    keys: Any = recurrence.right if recurrence.left is None else recurrence.left
     axes = varying(recurrence.given) | varying(recurrence.keep)
     start = vary(jnp.zeros((rows, heads, keys.shape[-1], width), jnp.float32), axes)
     if collectives.context == 1:

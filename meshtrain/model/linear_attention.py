@@ -23,6 +23,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.config import LoraConfig, ModelConfig
+from meshtrain.model.attention import Heads
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.delta_rule import Documents, RuleInputs, delta_rule
 from meshtrain.model.dropout import Dropout
@@ -43,8 +44,8 @@ L2_EPS = 1e-6
 class Projected(NamedTuple):
     """The projections of R pieces of rows, and the q, k, v of the tokens before each, which the convolution reaches."""
 
-    qkv: tuple[Array, Array, Array]  # [R, T, heads, width]
-    earlier: tuple[Array, Array, Array]  # [R, conv - 1, heads, width]
+    qkv: Heads  # [R, T, heads, width]
+    earlier: Heads  # [R, conv - 1, heads, width]
     beta: Array  # [R, T, H]
     decay: Array  # [R, T, H]
 
@@ -52,7 +53,7 @@ class Projected(NamedTuple):
 class Kernels(NamedTuple):
     """The weights between the projections and the rule."""
 
-    qkv: tuple[Array, Array, Array]  # [conv, heads, width]
+    qkv: Heads  # [conv, heads, width]
     decay_log: Array  # [H], float32, as the next
     decay_bias: Array
 
@@ -99,11 +100,11 @@ class LinearAttention(nnx.Module):
             for weight in (self.beta, self.decay)
         )
         kernels = Kernels(
-            (self.q_conv[...], self.k_conv[...], self.v_conv[...]),
+            Heads(self.q_conv[...], self.k_conv[...], self.v_conv[...]),
             self.decay_log[...],
             self.decay_bias[...],
         )
-        o = self.mix((q, k, v), beta, decay, kernels, sequence.segments_BT, collectives)
+        o = self.mix(Heads(q, k, v), beta, decay, kernels, sequence.segments_BT, collectives)
         gated = self.norm(o.astype(z.dtype), z)
         y = project(self, "out", gated.reshape(z.shape[0] * z.shape[1], -1)).reshape(shape)
         return checkpoint_name(collectives.leave(y), "attention_out")
@@ -130,7 +131,7 @@ def normed_gated(eps: float, x: Array, z: Array, scale: Array) -> Array:
 
 
 def mixed(
-    qkv: tuple[Array, Array, Array],
+    qkv: Heads,
     beta: Array,
     decay: Array,
     kernels: Kernels,
@@ -149,8 +150,8 @@ def mixed(
     tails = collectives.tails_before(joined)
     widths = [x.shape[2] * x.shape[3] for x in qkv]
     parts = jnp.split(tails, [widths[0], widths[0] + widths[1]], axis=-1)
-    earlier = tuple(
-        part.reshape(*part.shape[:2], *x.shape[2:]) for part, x in zip(parts, qkv, strict=True)
+    earlier = Heads(
+        *(part.reshape(*part.shape[:2], *x.shape[2:]) for part, x in zip(parts, qkv, strict=True))
     )
     documents = None
     if segments_BT is not None:
