@@ -21,6 +21,13 @@ the largest or only model:
     gpt_oss    as llama, with biases, a sink for each head, a window in every second layer,           OpenAI 2025
                beginning with the first; 128 experts, 4 chosen, whose gate and up are clipped
 
+Hybrids, whose layers are three of linear attention (model.linear) to one of attention, with an RMSNorm by 1 + scale,
+over each head's q and k too, a gate of attention's output, and a quarter of a head's width that is turned:
+
+    qwen3_5      the MLP as llama                                                                  Qwen Team 2026
+    qwen3_5_moe  256 experts, 8 chosen, beside a shared one with a gate                            Qwen Team 2026
+    qwen3_next   512 experts, 10 chosen, likewise                                                  Qwen Team 2025
+
 Both Gemmas have norms after attention and MLP too, scaled embeddings, and layers that see a window (model.window)
 alternate with ones
 that see all: every second in Gemma 2, which caps scores and logits; every sixth in Gemma 3, which has norms over each
@@ -78,6 +85,10 @@ class Family:
     sinks: bool = (
         False  # the softmax of each head has one more score, which is learned and of no key
     )
+    gated_attention: bool = False  # what attention gives is multiplied by a sigmoid of its input
+    gated_shared_experts: bool = False  # likewise of the shared experts, one number a token
+    rope_share: float = 1.0  # where model.rope_share is null; so with the next
+    pattern: tuple[str, ...] = ()
     gate_limit: float = 0.0  # a gated MLP is activation(min(gate x, limit)) * (up x within limit, + 1); 0: it is not
     # Images in patches, and classes of them, in the place of tokens.
     images: bool = False
@@ -110,6 +121,10 @@ GEMMA2 = replace(
     LLAMA, name="gemma2", activation="gelu", tied_head=True, d_ff=four_times, norm_plus_one=True, post_norms=True,
     scaled_embedding=True, score_cap=50.0, logit_cap=30.0, window=4096, global_every=2,
 )
+QWEN3_5 = replace(
+    LLAMA, name="qwen3_5", qk_norm=True, norm_plus_one=True, gated_attention=True, gated_shared_experts=True,
+    rope_share=0.25, pattern=("linear", "linear", "linear", "full"),
+)
 FAMILIES = Registry(
     LLAMA,
     replace(LLAMA, name="mistral"),
@@ -122,6 +137,9 @@ FAMILIES = Registry(
         LLAMA, name="gpt_oss", biased_qkv=True, biased_out=True, biased_experts=True, sinks=True,
         activation=QUICK_GELU, gate_limit=7.0, window=128, global_every=2, experts=128, top_k=4, router="softmax_top_k",
     ),
+    replace(QWEN3_5, name="qwen3_next", experts=512, top_k=10),
+    QWEN3_5,
+    replace(QWEN3_5, name="qwen3_5_moe", experts=256, top_k=8),
     GPT2,
     GEMMA2,
     replace(

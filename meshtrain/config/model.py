@@ -67,8 +67,11 @@ def problems(model: "ModelConfig") -> Iterator[str]:
     if model.heads % model.kv_heads:
         legal = listed_divisors(model.heads)
         yield f"model.kv_heads {model.kv_heads} does not divide model.heads {model.heads}; legal are {legal}."
-    if family.rotary and model.head_dim % 2:
-        yield f"model.head_dim is {model.head_dim}; rotary positions turn pairs of numbers, so it must be even."
+    if family.rotary and model.head_dim * model.rope_share % 2:
+        yield (
+            f"model.head_dim {model.head_dim} times model.rope_share {model.rope_share:g} is "
+            f"{model.head_dim * model.rope_share:g}; rotary positions turn pairs of numbers, so it must be even."
+        )
     if model.window and not family.causal:
         but = f"but in {family.name} attention goes both ways, and a window reaches back only"
         yield f"model.window is {model.window}, {but}; leave it out."
@@ -275,6 +278,10 @@ class ModelConfig:
     rope_theta: float = key(
         10000.0, "base of the rotary frequencies, where positions are rotary",
         above=1.0, resume=SHAPE
+    )
+    rope_share: float = key(
+        None, "share of a head's width, its first part, that is turned; null: as the family has it",
+        above=0.0, most=1.0, follows=_family_default("rope_share"), resume=SHAPE
     )
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = key(
         "none", "how rotary frequencies are stretched for sequences longer than those of the first training",

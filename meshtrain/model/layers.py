@@ -24,6 +24,7 @@ from meshtrain.model.products import (
     enter,
     hidden,
     keeping_arguments,
+    linear,
     make_adapters,
     make_parameters,
     project,
@@ -102,6 +103,7 @@ class Attention(nnx.Module):
     v_bias: nnx.Param | None = None
     out_bias: nnx.Param | None = None
     sinks: nnx.Param | None = None
+    z: nnx.Param | None = None
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     lora_scale: float
@@ -158,10 +160,17 @@ class Attention(nnx.Module):
         a = self.attend(
             q, k, v, sequence.segments_BT, collectives, dropout, local=sequence.local, **sinks
         )
+        if self.z is not None:
+            a = keeping_arguments(gated)(a, keep(project(self, "z", rows)))
         y = project(self, "out", a).reshape(shape)
         if self.out_bias is not None:
             y = y + collectives.share(self.out_bias[...])
         return checkpoint_name(collectives.leave(y), "attention_out")
+
+
+def gated(x: jax.Array, z: jax.Array) -> jax.Array:
+    """Returns x times the sigmoid of z."""
+    return x * jax.nn.sigmoid(z)
 
 
 class MLP(nnx.Module):
@@ -172,6 +181,7 @@ class MLP(nnx.Module):
     down: nnx.Param
     up_bias: nnx.Param | None = None
     down_bias: nnx.Param | None = None
+    token_gate: nnx.Param | None = None
     lora_scale: float
     lora_drop: Callable[[str, jax.Array], jax.Array] | None
     float8: Any = None  # `float8.Float8Products`, where products are
@@ -193,6 +203,10 @@ class MLP(nnx.Module):
         h = hidden(self.activation, self.gate is not None, self.limit)(
             *(checkpoint_name(b, "mlp_in") for b in branches)
         )
+        if self.token_gate is not None:
+            # before the last product, so that its output is not kept for the gate's gradient
+            z = linear(unrounded(x_BTD).reshape(-1, shape[-1]), self.token_gate[...])
+            h = keeping_arguments(gated)(h, z)
         y = project(self, "down", checkpoint_name(h, "mlp_hidden")).reshape(shape)
         if self.down_bias is not None:
             y = y + collectives.share(self.down_bias[...])

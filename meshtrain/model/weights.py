@@ -170,6 +170,8 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
         add("blocks.attention.v_bias", (groups, head))
     if family.biases or family.biased_out:
         add("blocks.attention.out_bias", (embed,))
+    if family.gated_attention:
+        add("blocks.attention.z", (embed, heads, head), std)
     if family.sinks:
         add("blocks.attention.sinks", (heads,))
     if model.qk_norm:
@@ -203,6 +205,8 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
     if model.d_ff:
         add("blocks.mlp.up", (embed, mlp), std)
         add("blocks.mlp.down", (mlp, embed), into_stream)
+    if family.gated_shared_experts and model.moe.experts and model.d_ff:
+        add("blocks.mlp.token_gate", (embed, ("one", 1)), std)
     if family.biases:
         add("blocks.mlp.up_bias", (mlp,))
         add("blocks.mlp.down_bias", (embed,))
