@@ -39,6 +39,7 @@ from meshtrain.hf_families.family import HfFamily, WeightName
 from meshtrain.hf_families.gemma import GEMMA2, GEMMA3
 from meshtrain.hf_families.gpt2 import GPT2
 from meshtrain.hf_families.gpt_oss import GPT_OSS, MXFP4
+from meshtrain.hf_families.hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from meshtrain.hf_families.json_fields import Json, check_types, read_json, refuse_unless
 from meshtrain.hf_families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from meshtrain.hf_families.mixture import MIXTRAL, OLMOE, QWEN3_MOE
@@ -66,6 +67,9 @@ HF_FAMILIES = {
         QWEN3_MOE,
         OLMOE,
         GPT_OSS,
+        QWEN3_NEXT,
+        QWEN3_5,
+        QWEN3_5_MOE,
         GPT2,
         GEMMA2,
         GEMMA3,
@@ -90,10 +94,10 @@ def model_section(config: Json, where: str) -> dict[str, Any]:
     """Returns the section `model` that a config.json asks for; `where` it stands, for the sentence that refuses it."""
     check_types(config, where)
     model_type = config.get("model_type")
-    if model_type == "gemma3":
+    if model_type in ("gemma3", "qwen3_5", "qwen3_5_moe"):
         raise ConfigError(
-            f"{where}: model_type 'gemma3' has a vision tower, which is not computed here; take its text model alone, "
-            "gemma3_text."
+            f"{where}: model_type '{model_type}' has a vision tower, which is not computed here; take its text model "
+            f"alone, {model_type}_text."
         )
     if model_type not in BY_MODEL_TYPE:
         known = ", ".join(BY_MODEL_TYPE)
@@ -164,13 +168,15 @@ def _problem(family: HfFamily, model: Json) -> str | None:
         return f"model.head_dim {model['head_dim']} with {heads} heads in model.d_model {d_model}"
     if (problem := _expert_problem(family, model["moe"])) is not None:
         return problem
-    flags = ("norm_plus_one", "post_norms", "scaled_embedding")
-    if (problem := _other_than(dict.fromkeys(flags, family.gemma), model)) is not None:
+    flags = dict.fromkeys(("post_norms", "scaled_embedding"), family.gemma)
+    flags["norm_plus_one"] = family.gemma or family.hybrid
+    if (problem := _other_than(flags, model)) is not None:
         return problem
     if family.window_by_turns and not model["window"] and model["global_every"] != 1:
         return "model.window 0"
     required = {} if family.gemma else {"query_scalar": model["head_dim"], "logit_cap": 0.0}
     required |= {} if family.window_by_turns else {"global_every": 0}
+    required |= {} if family.hybrid else {"rope_share": 1.0}
     required |= {} if family.score_cap else {"score_cap": 0.0}
     required |= {} if family.local_theta else {"rope_theta_local": 0.0}
     return _other_than(required, model)
@@ -190,7 +196,8 @@ def _other_than(legal: Json, model: Json) -> str | None:
 def _expert_problem(family: HfFamily, moe: Any) -> str | None:
     if bool(moe.experts) != bool(family.router):
         return f"model.moe.experts {moe.experts}"
-    legal = {"router": family.router, "shared_experts": 0, "route_scale": 1.0, "groups": ()}
+    legal = {"router": family.router, "route_scale": 1.0, "groups": ()}
+    legal |= {} if family.hybrid else {"shared_experts": 0}
     legal |= {} if family.normalize is None else {"normalize": family.normalize}
     wrong = (name for name, value in legal.items() if moe.experts and getattr(moe, name) != value)
     return next((f"model.moe.{name} {short(getattr(moe, name))}" for name in wrong), None)

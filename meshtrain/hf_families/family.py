@@ -13,10 +13,21 @@ class WeightName(NamedTuple):
     ours: str
     theirs: str  # {} stands for the number of the layer, a second one for that of the expert
     layout: Literal[
-        "plain", "linear", "third", "patches", "experts", "merged", "alternating", "stacked", "half"
+        "plain",
+        "linear",
+        "third",
+        "patches",
+        "experts",
+        "merged",
+        "alternating",
+        "stacked",
+        "half",
+        "rows",
     ] = "plain"
     part: int = 0  # which third or half, or which of the two that alternate
     ones: int = 0  # plain: leading dimensions of size 1 of their tensor
+    # rows: heads whose rows lie beside one another, the rows of each, and the first of those that are ours
+    rows: tuple[int, int, int] = (1, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -51,5 +62,8 @@ class HfFamily:
     activation: str = ""  # the one that it can hold; "": any that has a name there
     window_by_turns: bool = False  # every n-th layer may see all positions
     gemma: bool = False
+    hybrid: bool = (
+        False  # norms by 1 + scale, layers of several kinds, heads turned in part, shared experts
+    )
     score_cap: bool = False  # there may be one
     local_theta: bool = False  # there may be one
