@@ -116,8 +116,8 @@ def hybrids() -> Iterator[tuple[str, Any]]:
     sizes |= dict(
         linear_num_key_heads=2,
         linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=6,
+        linear_key_head_dim=16,
+        linear_value_head_dim=12,
     )
     experts = dict(
         num_experts=6,
