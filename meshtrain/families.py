@@ -43,7 +43,7 @@ computes what the options cannot say in a block of its own (see `model.hooks.Blo
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -98,6 +98,15 @@ class Family:
     @property
     def rotary(self) -> bool:
         return self.positions == "rotary"
+
+
+def period_of(kinds: Sequence[str]) -> tuple[str, ...]:
+    """Returns the shortest sequence of kinds that layers of these kinds go through over and over."""
+    return next(
+        tuple(kinds[:period])
+        for period in range(1, len(kinds) + 1)
+        if all(kind == kinds[layer % period] for layer, kind in enumerate(kinds))
+    )
 
 
 # jax.nn.gelu is the tanh approximation, which GPT-2 was trained with; later models have the function itself.

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from meshtrain.config.key import Resume, key
+from meshtrain.config.stacks import KINDS, LINEAR
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import ACTIVATIONS as FUNCTIONS
-from meshtrain.families import FAMILIES
+from meshtrain.families import FAMILIES, period_of
 
 REFUSED = Resume.REFUSED
 SHAPE = Resume.SHAPE
@@ -31,6 +32,12 @@ def _head_dim(config: Any) -> int:
 
 def _family_default(name: str) -> Callable[[Any], Any]:
     return lambda config: getattr(FAMILIES[config.model.family], name)
+
+
+def _pattern(config: Any) -> tuple[str, ...]:
+    """Returns the family's pattern, as far as the layers go."""
+    pattern = FAMILIES[config.model.family].pattern[: config.model.layers]
+    return period_of(pattern) if pattern else ()
 
 
 _of_images = _family_default("images")
@@ -64,6 +71,7 @@ def problems(model: "ModelConfig") -> Iterator[str]:
     family = FAMILIES[model.family]
     positions = positions_of(model)
     yield from _expert_problems(model)
+    yield from _stack_problems(model)
     if model.heads % model.kv_heads:
         legal = listed_divisors(model.heads)
         yield f"model.kv_heads {model.kv_heads} does not divide model.heads {model.heads}; legal are {legal}."
@@ -90,7 +98,7 @@ def projections(model: "ModelConfig") -> list[str]:
         {"gate"}
         if not FAMILIES[model.family].gated
         else set()
-        if model.d_ff
+        if model.d_ff or model.dense_layers
         else {"gate", "up", "down"}
     )
     return [name for name in PROJECTIONS if name not in lacks]
@@ -140,6 +148,40 @@ def _expert_problems(model: "ModelConfig") -> Iterator[str]:
             f"model.moe.groups is given, but model.moe.router is {moe.router}; groups are chosen by scores of "
             "sigmoid."
         )
+
+
+def _stack_problems(model: "ModelConfig") -> Iterator[str]:
+    if model.dense_layers and not model.moe.experts:
+        but = "but without model.moe.experts all layers are dense"
+        yield f"model.dense_layers is {model.dense_layers}, {but}; leave it out."
+    if model.dense_layers >= model.layers:
+        but = f"but of model.layers {model.layers} one at least has experts"
+        yield f"model.dense_layers is {model.dense_layers}, {but}; legal are at most {model.layers - 1}."
+    for kind in model.pattern:
+        if kind not in KINDS:
+            legal = f"legal are {', '.join(KINDS)}"
+            yield f"model.pattern has {short(repr(kind))}; {legal}{nearest(kind, KINDS) or '.'}"
+    if LINEAR in model.pattern:
+        yield from _linear_problems(model)
+    if len(model.pattern) > model.layers:
+        but = f"but there are model.layers {model.layers}"
+        yield f"model.pattern has {len(model.pattern)} kinds, {but}; legal are at most so many."
+
+
+def _linear_problems(model: "ModelConfig") -> Iterator[str]:
+    linear = model.linear
+    family = FAMILIES[model.family]
+    if not family.causal or not family.rotary:
+        legal = ", ".join(name for name, other in FAMILIES.items() if other.causal and other.rotary)
+        reads = "has learned positions" if family.causal else "reads in both directions"
+        yield f"model.pattern has linear, but model.family {family.name} {reads}; legal are {legal}."
+    if linear.value_heads % linear.key_heads:
+        yield (
+            f"model.linear.key_heads {linear.key_heads} does not divide model.linear.value_heads "
+            f"{linear.value_heads}; legal are {listed_divisors(linear.value_heads)}."
+        )
+    if linear.chunk & (linear.chunk - 1):
+        yield f"model.linear.chunk is {linear.chunk}; it must be a power of two."
 
 
 # Losses and rules that keep the experts' loads even and are the same on every mesh.
@@ -226,6 +268,14 @@ class ModelConfig:
         one_of=FAMILIES, resume=SHAPE
     )
     layers: int = key(8, "transformer blocks", least=1, most=65536, resume=SIZE)
+    dense_layers: int = key(
+        0, "first layers that have a dense MLP where the others have experts", least=0, most=65536, resume=SHAPE
+    )
+    pattern: tuple[str, ...] = key(
+        None, "kinds of layers in turn, over and over: full (attention), linear (model.linear), or a kind that was "
+              "registered; empty: all full; null: as the family has it",
+        follows=_pattern, resume=SHAPE
+    )
     d_model: int = key(256, "width of the residual stream", least=1, most=2**24, resume=SHAPE)
     heads: int = key(8, "query heads", least=1, resume=SHAPE)
     kv_heads: int = key(
@@ -239,6 +289,11 @@ class ModelConfig:
     d_ff: int = key(
         None, "hidden width of the MLP; null: as wide as the family has it for d_model, or that of the shared experts",
         least=0, follows=_d_ff, resume=SHAPE
+    )
+    dense_d_ff: int = key(
+        None, "hidden width of the MLP of the first dense_layers; null: as wide as the family has it for d_model",
+        least=1, follows=lambda c: FAMILIES[c.model.family].d_ff(c.model.d_model), resume=SHAPE,
+        counts=lambda c: c.model.dense_layers > 0
     )
     vocab_size: int = key(
         512, "rows of the embedding; at least the tokenizer's size; of images the classes",

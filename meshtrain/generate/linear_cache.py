@@ -27,6 +27,19 @@ class LinearCache(NamedTuple):
     k: Array
     v: Array
 
+    def put(self, new: "LinearCache", slot: Array, length: Array) -> "LinearCache":
+        """Returns the cache with one sequence's in a slot; one that lies on another rank changes nothing."""
+
+        def put(old: Array, new: Array) -> Array:
+            here = (jnp.arange(len(old)) == slot).reshape(-1, *(1,) * (old.ndim - 1))
+            return jnp.where(here, vary(new.astype(old.dtype), varying(old)), old)
+
+        return jax.tree.map(put, self, new)
+
+    def laid_out(self, lengths: Array, positions: int) -> "LinearCache":
+        """Returns what is remembered of sequences as that of slots, which is the same."""
+        return self
+
 
 def no_memory(linear: LinearConfig, slots: int, dtype: Any) -> LinearCache:
     """Returns the cache of slots that have read nothing, all heads of it."""
@@ -35,16 +48,6 @@ def no_memory(linear: LinearConfig, slots: int, dtype: Any) -> LinearCache:
     values = jnp.zeros((slots, linear.value_heads, reach, linear.value_dim), dtype)
     state = (slots, linear.value_heads, linear.key_dim, linear.value_dim)
     return LinearCache(jnp.zeros(state, jnp.float32), keys, keys, values)
-
-
-def replaced_slot(cache: LinearCache, new: LinearCache, slot: Array) -> LinearCache:
-    """Returns the cache with one sequence's in `slot`; a slot that lies on another rank changes nothing."""
-
-    def put(old: Array, new: Array) -> Array:
-        here = (jnp.arange(len(old)) == slot).reshape(-1, *(1,) * (old.ndim - 1))
-        return jnp.where(here, vary(new.astype(old.dtype), varying(old)), old)
-
-    return jax.tree.map(put, cache, new)
 
 
 class PromptMix:

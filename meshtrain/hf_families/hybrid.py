@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from meshtrain.errors import ConfigError, short
+from meshtrain.families import period_of
 from meshtrain.hf_families import llama, mixture
 from meshtrain.hf_families.family import HfFamily, WeightName
 from meshtrain.hf_families.json_fields import Json, activation, positive, refuse_unless
@@ -85,8 +86,8 @@ def _shared(config: Json, where: str) -> int:
     return shared // width
 
 
-def _pattern(config: Json, where: str) -> list[str]:
-    """Returns the shortest list of kinds that the layers go through over and over."""
+def _pattern(config: Json, where: str) -> tuple[str, ...]:
+    """Returns the shortest sequence of kinds that the layers go through over and over."""
     layers = positive(config, "num_hidden_layers", where)
     every = config.get("full_attention_interval") or 4
     default = [TYPES["full" if (layer + 1) % every == 0 else "linear"] for layer in range(layers)]
@@ -96,12 +97,7 @@ def _pattern(config: Json, where: str) -> list[str]:
             f"{where}: layer_types {short(types)} is not computed here; there are {layers} layers, each of "
             f"{' or '.join(KINDS)}."
         )
-    kinds = [KINDS[name] for name in types]
-    return next(
-        kinds[:period]
-        for period in range(1, layers + 1)
-        if all(kind == kinds[layer % period] for layer, kind in enumerate(kinds))
-    )
+    return period_of([KINDS[name] for name in types])
 
 
 def config(model: Json, length: int) -> dict[str, Any]:

@@ -97,8 +97,8 @@ def _forward(
     inputs = prepare(arrays, documents)
     terms = _terms(chunk, documents, inputs)
     states, start = _between_ranks(_recurrence(terms), collectives)
-    out = checkpoint_name(_outputs(terms, states, inputs.v.shape[1]), "attention")
-    return out, (arrays, documents, checkpoint_name(start, "attention"))
+    kept = None if collectives.context == 1 else checkpoint_name(start, "attention")
+    return _outputs(terms, states, inputs.v.shape[1]), (arrays, documents, kept)
 
 
 def _backward(
@@ -111,7 +111,8 @@ def _backward(
     arrays, documents, start = residuals
     of = lambda arrays: _terms(chunk, documents, prepare(arrays, documents))
     terms, vjp = jax.vjp(of, arrays)
-    states = _propagate(_recurrence(terms), start)
+    recurrence = _recurrence(terms)
+    states = _propagate(recurrence, _no_state(recurrence) if start is None else start)
     d_out = _chunked(cotangent, chunk)
     from_later = _Recurrence(
         terms.keep,
@@ -327,6 +328,14 @@ def _propagate(recurrence: _Recurrence, start: Array, reverse: bool = False) -> 
     return _States(starts, new, end)
 
 
+def _no_state(recurrence: _Recurrence) -> Array:
+    """Returns zeros, [R, H, K, V]."""
+    _, rows, heads, _, width = recurrence.given.shape
+    keys: Any = recurrence.right if recurrence.left is None else recurrence.left
+    axes = varying(recurrence.given) | varying(recurrence.keep)
+    return vary(jnp.zeros((rows, heads, keys.shape[-1], width), jnp.float32), axes)
+
+
 def _between_ranks(
     recurrence: _Recurrence, collectives: Collectives, reverse: bool = False
 ) -> tuple[_States, Array]:
@@ -334,19 +343,18 @@ def _between_ranks(
 
     On context ranks each piece is first gone through from zeros, beside an identity that becomes M.
     """
-    _, rows, heads, _, width = recurrence.given.shape
-    keys: Any = recurrence.right if recurrence.left is None else recurrence.left
-    axes = varying(recurrence.given) | varying(recurrence.keep)
-    start = vary(jnp.zeros((rows, heads, keys.shape[-1], width), jnp.float32), axes)
+    width = recurrence.given.shape[-1]
+    start = _no_state(recurrence)
+    depth = start.shape[2]
     if collectives.context == 1:
         return _propagate(recurrence, start, reverse), start
-    wider = ((0, 0),) * 4 + ((0, keys.shape[-1]),)
+    wider = ((0, 0),) * 4 + ((0, depth),)
     padded = {
         name: jnp.pad(x, wider)
         for name, x in (("given", recurrence.given), ("more", recurrence.more))
         if x is not None
     }
-    eye = jnp.eye(keys.shape[-1], width + keys.shape[-1], width)
+    eye = jnp.eye(depth, width + depth, width)
     both = jnp.pad(start, wider[1:]) + eye
     local = _propagate(recurrence._replace(**padded), both, reverse)
     start = collectives.states_before(local.end, reverse)

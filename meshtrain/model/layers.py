@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.compat import vary, varying
 from meshtrain.config import LoraConfig, ModelConfig
+from meshtrain.config.stacks import FULL, KINDS, LINEAR, kind_of
 from meshtrain.families import FAMILIES
 from meshtrain.model.attention import attend, attention_arguments
 from meshtrain.model.collectives import Collectives
@@ -200,13 +201,14 @@ class MLP(nnx.Module):
         if self.up_bias is not None:
             up = up + self.up_bias[...]
         branches = (up,) if self.gate is None else (project(self, "gate", rows), up)
-        h = hidden(self.activation, self.gate is not None, self.limit)(
-            *(checkpoint_name(b, "mlp_in") for b in branches)
-        )
-        if self.token_gate is not None:
+        branches = tuple(checkpoint_name(b, "mlp_in") for b in branches)
+        function = hidden(self.activation, self.gate is not None, self.limit)
+        if self.token_gate is None:
+            h = function(*branches)
+        else:
             # before the last product, so that its output is not kept for the gate's gradient
-            z = linear(unrounded(x_BTD).reshape(-1, shape[-1]), self.token_gate[...])
-            h = keeping_arguments(gated)(h, z)
+            z = linear(unrounded(rows), self.token_gate[...])
+            h = keeping_arguments(lambda z, *xs: gated(function(*xs), z))(z, *branches)
         y = project(self, "down", checkpoint_name(h, "mlp_hidden")).reshape(shape)
         if self.down_bias is not None:
             y = y + collectives.share(self.down_bias[...])
@@ -216,7 +218,8 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """Pre-norm transformer block; with post-norms too each branch is normed once more before it is added.
 
-    With experts, `mlp` is what every token is computed by beside those it chooses, if there is any.
+    With experts, `mlp` is what every token is computed by beside those it chooses, if there is any. `config` is that of
+    its stack (`config.stacks.model_of_stack`), whose layers are all alike.
     """
 
     mlp: MLP | None = None
@@ -226,7 +229,12 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None) -> None:
         self.attention_norm = Norm("blocks.attention_norm", config, rngs)
-        self.attention = Attention("blocks.attention", config, rngs, lora)
+        mixer: Any = Attention
+        if (kind := kind_of(config)) == LINEAR:
+            from meshtrain.model.linear_attention import LinearAttention as mixer
+        elif kind != FULL:
+            mixer = KINDS[kind].module
+        self.attention = mixer("blocks.attention", config, rngs, lora)
         self.mlp_norm = Norm("blocks.mlp_norm", config, rngs)
         if config.d_ff:
             self.mlp = MLP("blocks.mlp", config, rngs, lora)

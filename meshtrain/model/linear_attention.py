@@ -94,7 +94,7 @@ class LinearAttention(nnx.Module):
             checkpoint_name(by_head(project(self, n, rows), *getattr(self, n).shape[-2:]), "qkv")
             for n in ("q", "k", "v", "z")
         )
-        plain = unrounded(x_BTD).reshape(-1, shape[-1])
+        plain = unrounded(rows)
         beta, decay = (
             checkpoint_name(by_head(linear(plain, weight[...]), weight.shape[-1]), "qkv")
             for weight in (self.beta, self.decay)
@@ -105,7 +105,7 @@ class LinearAttention(nnx.Module):
             self.decay_bias[...],
         )
         o = self.mix(Heads(q, k, v), beta, decay, kernels, sequence.segments_BT, collectives)
-        gated = self.norm(o.astype(z.dtype), z)
+        gated = self.norm(checkpoint_name(o.astype(z.dtype), "attention"), z)
         y = project(self, "out", gated.reshape(z.shape[0] * z.shape[1], -1)).reshape(shape)
         return checkpoint_name(collectives.leave(y), "attention_out")
 

@@ -1,19 +1,35 @@
 """Every weight of a model, in one table without JAX: its name, the axes of its dimensions, its shape, how it begins.
 
 The modules of `model` make their parameters from it, `parallel.placement` says where each lies on a mesh, the planner
-counts them, and checkpoints name them. The blocks' weights are stacked along a first axis `layers`, whatever the mesh.
+counts them, and checkpoints name them. The blocks' weights are stacked along a first axis `layers`, whatever the mesh;
+where layers are of several kinds those of each kind in a stack of their own (`config.stacks`).
 """
 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
-from meshtrain.config.model import LoraConfig, ModelConfig, patches_of, projections
+from meshtrain.config.model import (
+    PROJECTIONS,
+    LoraConfig,
+    ModelConfig,
+    patches_of,
+    projections,
+)
+from meshtrain.config.stacks import (
+    BLOCKS,
+    FULL,
+    KINDS,
+    LINEAR,
+    kind_of,
+    layers_of_stacks,
+    model_of_stack,
+)
 from meshtrain.families import FAMILIES
 
-BLOCKS = "blocks."
 EXPERT_BLOCK = 128  # the most rows of a block of an expert (`model.experts`)
 # what a router counts besides the tokens of each expert: rows dropped or rounds, and the sum of its entropies
 COUNTED = 2
@@ -58,11 +74,14 @@ class Weight:
 
 
 def adapted(model: ModelConfig, lora: LoraConfig) -> tuple[str, ...]:
-    """Returns the projections that have adapters, of a resolved config."""
+    """Returns the projections that have adapters, of a resolved config, in layers of any stack."""
     if not lora.rank:
         return ()
-    have = projections(model)
-    return tuple(name for name in have if not lora.targets or name in lora.targets)
+    return tuple(
+        name
+        for name in PROJECTIONS
+        if name in projections(model) and (not lora.targets or name in lora.targets)
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -76,23 +95,40 @@ def adapters(model: ModelConfig, lora: LoraConfig) -> tuple[Weight, ...]:
 
     They lie as W does: what splits W's outputs splits B, what splits its inputs splits A.
     """
-    base = {weight.name: weight for weight in weights(model)}
+    return tuple(
+        factor
+        for stack, layers in layers_of_stacks(model).items()
+        for factor in _in_stack(
+            _adapters_of_layer(model_of_stack(model, stack), lora), stack, layers
+        )
+    )
+
+
+def _adapters_of_layer(model: ModelConfig, lora: LoraConfig) -> list[Weight]:
+    """Returns the adapters of layers that are all alike, below `blocks`."""
+    base = {weight.name: weight for weight in _of_layer(model)}
     rank = ("rank", lora.rank)
     factors = []
     for name in adapted(model, lora):
-        weight = base[f"{BLOCKS}{'attention' if name in ('q', 'k', 'v', 'out') else 'mlp'}.{name}"]
+        module = "attention" if name in ("q", "k", "v", "out") else "mlp"
+        if (weight := base.get(f"{BLOCKS}.{module}.{name}")) is None:
+            continue
         # the inputs are the first dimension, but for what gathers the heads
         cut = len(weight.dims) - 1 if weight.axes[-1] == "embed" else 1
         inputs = weight.dims[:cut]
         outputs = weight.dims[cut:]
         bound = math.prod(n for _, n in inputs) ** -0.5
-        factors.append(
-            Weight(f"{weight.name}_lora_a", (*inputs, rank), 0.0, 0.0, model.layers, True, bound)
-        )
-        factors.append(
-            Weight(f"{weight.name}_lora_b", (rank, *outputs), 0.0, 0.0, model.layers, True)
-        )
-    return tuple(factors)
+        a = Weight(f"{weight.name}_lora_a", (*inputs, rank), 0.0, adapter=True, bound=bound)
+        b = Weight(f"{weight.name}_lora_b", (rank, *outputs), 0.0, adapter=True)
+        factors += [a, b]
+    return factors
+
+
+def _in_stack(weights: Sequence[Weight], stack: str, layers: Sequence[int]) -> list[Weight]:
+    """Returns the weights of a layer, below `blocks`, as those of all layers of a stack."""
+    return [
+        replace(w, name=stack + w.name.removeprefix(BLOCKS), layers=len(layers)) for w in weights
+    ]
 
 
 def lora_difference(model: ModelConfig, one: LoraConfig, other: LoraConfig) -> str | None:
@@ -125,62 +161,69 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
     A module draws its own in this order, so that a seed gives the same numbers for ever.
     """
     family = FAMILIES[model.family]
-    std = model.init_std
-    into_stream = std / (2 * model.layers) ** 0.5
+    table = WeightTable(model)
+    add = table.add
     embed = ("embed", model.d_model)
-    heads = ("heads", model.heads)
-    groups = ("kv_heads", model.kv_heads)
-    head = ("head", model.head_dim)
-    mlp = ("mlp", model.d_ff)
     vocab = ("vocab", model.vocab_size)
-    one = 0.0 if model.norm_plus_one else 1.0
-    table: list[Weight] = []
-
-    def add(
-        name: str,
-        dims: tuple[tuple[str, int], ...],
-        std: float = 0.0,
-        fill: float = 0.0,
-        **kind: bool,
-    ) -> None:
-        table.append(
-            Weight(name, dims, std, fill, model.layers if name.startswith(BLOCKS) else 0, **kind)
-        )
-
-    def norm(name: str) -> None:
-        add(f"{name}.scale", (embed,), fill=one)
-        if family.centred_norms:
-            add(f"{name}.bias", (embed,))
-
+    std = model.init_std
     if family.images:
         _patches(model, add)
     else:
         add("embedding.tokens", (vocab, embed), std)
     if family.positions == "learned":
         add("embedding.positions", (("positions", model.max_positions), embed), std)
+    for stack, layers in layers_of_stacks(model).items():
+        table.weights += _in_stack(_of_layer(model_of_stack(model, stack)), stack, layers)
+    table.norm("head.norm")
+    if not model.tied_head:
+        add("head.weight", (embed, vocab), std)
+    if family.head_bias:
+        add("head.bias", (vocab,))
+    return tuple(table.weights)
 
+
+class WeightTable:
+    """The weights of a model as they are listed."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.model = model
+        self.weights: list[Weight] = []
+
+    def add(
+        self,
+        name: str,
+        dims: tuple[tuple[str, int], ...],
+        std: float = 0.0,
+        fill: float = 0.0,
+        **kind: Any,
+    ) -> None:
+        """Adds a weight, of one layer."""
+        self.weights.append(Weight(name, dims, std, fill, **kind))
+
+    def norm(self, name: str) -> None:
+        """Adds the weights of a norm over the stream."""
+        embed = ("embed", self.model.d_model)
+        self.add(f"{name}.scale", (embed,), fill=0.0 if self.model.norm_plus_one else 1.0)
+        if FAMILIES[self.model.family].centred_norms:
+            self.add(f"{name}.bias", (embed,))
+
+
+@functools.lru_cache(maxsize=256)
+def _of_layer(model: ModelConfig) -> Sequence[Weight]:
+    """Returns the weights of one layer, below `blocks`, of a model whose layers are all alike."""
+    family = FAMILIES[model.family]
+    table = WeightTable(model)
+    add = table.add
+    norm = table.norm
+    std = model.init_std
+    into_stream = std / (2 * model.layers) ** 0.5
+    embed = ("embed", model.d_model)
+    mlp = ("mlp", model.d_ff)
     norm("blocks.attention_norm")
-    add("blocks.attention.q", (embed, heads, head), std)
-    add("blocks.attention.k", (embed, groups, head), std)
-    add("blocks.attention.v", (embed, groups, head), std)
-    add("blocks.attention.out", (heads, head, embed), into_stream)
-    if model.qkv_bias:
-        add("blocks.attention.q_bias", (heads, head))
-        add("blocks.attention.k_bias", (groups, head))
-        add("blocks.attention.v_bias", (groups, head))
-    if family.biases or family.biased_out:
-        add("blocks.attention.out_bias", (embed,))
-    if family.gated_attention:
-        add("blocks.attention.z", (embed, heads, head), std)
-    if family.sinks:
-        add("blocks.attention.sinks", (heads,))
-    if model.qk_norm:
-        each = not family.joint_qk_norm
-        add("blocks.attention.q_norm.scale", (head,) if each else (heads, head), fill=one)
-        add("blocks.attention.k_norm.scale", (head,) if each else (groups, head), fill=one)
+    kind = kind_of(model)
+    (KINDS[kind].add_weights or ADD_MIXER[kind])(model, add)
     if model.post_norms:
         norm("blocks.attention_post_norm")
-
     norm("blocks.mlp_norm")
     if model.moe.experts:
         experts = ("experts", model.moe.experts)
@@ -212,13 +255,36 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
         add("blocks.mlp.down_bias", (embed,))
     if model.post_norms:
         norm("blocks.mlp_post_norm")
+    return table.weights
 
-    norm("head.norm")
-    if not model.tied_head:
-        add("head.weight", (embed, vocab), std)
-    if family.head_bias:
-        add("head.bias", (vocab,))
-    return tuple(table)
+
+def _add_attention(model: ModelConfig, add: Callable[..., None]) -> None:
+    """Adds the weights of attention, below `blocks.attention`."""
+    family = FAMILIES[model.family]
+    std = model.init_std
+    embed = ("embed", model.d_model)
+    heads = ("heads", model.heads)
+    groups = ("kv_heads", model.kv_heads)
+    head = ("head", model.head_dim)
+    one = 0.0 if model.norm_plus_one else 1.0
+    add("blocks.attention.q", (embed, heads, head), std)
+    add("blocks.attention.k", (embed, groups, head), std)
+    add("blocks.attention.v", (embed, groups, head), std)
+    add("blocks.attention.out", (heads, head, embed), std / (2 * model.layers) ** 0.5)
+    if model.qkv_bias:
+        add("blocks.attention.q_bias", (heads, head))
+        add("blocks.attention.k_bias", (groups, head))
+        add("blocks.attention.v_bias", (groups, head))
+    if family.biases or family.biased_out:
+        add("blocks.attention.out_bias", (embed,))
+    if family.gated_attention:
+        add("blocks.attention.z", (embed, heads, head), std)
+    if family.sinks:
+        add("blocks.attention.sinks", (heads,))
+    if model.qk_norm:
+        each = not family.joint_qk_norm
+        add("blocks.attention.q_norm.scale", (head,) if each else (heads, head), fill=one)
+        add("blocks.attention.k_norm.scale", (head,) if each else (groups, head), fill=one)
 
 
 def _add_linear_attention(model: ModelConfig, add: Callable[..., None]) -> None:
@@ -236,8 +302,8 @@ def _add_linear_attention(model: ModelConfig, add: Callable[..., None]) -> None:
     for name, of in (("q", keys), ("k", keys), ("v", values), ("z", values)):
         add(f"blocks.attention.{name}", (embed, *of), std)
     for name, of in (("q", keys), ("k", keys), ("v", values)):
-        # as wide as a uniform one within 1 / sqrt(conv)
-        add(f"blocks.attention.{name}_conv", (reach, *of), (3 * linear.conv) ** -0.5)
+        # no matrix: an optimizer of matrices leaves it out
+        add(f"blocks.attention.{name}_conv", (reach, *of), bound=linear.conv**-0.5)
     add("blocks.attention.beta", (embed, heads), std)
     add("blocks.attention.decay", (embed, heads), std)
     parts = [(head + 0.5) / linear.value_heads for head in range(linear.value_heads)]
@@ -249,6 +315,9 @@ def _add_linear_attention(model: ModelConfig, add: Callable[..., None]) -> None:
     add("blocks.attention.decay_bias", (heads,), fill=biases, float32=True)
     add("blocks.attention.norm.scale", (values[1],), fill=1.0)
     add("blocks.attention.out", (*values, embed), std / (2 * model.layers) ** 0.5)
+
+
+ADD_MIXER: dict[str, Callable[..., None]] = {FULL: _add_attention, LINEAR: _add_linear_attention}
 
 
 def _patches(model: ModelConfig, add: Callable[..., None]) -> None:

@@ -21,7 +21,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.compat import vary
 from meshtrain.errors import ConfigError
-from meshtrain.generate.cache import laid_out
 from meshtrain.generate.forward import Caches, DecodingForward
 from meshtrain.generate.resharding import Parts, Resharding
 from meshtrain.generate.sampling import SamplingArrays, draw
@@ -208,14 +207,15 @@ class Rollouts:
         read, logits = self.forward.read(weights, wave.prompts, wave.lengths)
         rows = self.forward.rows
 
-        def copied(new: jax.Array) -> jax.Array:
-            cache = laid_out(new, wave.lengths, self.length).astype(self.forward.dtype)
+        caches = tuple(cache.laid_out(wave.lengths, self.length) for cache in read)
+
+        def copied(cache: jax.Array) -> jax.Array:
             return vary(jnp.take(cache, wave.sources, axis=0), (*rows, TENSOR))
 
         slots = len(wave.sources)
         nothing = vary(jnp.zeros((slots, self.most), jnp.int32), rows)
         state = Drawing(
-            jax.tree.map(copied, read),
+            jax.tree.map(copied, caches),
             nothing[:, 0],
             wave.lengths[wave.sources] - 1,
             wave.limits > 0,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshtrain.config.model import LinearConfig
-from meshtrain.generate.linear_cache import DecodeMix, PromptMix, no_memory, replaced_slot
+from meshtrain.generate.linear_cache import DecodeMix, PromptMix, no_memory
 from meshtrain.model.attention import Heads
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.linear_attention import Kernels, mixed
@@ -46,7 +46,7 @@ def test_a_prompt_and_then_tokens_give_what_the_whole_text_gives():
     for slot, length in enumerate(lengths):
         out, memory = read(cut(slice(slot, slot + 1), slice(0, 16)), jnp.asarray(length))
         np.testing.assert_allclose(out[0, :length], want[slot, :length], atol=1e-5)
-        cache = replaced_slot(cache, memory, jnp.asarray(slot))
+        cache = cache.put(memory, jnp.asarray(slot), jnp.asarray(length))
     for more in range(8):
         both = [cut(slice(s, s + 1), slice(n + more, n + more + 1)) for s, n in enumerate(lengths)]
         out, cache = decoded(jax.tree.map(lambda *x: jnp.concatenate(x), *both), cache)
