@@ -20,6 +20,8 @@ the largest or only model:
                chosen, whose weights are not divided by their sum
     gpt_oss    as llama, with biases, a sink for each head, a window in every second layer,           OpenAI 2025
                beginning with the first; 128 experts, 4 chosen, whose gate and up are clipped
+    glm4_moe   as qwen3_moe (GLM-4.5-Air: norms over heads off), with biases of q, k and v, half of a    GLM Team 2025
+               head's width turned, and first layers whose MLP is dense; routers of sigmoid
 
 Hybrids, whose layers are three of linear attention (model.linear) to one of attention, with an RMSNorm by 1 + scale,
 over each head's q and k too, a gate of attention's output, and a quarter of a head's width that is turned:
@@ -145,6 +147,9 @@ FAMILIES = Registry(
     replace(
         LLAMA, name="gpt_oss", biased_qkv=True, biased_out=True, biased_experts=True, sinks=True,
         activation=QUICK_GELU, gate_limit=7.0, window=128, global_every=2, experts=128, top_k=4, router="softmax_top_k",
+    ),
+    replace(
+        LLAMA, name="glm4_moe", biased_qkv=True, qk_norm=True, rope_share=0.5, experts=160, top_k=8, router="sigmoid",
     ),
     replace(QWEN3_5, name="qwen3_next", experts=512, top_k=10),
     QWEN3_5,

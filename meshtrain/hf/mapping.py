@@ -28,7 +28,7 @@ from meshtrain.config.model import ModelConfig
 from meshtrain.config.stacks import BLOCKS, layers_of_stacks, model_of_stack
 from meshtrain.hf.hf_directory import TensorFiles
 from meshtrain.hf_families import WeightName, hf_family
-from meshtrain.model.weights import Weight, weights
+from meshtrain.model.weights import COUNTED, Weight, weights
 
 ABSENT = -1
 Box = tuple[slice, ...]  # of one layer's weight, a slice a dimension
@@ -283,6 +283,25 @@ class RowsMapping(TensorMapping):
         return np.concatenate(arrays, 1).reshape(self.shape())
 
 
+class LoadMapping(TensorMapping):
+    """The load of a layer's experts, of which their files have the bias that is added to scores."""
+
+    def read(self, files: TensorFiles, layer: int | None, box: Box) -> np.ndarray:
+        (name,) = self.tensors(layer)
+        bias = files.tensor(name).astype(np.float32)
+        return np.pad(bias, (0, COUNTED))[box]
+
+    def shape(self) -> tuple[int, ...]:
+        return (self.numbers,)
+
+    @property
+    def numbers(self) -> int:
+        return super().numbers - COUNTED
+
+    def converted(self, ours: np.ndarray, tensor: int = 0) -> np.ndarray:
+        return ours[:-COUNTED]
+
+
 MAPPINGS = {
     "rows": RowsMapping,
     "experts": ExpertMapping,
@@ -290,6 +309,7 @@ MAPPINGS = {
     "alternating": MergedMapping,
     "stacked": StackedMapping,
     "half": StackedMapping,
+    "load": LoadMapping,
 }
 
 
@@ -320,7 +340,7 @@ def mappings(model: ModelConfig, files: TensorFiles | None = None) -> dict[str, 
     def mapping(weight: Weight) -> TensorMapping:
         stack, _, ours = weight.name.partition(".")
         layers = stacks.get(stack, ())
-        if weight.counts:
+        if weight.counts and f"{BLOCKS}.{ours}" not in by_stack[stack]:
             return NoTensor(weight, WeightName(weight.name, ""), layers)
         if layers:
             name = by_stack[stack][f"{BLOCKS}.{ours}"]

@@ -18,13 +18,15 @@ Options of a model that a class cannot hold are refused by name, and not left ou
     mixtral      no                  no               yes      yes                                   no
     qwen3_moe    no                  yes              yes      yes                                   no
     olmoe        no                  all heads'       no       shared keys                           no
+    glm4_moe     either              either           no       yes                                   no
     gpt_oss      yes                 no               by turns yes                                   no
     gpt2         yes                 no               no       no                                    no
     gemma2       no                  no               always   yes                                   but another base
     gemma3       no                  yes              always   yes                                   but capped scores
     vit          either              no               no       no                                    no
 
-Classes with experts have them in every layer, without shared ones, and routers of softmax. Gemma's are norms by 1 +
+Classes with experts have them in every layer, without shared ones, and routers of softmax; but GLM's, whose first layers
+are dense, whose router is of sigmoid, and which turns a part of a head. Gemma's are norms by 1 +
 scale, also behind attention and MLP, and scaled embeddings, all three always; the scores' own scale, capped scores and
 logits, layers that see all by turns, and another rotary base for those that do not. Read in transformers 5.23
 (models/*/modeling_*.py). Each holds any of our functions in its MLP, and a head that is tied or is not. No JAX.
@@ -37,6 +39,7 @@ from meshtrain.errors import ConfigError, short
 from meshtrain.families import FAMILIES
 from meshtrain.hf_families.family import HfFamily, WeightName
 from meshtrain.hf_families.gemma import GEMMA2, GEMMA3
+from meshtrain.hf_families.glm import GLM4_MOE
 from meshtrain.hf_families.gpt2 import GPT2
 from meshtrain.hf_families.gpt_oss import GPT_OSS, MXFP4
 from meshtrain.hf_families.hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
@@ -66,6 +69,7 @@ HF_FAMILIES = {
         MIXTRAL,
         QWEN3_MOE,
         OLMOE,
+        GLM4_MOE,
         GPT_OSS,
         QWEN3_NEXT,
         QWEN3_5,
@@ -176,9 +180,11 @@ def _problem(family: HfFamily, model: Json) -> str | None:
         return "model.window 0"
     required = {} if family.gemma else {"query_scalar": model["head_dim"], "logit_cap": 0.0}
     required |= {} if family.window_by_turns else {"global_every": 0}
-    required |= {} if family.hybrid else {"rope_share": 1.0}
     required |= {} if family.score_cap else {"score_cap": 0.0}
     required |= {} if family.local_theta else {"rope_theta_local": 0.0}
+    required |= {} if family.part_turned or family.hybrid else {"rope_share": 1.0}
+    required |= {} if family.dense_first else {"dense_layers": 0}
+    required |= {} if family.hybrid else {"pattern": ()}
     return _other_than(required, model)
 
 
@@ -196,8 +202,9 @@ def _other_than(legal: Json, model: Json) -> str | None:
 def _expert_problem(family: HfFamily, moe: Any) -> str | None:
     if bool(moe.experts) != bool(family.router):
         return f"model.moe.experts {moe.experts}"
-    legal = {"router": family.router, "route_scale": 1.0, "groups": ()}
-    legal |= {} if family.hybrid else {"shared_experts": 0}
+    legal: dict[str, Any] = {"router": family.router}
+    legal |= {} if family.dense_first or family.hybrid else {"shared_experts": 0}
+    legal |= {} if family.dense_first else {"route_scale": 1.0, "groups": ()}
     legal |= {} if family.normalize is None else {"normalize": family.normalize}
     wrong = (name for name, value in legal.items() if moe.experts and getattr(moe, name) != value)
     return next((f"model.moe.{name} {short(getattr(moe, name))}" for name in wrong), None)

@@ -77,7 +77,9 @@ def owed(program, state):
     for weight, x in zip(program.layout.flat, flat, strict=True):
         if x is not None:
             whole = np.asarray(x, np.float64).sum(0)
-            places = program.layout.places if weight.stacked else slice(weight.shape[0])
+            places = (
+                program.layout.stack(weight).places if weight.stacked else slice(weight.shape[0])
+            )
             found[weight.name] = whole[(places, *map(slice, weight.shape[1:]))]
     return found
 

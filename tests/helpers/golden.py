@@ -13,7 +13,7 @@ from meshtrain.step import Program
 GOLDEN = Path(__file__).parents[1] / "adopt" / "golden"
 FAMILIES = (
     "gemma2", "gemma3", "gpt2", "llama3", "mistral", "qwen2", "qwen3", "mixtral", "olmoe", "qwen3_moe", "gpt_oss",
-    "qwen3_next", "qwen3_5", "qwen3_5_moe",
+    "glm4_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe",
 )  # fmt: skip
 MESHES = {
     "one": ((1, 1, 1), {}),
