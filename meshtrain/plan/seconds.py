@@ -27,7 +27,7 @@ from meshtrain.parallel.placement import buckets, stages
 from meshtrain.parallel.sync.when import summed_axes
 from meshtrain.plan import compute, float8, gradient_traffic, programs, shapes
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile, Seconds
-from meshtrain.plan.layer_costs import LayerCost, layer_cost
+from meshtrain.plan.layer_costs import LayerCost, layer_cost, stage_layers
 from meshtrain.plan.traffic import BOTH, edge_transfers
 
 
@@ -61,8 +61,10 @@ class MicrobatchCosts:
     layer: LayerCost
     edge: EdgeCost
     message: MessageCost
-    layers: int  # of a chunk, as long as the longest virtual stage
+    layers: float  # of a chunk, as long as the longest virtual stage
     chunks: int  # of a stage
+    # those of each virtual stage; of several kinds as many of the mean cost as take its seconds
+    of_stages: tuple[float, ...] = ()
 
     @property
     def stage(self) -> float:
@@ -102,12 +104,14 @@ def microbatch_costs(
 ) -> MicrobatchCosts:
     """Costs of one microbatch on one device of a cluster."""
     stage = stages(config)
+    of_stages = stage_layers(config, cluster, profile)
     return MicrobatchCosts(
         layer=layer_cost(config, cluster, profile),
         edge=edge_cost(config, cluster, profile),
         message=message_cost(config, cluster, profile),
-        layers=stage.longest,
+        layers=max(of_stages),
         chunks=stage.chunks,
+        of_stages=of_stages,
     )
 
 

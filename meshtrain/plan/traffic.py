@@ -27,6 +27,7 @@ from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import expert_axes, stages
 from meshtrain.parallel.sync.when import summed_axes
 from meshtrain.plan import float8, shapes
+from meshtrain.plan.by_stack import stack_configs
 from meshtrain.plan.compute import FrameworkProfile
 from meshtrain.plan.context import context_transfers
 from meshtrain.plan.experts import expert_transfers
@@ -82,12 +83,15 @@ def by_axis(transfers: list[Transfer]) -> dict[str, float]:
 
 
 def _multiply(config: Config, iterations: Iterations) -> list[Transfer]:
-    transfers = [
-        *layer_transfers(config),
-        *context_transfers(config),
-        *expert_transfers(config),
-        *edge_transfers(config),
-    ]
+    transfers = [*edge_transfers(config)]
+    assigned = stages(config)
+    for stack, one in stack_configs(config):
+        of_layers = [*layer_transfers(one), *context_transfers(one), *expert_transfers(one)]
+        # theirs are of as many layers as a chunk of such layers alone has
+        here, alone = assigned.slots.count(stack), stages(one).longest
+        transfers += [
+            (moment, replace(t, count=t.count // alone * here)) for moment, t in of_layers
+        ]
     return [replace(t, count=t.count * iterations.passes(moment)) for moment, t in transfers]
 
 
