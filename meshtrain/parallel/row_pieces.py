@@ -20,9 +20,9 @@ import numpy as np
 from jax import Array, lax
 
 from meshtrain.mesh import CONTEXT
+from meshtrain.parallel.placement import MOST_GATHERED
 
 HALVES = 2  # pieces of a row on a rank
-MOST_GATHERED = 8  # ranks
 
 
 def shifted(x: Any, order: np.ndarray, distance: int) -> Any:

@@ -16,7 +16,7 @@ from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config
 from meshtrain.config.mesh import CONTEXT
 from meshtrain.config.stacks import LINEAR, kind_of
-from meshtrain.parallel.placement import stages
+from meshtrain.parallel.placement import MOST_GATHERED, stages
 from meshtrain.plan import activations, shapes
 from meshtrain.plan.gradient_traffic import FLOAT32, Transfer, layer_waits
 
@@ -99,11 +99,11 @@ def _linear_transfers(config: Config) -> list[tuple[str, Transfer]]:
     ids = FLOAT32 * reach if activations.is_packed(config) else 0
     depth = sizes.key_dim
     maps = FLOAT32 * 2 * rows * heads * depth * (depth + sizes.value_dim)
-    # a piece's are sent by all ranks but one; of a row by heads half of the pieces stay where they are
-    sent = (1 if config.parallel.context_strategy == "ulysses" else 2) * (n - 1) / n
+    # with ulysses every second piece stays where it is
+    sent = 1 if config.parallel.context_strategy == "ulysses" else 2
 
     def transfer(
-        moment: str, kind: str, what: str, nbytes: float, count: float
+        moment: str, kind: str, what: str, nbytes: float, count: int
     ) -> tuple[str, Transfer]:
         return moment, Transfer(CONTEXT, kind, what, nbytes, count * layers, n)
 
