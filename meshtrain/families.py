@@ -23,6 +23,13 @@ the largest or only model:
     glm4_moe   as qwen3_moe (GLM-4.5-Air: norms over heads off), with biases of q, k and v, half of a    GLM Team 2025
                head's width turned, and first layers whose MLP is dense; routers of sigmoid
 
+Hybrids, whose layers are three of linear attention (model.linear) to one of attention, with an RMSNorm by 1 + scale,
+over each head's q and k too, a gate of attention's output, and a quarter of a head's width that is turned:
+
+    qwen3_5      the MLP as llama                                                                  Qwen Team 2026
+    qwen3_5_moe  256 experts, 8 chosen, beside a shared one with a gate                            Qwen Team 2026
+    qwen3_next   512 experts, 10 chosen, likewise                                                  Qwen Team 2025
+
 Both Gemmas have norms after attention and MLP too, scaled embeddings, and layers that see a window (model.window)
 alternate with ones
 that see all: every second in Gemma 2, which caps scores and logits; every sixth in Gemma 3, which has norms over each
@@ -38,7 +45,7 @@ computes what the options cannot say in a block of its own (see `model.hooks.Blo
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -80,6 +87,8 @@ class Family:
     sinks: bool = (
         False  # the softmax of each head has one more score, which is learned and of no key
     )
+    gated_attention: bool = False  # what attention gives is multiplied by a sigmoid of its input
+    gated_shared_experts: bool = False  # likewise of the shared experts, one number a token
     rope_share: float = 1.0  # where model.rope_share is null; so with the next
     pattern: tuple[str, ...] = ()
     gate_limit: float = 0.0  # a gated MLP is activation(min(gate x, limit)) * (up x within limit, + 1); 0: it is not
@@ -91,6 +100,15 @@ class Family:
     @property
     def rotary(self) -> bool:
         return self.positions == "rotary"
+
+
+def period_of(kinds: Sequence[str]) -> tuple[str, ...]:
+    """Returns the shortest sequence of kinds that layers of these kinds go through over and over."""
+    return next(
+        tuple(kinds[:period])
+        for period in range(1, len(kinds) + 1)
+        if all(kind == kinds[layer % period] for layer, kind in enumerate(kinds))
+    )
 
 
 # jax.nn.gelu is the tanh approximation, which GPT-2 was trained with; later models have the function itself.
@@ -114,6 +132,10 @@ GEMMA2 = replace(
     LLAMA, name="gemma2", activation="gelu", tied_head=True, d_ff=four_times, norm_plus_one=True, post_norms=True,
     scaled_embedding=True, score_cap=50.0, logit_cap=30.0, window=4096, global_every=2,
 )
+QWEN3_5 = replace(
+    LLAMA, name="qwen3_5", qk_norm=True, norm_plus_one=True, gated_attention=True, gated_shared_experts=True,
+    rope_share=0.25, pattern=("linear", "linear", "linear", "full"),
+)
 FAMILIES = Registry(
     LLAMA,
     replace(LLAMA, name="mistral"),
@@ -129,6 +151,9 @@ FAMILIES = Registry(
     replace(
         LLAMA, name="glm4_moe", biased_qkv=True, qk_norm=True, rope_share=0.5, experts=160, top_k=8, router="sigmoid",
     ),
+    replace(QWEN3_5, name="qwen3_next", experts=512, top_k=10),
+    QWEN3_5,
+    replace(QWEN3_5, name="qwen3_5_moe", experts=256, top_k=8),
     GPT2,
     GEMMA2,
     replace(

@@ -122,6 +122,7 @@ def models() -> Iterator[tuple[str, Any]]:
         pad_token_id=None,
     )
     yield "glm4_moe", with_biased_scores(hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(**SIZES, **glm)))
+    yield from hybrids()
 
 
 def with_biased_scores(model: Any) -> Any:
@@ -130,6 +131,34 @@ def with_biased_scores(model: Any) -> Any:
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(std=0.3)
     return model
+
+
+def hybrids() -> Iterator[tuple[str, Any]]:
+    """Layers of gated DeltaNet, and some of gated attention; the last has all kinds of layers with experts."""
+    linear, full = "linear_attention", "full_attention"
+    # where a head hardly finds anything its norm makes much of rounding: so with a large epsilon
+    sizes = dict(SIZES, num_hidden_layers=4, head_dim=8, rms_norm_eps=1e-3)
+    sizes |= dict(
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=8,
+        linear_value_head_dim=6,
+    )
+    experts = dict(
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        shared_expert_intermediate_size=24,
+    )
+    rope = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
+    halves = dict(sizes, layer_types=[linear, full] * 2, rope_parameters=rope)
+    yield "qwen3_next", hf.Qwen3NextForCausalLM(hf.Qwen3NextConfig(**sizes, **experts))
+    yield "qwen3_5", hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**halves))
+    of_experts = {name: value for name, value in halves.items() if name != "intermediate_size"}
+    yield (
+        "qwen3_5_moe",
+        hf.Qwen3_5MoeForCausalLM(hf.Qwen3_5MoeTextConfig(**of_experts, **experts)),
+    )
 
 
 def main() -> None:

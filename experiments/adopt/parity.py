@@ -151,12 +151,14 @@ def with_large_gates(model: Any) -> Any:
 
 def randomise(model: Any) -> None:
     """Norms and biases as well."""
-    plus_one = "gemma" in model.config.model_type
+    by_one = ("gemma", "qwen3_next", "qwen3_5")
+    plus_one = any(family in model.config.model_type for family in by_one)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # of experts they are matrices
             if parameter.ndim == 1 or name.endswith("_bias"):
-                middle = 1.0 if name.endswith("weight") and not plus_one else 0.0
+                alone = not plus_one or name.endswith("linear_attn.norm.weight")
+                middle = 1.0 if name.endswith("weight") and alone else 0.0
                 parameter.copy_(middle + 0.3 * torch.randn_like(parameter))
 
 

@@ -15,6 +15,7 @@ from meshtrain.config.auto import AUTO
 from meshtrain.config.follow import padded_batch_size, row_shards, runs_table
 from meshtrain.config.places import BOTH
 from meshtrain.config.schema import ACTIVATIONS, RECIPES, Config
+from meshtrain.config.stacks import LINEAR
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import FAMILIES
 from meshtrain.files import nearest_file
@@ -91,6 +92,10 @@ def _model_problems(config: Config) -> Iterator[str]:
     if model.heads % tensor:
         legal = listed_divisors(model.heads)
         yield f"mesh.tensor {tensor} does not divide model.heads {model.heads}; legal are {legal}."
+    if LINEAR in model.pattern and model.linear.key_heads % tensor:
+        legal = listed_divisors(math.gcd(model.heads, model.linear.key_heads))
+        heads = f"model.linear.key_heads {model.linear.key_heads}"
+        yield f"mesh.tensor {tensor} does not divide {heads}; legal are {legal}."
     yield from context_problems(config)
     yield from _expert_problems(config)
     if config.parallel.sequence_parallel and length % tensor:
@@ -155,14 +160,17 @@ def context_problems(config: Config) -> Iterator[str]:
 def _length_problems(config: Config, length: int) -> Iterator[str]:
     context = config.mesh.context
     zigzag = config.parallel.context_strategy != "ulysses"
-    parts = 2 * context if zigzag else context
+    linear = LINEAR in config.model.pattern
+    parts = 2 * context if zigzag or linear else context
     if length % parts:
-        way = (
-            "which gives each rank two chunks of a row, one from each end"
-            if zigzag
-            else "with ulysses"
-        )
+        way = "which gives each rank two chunks of a row" if zigzag or linear else "with ulysses"
         yield f"mesh.context {context}, {way}, needs a row of a multiple of {parts} tokens, but it has {length}."
+    reach = config.model.linear.conv - 1
+    if linear and context > 1 and length // parts < reach:
+        yield (
+            f"mesh.context {context} leaves chunks of {length // parts} tokens of a row of {length}, but "
+            f"model.linear.conv {reach + 1} reaches back over {reach}; give longer rows, or fewer ranks."
+        )
     if config.parallel.sequence_parallel and length // context % config.mesh.tensor:
         left = f"the {length // context} tokens that mesh.context {context} leaves of a row"
         yield f"mesh.tensor {config.mesh.tensor} does not divide {left}, as parallel.sequence_parallel needs."
@@ -374,12 +382,20 @@ def float8_problems(config: Config) -> Iterator[str]:
             f"precision.float8_skip {list(skip)} leaves none of model.layers {model.layers} in float8; legal are "
             "fewer in all."
         )
-    widths = (
+    widths: tuple[tuple[str, int, int], ...] = (
         ("model.d_model", model.d_model, 1),
         ("model.heads x model.head_dim", model.heads * model.head_dim, tensor),
         ("model.kv_heads x model.head_dim", model.kv_heads * model.head_dim, 1),
         ("model.d_ff", model.d_ff, tensor),
     )
+    if LINEAR in model.pattern:
+        linear = model.linear
+        keys = linear.key_heads * linear.key_dim
+        values = linear.value_heads * linear.value_dim
+        widths += (
+            ("model.linear.key_heads x model.linear.key_dim", keys, tensor),
+            ("model.linear.value_heads x model.linear.value_dim", values, tensor),
+        )
     for name, width, ranks in widths if precision.float8_recipe != "blockwise" else ():
         if width % (16 * ranks):
             over = f" over mesh.tensor {ranks}" if ranks > 1 else ""
@@ -436,6 +452,8 @@ def _qk_clip_problems(config: Config) -> Iterator[str]:
         f"model.family {model.family} reads images": FAMILIES[model.family].images,
         "model.qk_norm is true, so that these weights do not change the size of logits": model.qk_norm,
         f"model.score_cap {model.score_cap} bounds logits already": model.score_cap,
+        f"model.dense_layers {model.dense_layers} has layers of two kinds": model.dense_layers,
+        f"model.pattern {list(model.pattern)} has layers of several kinds": model.pattern,
         f"lora.rank {config.lora.rank} freezes them": config.lora.rank,
         "train.trainable may freeze them": config.train.trainable,
         f"with parallel.sync.every {config.parallel.sync.every} each island has its own": config.parallel.sync.every,

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from meshtrain.config.auto import unpaired_schedule
 from meshtrain.config.key import Followed, keys
 from meshtrain.config.schema import Config, ExpertsConfig
+from meshtrain.config.stacks import LINEAR
 from meshtrain.errors import ConfigError
 from meshtrain.families import FAMILIES
 from meshtrain.registry import NotImported
@@ -191,8 +192,9 @@ def skips_idle_work(config: Config, platform: str) -> bool:
 
 
 def has_rings(config: Config) -> bool:
-    """Returns whether keys and values go round in a layer."""
-    return config.mesh.context > 1 and config.parallel.context_strategy == "ring"
+    """Returns whether a layer sends from rank to rank over context: keys and values, or tokens for a convolution."""
+    ring = config.parallel.context_strategy == "ring"
+    return config.mesh.context > 1 and (ring or LINEAR in config.model.pattern)
 
 
 def drops(config: Config) -> bool:

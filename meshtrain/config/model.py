@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from meshtrain.config.key import Resume, key
-from meshtrain.config.stacks import KINDS
+from meshtrain.config.stacks import KINDS, LINEAR
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import ACTIVATIONS as FUNCTIONS
-from meshtrain.families import FAMILIES
+from meshtrain.families import FAMILIES, period_of
 
 REFUSED = Resume.REFUSED
 SHAPE = Resume.SHAPE
@@ -32,6 +32,12 @@ def _head_dim(config: Any) -> int:
 
 def _family_default(name: str) -> Callable[[Any], Any]:
     return lambda config: getattr(FAMILIES[config.model.family], name)
+
+
+def _pattern(config: Any) -> tuple[str, ...]:
+    """Returns the family's pattern, as far as the layers go."""
+    pattern = FAMILIES[config.model.family].pattern[: config.model.layers]
+    return period_of(pattern) if pattern else ()
 
 
 _of_images = _family_default("images")
@@ -155,9 +161,27 @@ def _stack_problems(model: "ModelConfig") -> Iterator[str]:
         if kind not in KINDS:
             legal = f"legal are {', '.join(KINDS)}"
             yield f"model.pattern has {short(repr(kind))}; {legal}{nearest(kind, KINDS) or '.'}"
+    if LINEAR in model.pattern:
+        yield from _linear_problems(model)
     if len(model.pattern) > model.layers:
         but = f"but there are model.layers {model.layers}"
         yield f"model.pattern has {len(model.pattern)} kinds, {but}; legal are at most so many."
+
+
+def _linear_problems(model: "ModelConfig") -> Iterator[str]:
+    linear = model.linear
+    family = FAMILIES[model.family]
+    if not family.causal or not family.rotary:
+        legal = ", ".join(name for name, other in FAMILIES.items() if other.causal and other.rotary)
+        reads = "has learned positions" if family.causal else "reads in both directions"
+        yield f"model.pattern has linear, but model.family {family.name} {reads}; legal are {legal}."
+    if linear.value_heads % linear.key_heads:
+        yield (
+            f"model.linear.key_heads {linear.key_heads} does not divide model.linear.value_heads "
+            f"{linear.value_heads}; legal are {listed_divisors(linear.value_heads)}."
+        )
+    if linear.chunk & (linear.chunk - 1):
+        yield f"model.linear.chunk is {linear.chunk}; it must be a power of two."
 
 
 # Losses and rules that keep the experts' loads even and are the same on every mesh.
@@ -216,6 +240,23 @@ class MoeConfig:
 
 
 @dataclass(frozen=True)
+class LinearConfig:
+    kind: Literal["gated_delta"] = key(
+        "gated_delta", "rule of the layers `linear` of model.pattern (Yang et al. 2024)", resume=SHAPE
+    )
+    key_heads: int = key(16, "their heads of queries and of keys", least=1, resume=SHAPE)
+    value_heads: int = key(
+        32, "their heads of values, each with a state of its own; a multiple of key_heads", least=1, resume=SHAPE
+    )
+    key_dim: int = key(128, "width of a key head", least=1, resume=SHAPE)
+    value_dim: int = key(128, "width of a value head", least=1, resume=SHAPE)
+    conv: int = key(4, "tokens that the convolution before the rule reaches over, its own counted", least=2, most=64,
+                    resume=SHAPE)
+    chunk: int = key(64, "tokens that are computed at once, a power of two: it changes the time, not the result",
+                     least=1, most=1024, resume=Resume.FREE)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     family: str = key(
         "llama",
@@ -231,9 +272,9 @@ class ModelConfig:
         0, "first layers that have a dense MLP where the others have experts", least=0, most=65536, resume=SHAPE
     )
     pattern: tuple[str, ...] = key(
-        None, "kinds of layers in turn, over and over: full (attention), or a kind that was registered; empty: all "
-              "full; null: as the family has it",
-        follows=_family_default("pattern"), resume=SHAPE
+        None, "kinds of layers in turn, over and over: full (attention), linear (model.linear), or a kind that was "
+              "registered; empty: all full; null: as the family has it",
+        follows=_pattern, resume=SHAPE
     )
     d_model: int = key(256, "width of the residual stream", least=1, most=2**24, resume=SHAPE)
     heads: int = key(8, "query heads", least=1, resume=SHAPE)
@@ -244,6 +285,7 @@ class ModelConfig:
     head_dim: int = key(None, "width of one head; null: d_model / heads", least=1, follows=_head_dim, resume=SHAPE)
     # before what follows from it
     moe: MoeConfig = field(default_factory=MoeConfig)
+    linear: LinearConfig = field(default_factory=LinearConfig)
     d_ff: int = key(
         None, "hidden width of the MLP; null: as wide as the family has it for d_model, or that of the shared experts",
         least=0, follows=_d_ff, resume=SHAPE

@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 BLOCKS = "blocks"
 DENSE = "dense"
 FULL = "full"
+LINEAR = "linear"
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What a layer of model.pattern has in the place of attention; `full` is attention itself.
+    """What a layer of model.pattern has in the place of attention; `full` is attention itself, `linear` what
+    `model.linear_attention` is.
 
     add_weights: (model, add) adds its weights as `model.weights` does, below `blocks.attention`. module: its class, as
     (name, model, rngs, lora), called as `model.layers.Attention` is; imported when a model has one.
@@ -36,15 +38,20 @@ class LayerKind:
     module: Any = None
 
 
-KINDS = Registry(LayerKind(FULL))
+KINDS = Registry(LayerKind(FULL), LayerKind(LINEAR))
+
+
+def kinds_of_layers(model: "ModelConfig") -> list[str]:
+    """Returns the kind of each layer, in the order of the model."""
+    pattern = model.pattern or (FULL,)
+    return [pattern[layer % len(pattern)] for layer in range(model.layers)]
 
 
 @functools.lru_cache(maxsize=256)
 def stack_of_layers(model: "ModelConfig") -> tuple[str, ...]:
     """Returns the name of each layer's stack, in the order of the model."""
-    pattern = model.pattern or (FULL,)
     kinds = [
-        (layer < model.dense_layers, pattern[layer % len(pattern)]) for layer in range(model.layers)
+        (layer < model.dense_layers, kind) for layer, kind in enumerate(kinds_of_layers(model))
     ]
     if len(set(kinds)) == 1:
         return (BLOCKS,) * model.layers

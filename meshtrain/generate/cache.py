@@ -32,6 +32,14 @@ class LayerCache(NamedTuple):
     keys: jax.Array
     values: jax.Array
 
+    def put(self, new: "LayerCache", slot: jax.Array, length: jax.Array) -> "LayerCache":
+        """Returns the cache with the first `length` positions of one sequence in a slot."""
+        return LayerCache(*(written(a, b, slot, length) for a, b in zip(self, new, strict=True)))
+
+    def laid_out(self, lengths: jax.Array, positions: int) -> "LayerCache":
+        """Returns the keys and values of sequences, [B, T, G, K], as those of slots."""
+        return LayerCache(*(laid_out(x, lengths, positions) for x in self))
+
 
 @dataclass(frozen=True)
 class OwnGroups:

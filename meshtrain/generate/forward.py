@@ -19,10 +19,11 @@ from jax import lax
 
 from meshtrain.config import Config, ConfigError, replaced
 from meshtrain.config.schema import ParallelConfig
-from meshtrain.config.stacks import stack_of_layers
+from meshtrain.config.stacks import LINEAR, kinds_of_layers, stack_of_layers
 from meshtrain.families import FAMILIES
 from meshtrain.generate import held
 from meshtrain.generate.cache import DecodeAttention, LayerCache, OwnGroups, PromptAttention
+from meshtrain.generate.linear_cache import DecodeMix, LinearCache, PromptMix
 from meshtrain.generate.resharding import Parts
 from meshtrain.mesh import TENSOR, platform
 from meshtrain.model.dropout import NO_DROPOUT
@@ -34,7 +35,8 @@ from meshtrain.reader import check_learned
 from meshtrain.step import Program
 
 LEAST_BUCKET = 16  # tokens
-Caches = tuple[LayerCache, ...]
+Caches = tuple[LayerCache | LinearCache, ...]
+Mixer = PromptAttention | DecodeAttention | PromptMix | DecodeMix
 
 
 class ReadTokens(NamedTuple):
@@ -42,9 +44,8 @@ class ReadTokens(NamedTuple):
 
     caches: Caches
     logits: jax.Array  # behind the last of each row, float32 [B, V]
-    experts: (
-        jax.Array | None
-    )  # that took each token, int32 [B, T, layers, top_k]; None without experts
+    # that took each token, int32 [B, T, layers, top_k]; None without experts
+    experts: jax.Array | None
 
 
 class UseCollectives(MeshCollectives):
@@ -76,6 +77,7 @@ class DecodingForward:
         self.graphs = Parts(forward.embedding_graph, forward.block_graphs, forward.head_graph)
         self.parts = ModelParts(self.config, self.collectives, Hooks(block=program.hooks.block))
         sizes = self.config.model
+        self.kinds = kinds_of_layers(sizes)
         self.groups = OwnGroups(sizes.heads, sizes.kv_heads, self.config.mesh.tensor)
         self.dtype = jnp.dtype(self.config.precision.compute)
 
@@ -87,8 +89,7 @@ class DecodingForward:
         """Reads prompts [B, T] of `lengths` [B]: the keys and values of each layer, [B, T, G, K], and the logits behind
         each prompt.
         """
-        count = self.config.model.layers
-        layers = [PromptAttention(self.parts.attention, self.groups) for _ in range(count)]
+        layers = self._prompt_mixers(lengths)
         x, experts = self._stream(weights, tokens, jnp.arange(tokens.shape[1]), layers)
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
         caches = tuple(layer.cache for layer in layers)
@@ -98,8 +99,7 @@ class DecodingForward:
         self, weights: Parts, text: jax.Array, temperature: jax.Array | float
     ) -> jax.Array:
         """Returns the log-probability of each token of a text [T + 1] but the first, float32 [T]."""
-        count = self.config.model.layers
-        layers = [PromptAttention(self.parts.attention, self.groups) for _ in range(count)]
+        layers = self._prompt_mixers()
         tokens = text[None, :-1]
         x, _ = self._stream(weights, tokens, jnp.arange(tokens.shape[1]), layers)
         by_id = jax.nn.log_softmax(self._logits(weights, x)[0] / temperature)
@@ -110,19 +110,33 @@ class DecodingForward:
     ) -> ReadTokens:
         """Reads one token of every slot at its position, both [S]."""
         model = self.config.model
-        layers = [DecodeAttention(model, self.groups, cache, positions) for cache in caches]
+        layers = [
+            DecodeMix(cache)
+            if isinstance(cache, LinearCache)
+            else DecodeAttention(model, self.groups, cache, positions)
+            for cache in caches
+        ]
         x, experts = self._stream(weights, tokens[:, None], positions[:, None], layers)
         caches = tuple(layer.cache for layer in layers)
         return ReadTokens(caches, self._logits(weights, x)[:, 0], experts)
+
+    def _prompt_mixers(self, lengths: jax.Array | None = None) -> Sequence[Mixer]:
+        """Returns what mixes the tokens of prompts in each layer, and keeps their cache."""
+        return [
+            PromptMix(self.config.model.linear.chunk, lengths)
+            if kind == LINEAR
+            else PromptAttention(self.parts.attention, self.groups)
+            for kind in self.kinds
+        ]
 
     def _stream(
         self,
         weights: Parts,
         tokens: jax.Array,
         positions: jax.Array,
-        attention: Sequence[PromptAttention | DecodeAttention],
+        mixers: Sequence[Mixer],
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Returns the residual stream behind the last layer, [B, T, D], each layer with its own attention, and the
+        """Returns the residual stream behind the last layer, [B, T, D], each layer with its own mixer, and the
         experts of `ReadTokens`.
         """
         moe = self.config.model.moe
@@ -134,7 +148,10 @@ class DecodingForward:
         stacks = stack_of_layers(self.config.model)
         for layer, (stack, leaves) in enumerate(zip(stacks, weights.blocks, strict=True)):
             block = nnx.merge(self.graphs.blocks[stack], held.multiplied(leaves, self.dtype))
-            block.attention.attend = attention[layer]
+            if isinstance(mixers[layer], PromptMix | DecodeMix):
+                block.attention.mix = mixers[layer]
+            else:
+                block.attention.attend = mixers[layer]
             of_layer = replace(sequence(layer), routing=routing)
             y = self.parts.block(block, x, of_layer, self.collectives, NO_DROPOUT)
             self.parts.check_block(x, y)

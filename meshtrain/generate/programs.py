@@ -26,9 +26,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.compat import vary, varying
 from meshtrain.config import ConfigError
+from meshtrain.config.stacks import LINEAR
 from meshtrain.generate import held
-from meshtrain.generate.cache import LayerCache, written
+from meshtrain.generate.cache import LayerCache
 from meshtrain.generate.forward import DecodingForward
+from meshtrain.generate.linear_cache import no_memory
 from meshtrain.generate.request import MOST_LIKELY, Sampling
 from meshtrain.generate.resharding import Parts, Resharding
 from meshtrain.generate.sampling import SamplingArrays, sample
@@ -53,7 +55,7 @@ def taken_over(model: Model, layout: Layout, keep: bool, kind: str | None = None
 class Slots(NamedTuple):
     """The arrays on the devices between two steps; slots over all axes but tensor, key/value heads over that."""
 
-    cache: Any  # a tuple of `LayerCache`, a layer each
+    cache: Any  # a tuple of `LayerCache` or `LinearCache`, a layer each
     tokens: Any  # int32 [S]: chosen last, and not yet read
     positions: Any  # int32 [S]: theirs
     how: Any  # SamplingArrays
@@ -114,7 +116,12 @@ class Decoding:
             model.head_dim,
         )
         zeros = lambda: jnp.zeros(shape, self.forward.dtype)
-        cache = tuple(LayerCache(zeros(), zeros()) for _ in range(model.layers))
+        cache = tuple(
+            no_memory(model.linear, self.slots, self.forward.dtype)
+            if kind == LINEAR
+            else LayerCache(zeros(), zeros())
+            for kind in self.forward.kinds
+        )
         greedy = jax.tree.map(
             lambda x: jnp.full(self.slots, x, x.dtype), SamplingArrays.of(Sampling())
         )
@@ -273,8 +280,8 @@ class Decoding:
         slot = slot - lax.axis_index(self.forward.rows) * slots
         of_prompt, logits, _ = self.forward.read(weights, tokens, length[None])
         picked = pick(logits, jax.tree.map(lambda x: x[None], how), length[None], logprobs=True)
-        cache = jax.tree.map(
-            lambda old, new: written(old, new, slot, length), state.cache, of_prompt
+        cache = tuple(
+            old.put(new, slot, length) for old, new in zip(state.cache, of_prompt, strict=True)
         )
         # a slot of another rank is none here
         mine = jnp.arange(slots) == slot

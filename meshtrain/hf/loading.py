@@ -75,11 +75,16 @@ def check(model: ModelConfig, files: TensorFiles) -> None:
                     )
     if model.tied_head and "lm_head.weight" in files.names:
         _check_tied(files, *mappings(model)["embedding.tokens"].tensors(None))
-    unused = [name for name in files.names if name not in used and not name.endswith(IGNORED)]
+    unused = [name for name in files.names if name not in used and not _ignored(name)]
     if unused:
         raise ConfigError(
             f"{where} has {short(unused[0])}, for which this model has no place ({len(unused)} such)."
         )
+
+
+def _ignored(name: str) -> bool:
+    """Returns whether no model of text has a place for a tensor: also those of heads for several tokens ahead."""
+    return name.endswith(IGNORED) or name.startswith("mtp.")
 
 
 def check_finite(files: TensorFiles) -> None:
@@ -89,7 +94,7 @@ def check_finite(files: TensorFiles) -> None:
     logged = time.monotonic()
     for name in files.names:
         shape = files.shape(name)
-        for box in _rows(shape) if shape and not name.endswith(IGNORED) else ():
+        for box in _rows(shape) if shape and not _ignored(name) else ():
             if not np.isfinite(files.read(name, box)).all():
                 where = short(files.directory)
                 raise ConfigError(f"{short(name)} in {where} contains NaN or infinity.")

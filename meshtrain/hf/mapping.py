@@ -11,6 +11,7 @@ numbers lie in it.
     alternating k   [..., 2 out] (gpt-oss): every second one, from the k-th on
     stacked    [E, out, in] of all experts                     [E, in, out]
     half k     [E, 2 out, in]: the k-th half                   [E, in, out]
+    rows       [heads x rows of a head, (1,) in]: some of each  [in, H, K], [in, H]
 
 RoPE turns the pairs (i, i + K/2) in their files as it does here, so nothing is ever permuted (Llama's own release has
 them otherwise).
@@ -238,6 +239,50 @@ class StackedMapping(TensorMapping):
         return (0, 2)
 
 
+class RowsMapping(TensorMapping):
+    """A weight whose outputs are some of the rows of each of its tensor's heads (`WeightName.rows`)."""
+
+    @property
+    def each(self) -> int:
+        """The rows of a head that are ours."""
+        return math.prod(n for _, n in self.weight.dims[1:]) // self.name.rows[0]
+
+    def read(self, files: TensorFiles, layer: int | None, box: Box) -> np.ndarray:
+        (name,) = self.tensors(layer)
+        (_, _), (_, _), *widths = self.weight.dims
+        width = widths[0][1] if widths else 1
+        _, rows, first = self.name.rows
+        start, stop = (end * width for end in (box[1].start, box[1].stop))
+        heads = range(start // self.each, -(-stop // self.each))
+        shape = self.shape()
+        between = (slice(0, 1),) * (len(shape) - 2)
+        parts = []
+        for head in heads:
+            ours = slice(max(start - head * self.each, 0), min(stop - head * self.each, self.each))
+            before = head * rows + first
+            at = slice(before + ours.start, before + ours.stop)
+            parts.append(files.read(name, (at, *between, box[0])))
+        array = np.concatenate(parts).reshape(stop - start, -1).T
+        array = array.reshape(-1, box[1].stop - box[1].start, *(n for _, n in widths))
+        return array[(slice(None), slice(None), *box[2:])]
+
+    def shape(self) -> tuple[int, ...]:
+        heads, rows, _ = self.name.rows
+        (axis, inputs), *_ = self.weight.dims
+        # of a convolution over channels apart
+        return (heads * rows, *(1,) * (axis == "conv"), inputs)
+
+    def outer(self) -> tuple[int, ...]:
+        return (1,)
+
+    def converted(self, ours: np.ndarray, tensor: int = 0) -> np.ndarray:
+        heads = self.name.rows[0]
+        return ours.reshape(len(ours), heads, -1).transpose(1, 2, 0)
+
+    def joined(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate(arrays, 1).reshape(self.shape())
+
+
 class LoadMapping(TensorMapping):
     """The load of a layer's experts, of which their files have the bias that is added to scores."""
 
@@ -258,6 +303,7 @@ class LoadMapping(TensorMapping):
 
 
 MAPPINGS = {
+    "rows": RowsMapping,
     "experts": ExpertMapping,
     "merged": MergedMapping,
     "alternating": MergedMapping,

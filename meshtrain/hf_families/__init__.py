@@ -42,6 +42,7 @@ from meshtrain.hf_families.gemma import GEMMA2, GEMMA3
 from meshtrain.hf_families.glm import GLM4_MOE
 from meshtrain.hf_families.gpt2 import GPT2
 from meshtrain.hf_families.gpt_oss import GPT_OSS, MXFP4
+from meshtrain.hf_families.hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from meshtrain.hf_families.json_fields import Json, check_types, read_json, refuse_unless
 from meshtrain.hf_families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from meshtrain.hf_families.mixture import MIXTRAL, OLMOE, QWEN3_MOE
@@ -70,6 +71,9 @@ HF_FAMILIES = {
         OLMOE,
         GLM4_MOE,
         GPT_OSS,
+        QWEN3_NEXT,
+        QWEN3_5,
+        QWEN3_5_MOE,
         GPT2,
         GEMMA2,
         GEMMA3,
@@ -94,10 +98,10 @@ def model_section(config: Json, where: str) -> dict[str, Any]:
     """Returns the section `model` that a config.json asks for; `where` it stands, for the sentence that refuses it."""
     check_types(config, where)
     model_type = config.get("model_type")
-    if model_type == "gemma3":
+    if model_type in ("gemma3", "qwen3_5", "qwen3_5_moe"):
         raise ConfigError(
-            f"{where}: model_type 'gemma3' has a vision tower, which is not computed here; take its text model alone, "
-            "gemma3_text."
+            f"{where}: model_type '{model_type}' has a vision tower, which is not computed here; take its text model "
+            f"alone, {model_type}_text."
         )
     if model_type not in BY_MODEL_TYPE:
         known = ", ".join(BY_MODEL_TYPE)
@@ -168,8 +172,9 @@ def _problem(family: HfFamily, model: Json) -> str | None:
         return f"model.head_dim {model['head_dim']} with {heads} heads in model.d_model {d_model}"
     if (problem := _expert_problem(family, model["moe"])) is not None:
         return problem
-    flags = ("norm_plus_one", "post_norms", "scaled_embedding")
-    if (problem := _other_than(dict.fromkeys(flags, family.gemma), model)) is not None:
+    flags = dict.fromkeys(("post_norms", "scaled_embedding"), family.gemma)
+    flags["norm_plus_one"] = family.gemma or family.hybrid
+    if (problem := _other_than(flags, model)) is not None:
         return problem
     if family.window_by_turns and not model["window"] and model["global_every"] != 1:
         return "model.window 0"
@@ -177,9 +182,9 @@ def _problem(family: HfFamily, model: Json) -> str | None:
     required |= {} if family.window_by_turns else {"global_every": 0}
     required |= {} if family.score_cap else {"score_cap": 0.0}
     required |= {} if family.local_theta else {"rope_theta_local": 0.0}
-    required |= {} if family.part_turned else {"rope_share": 1.0}
+    required |= {} if family.part_turned or family.hybrid else {"rope_share": 1.0}
     required |= {} if family.dense_first else {"dense_layers": 0}
-    required |= {"pattern": ()}
+    required |= {} if family.hybrid else {"pattern": ()}
     return _other_than(required, model)
 
 
@@ -198,7 +203,8 @@ def _expert_problem(family: HfFamily, moe: Any) -> str | None:
     if bool(moe.experts) != bool(family.router):
         return f"model.moe.experts {moe.experts}"
     legal: dict[str, Any] = {"router": family.router}
-    legal |= {} if family.dense_first else {"shared_experts": 0, "route_scale": 1.0, "groups": ()}
+    legal |= {} if family.dense_first or family.hybrid else {"shared_experts": 0}
+    legal |= {} if family.dense_first else {"route_scale": 1.0, "groups": ()}
     legal |= {} if family.normalize is None else {"normalize": family.normalize}
     wrong = (name for name, value in legal.items() if moe.experts and getattr(moe, name) != value)
     return next((f"model.moe.{name} {short(getattr(moe, name))}" for name in wrong), None)

@@ -22,10 +22,13 @@ class WeightName(NamedTuple):
         "alternating",
         "stacked",
         "half",
+        "rows",
         "load",
     ] = "plain"
     part: int = 0  # which third or half, or which of the two that alternate
     ones: int = 0  # plain: leading dimensions of size 1 of their tensor
+    # rows: heads whose rows lie beside one another, the rows of each, and the first of those that are ours
+    rows: tuple[int, int, int] = (1, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,9 @@ class HfFamily:
     activation: str = ""  # the one that it can hold; "": any that has a name there
     window_by_turns: bool = False  # every n-th layer may see all positions
     gemma: bool = False
+    hybrid: bool = (
+        False  # norms by 1 + scale, layers of several kinds, heads turned in part, shared experts
+    )
     score_cap: bool = False  # there may be one
     local_theta: bool = False  # there may be one
     # its first layers may be dense, and its routers have groups, shared experts, a scale and a bias

@@ -24,6 +24,11 @@ class Collectives:
     # whether attention swaps these tokens for heads (Ulysses); else they are in zigzag order
     by_heads: bool = False
 
+    @property
+    def pieces(self) -> int:
+        """The pieces of a row that are here, each of tokens that follow one another."""
+        return 1 if self.context == 1 else 2
+
     def enter(self, x_BTD: jax.Array) -> jax.Array:
         """Before a column-parallel weight: the whole sequence, on every tensor rank."""
         return x_BTD
@@ -108,6 +113,18 @@ class Collectives:
         sinks: Any = None,
     ) -> Any:
         """Computes the same by `attend`, for all tokens and a share of the heads."""
+        raise NotImplementedError("all tokens of a row are here")
+
+    def tails_before(self, tails: Any) -> Any:
+        """Returns, for each piece of a row that is here, what the piece before it has of arrays [B * pieces, ...];
+        zeros before the first.
+        """
+        return jax.tree.map(jax.numpy.zeros_like, tails)
+
+    def states_before(self, maps: jax.Array, reverse: bool) -> jax.Array:
+        """Returns the state of linear attention before each piece of a row that is here, from the maps of all pieces
+        (`model.delta_rule`); with `reverse` of the row from its end.
+        """
         raise NotImplementedError("all tokens of a row are here")
 
     def stream_axes(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.compat import vary, varying
 from meshtrain.config import LoraConfig, ModelConfig
-from meshtrain.config.stacks import FULL, KINDS, kind_of
+from meshtrain.config.stacks import FULL, KINDS, LINEAR, kind_of
 from meshtrain.families import FAMILIES
 from meshtrain.model.attention import attend, attention_arguments
 from meshtrain.model.collectives import Collectives
@@ -25,6 +25,7 @@ from meshtrain.model.products import (
     enter,
     hidden,
     keeping_arguments,
+    linear,
     make_adapters,
     make_parameters,
     project,
@@ -103,6 +104,7 @@ class Attention(nnx.Module):
     v_bias: nnx.Param | None = None
     out_bias: nnx.Param | None = None
     sinks: nnx.Param | None = None
+    z: nnx.Param | None = None
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     lora_scale: float
@@ -163,10 +165,17 @@ class Attention(nnx.Module):
         )
         if sequence.maxima is not None:
             a = sequence.maxima.record(*a)
+        if self.z is not None:
+            a = keeping_arguments(gated)(a, keep(project(self, "z", rows)))
         y = project(self, "out", a).reshape(shape)
         if self.out_bias is not None:
             y = y + collectives.share(self.out_bias[...])
         return checkpoint_name(collectives.leave(y), "attention_out")
+
+
+def gated(x: jax.Array, z: jax.Array) -> jax.Array:
+    """Returns x times the sigmoid of z."""
+    return x * jax.nn.sigmoid(z)
 
 
 class MLP(nnx.Module):
@@ -177,6 +186,7 @@ class MLP(nnx.Module):
     down: nnx.Param
     up_bias: nnx.Param | None = None
     down_bias: nnx.Param | None = None
+    token_gate: nnx.Param | None = None
     lora_scale: float
     lora_drop: Callable[[str, jax.Array], jax.Array] | None
     float8: Any = None  # `float8.Float8Products`, where products are
@@ -195,9 +205,14 @@ class MLP(nnx.Module):
         if self.up_bias is not None:
             up = up + self.up_bias[...]
         branches = (up,) if self.gate is None else (project(self, "gate", rows), up)
-        h = hidden(self.activation, self.gate is not None, self.limit)(
-            *(checkpoint_name(b, "mlp_in") for b in branches)
-        )
+        branches = tuple(checkpoint_name(b, "mlp_in") for b in branches)
+        function = hidden(self.activation, self.gate is not None, self.limit)
+        if self.token_gate is None:
+            h = function(*branches)
+        else:
+            # before the last product, so that its output is not kept for the gate's gradient
+            z = linear(unrounded(rows), self.token_gate[...])
+            h = keeping_arguments(lambda z, *xs: gated(function(*xs), z))(z, *branches)
         y = project(self, "down", checkpoint_name(h, "mlp_hidden")).reshape(shape)
         if self.down_bias is not None:
             y = y + collectives.share(self.down_bias[...])
@@ -218,8 +233,11 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None) -> None:
         self.attention_norm = Norm("blocks.attention_norm", config, rngs)
-        kind = kind_of(config)
-        mixer = Attention if kind == FULL else KINDS[kind].module
+        mixer: Any = Attention
+        if (kind := kind_of(config)) == LINEAR:
+            from meshtrain.model.linear_attention import LinearAttention as mixer
+        elif kind != FULL:
+            mixer = KINDS[kind].module
         self.attention = mixer("blocks.attention", config, rngs, lora)
         self.mlp_norm = Norm("blocks.mlp_norm", config, rngs)
         if config.d_ff:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.custom_derivatives import CustomVJPPrimal
 
@@ -58,7 +59,7 @@ def _make(module: nnx.Module, name: str, weight: Weight, rngs: nnx.Rngs) -> None
         drawn = weight.std * jax.random.normal(rngs.params(), shape)
     else:
         # of a dtype that is given: with a weak one the first step would be compiled once more for the second
-        drawn = jnp.full(shape, weight.fill, jnp.float32)
+        drawn = jnp.full(shape, np.asarray(weight.fill), jnp.float32)
     setattr(module, attribute, nnx.Param(drawn))
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from meshtrain.config.model import (
     PROJECTIONS,
@@ -22,6 +23,7 @@ from meshtrain.config.stacks import (
     BLOCKS,
     FULL,
     KINDS,
+    LINEAR,
     kind_of,
     layers_of_stacks,
     model_of_stack,
@@ -31,6 +33,7 @@ from meshtrain.families import FAMILIES
 EXPERT_BLOCK = 128  # the most rows of a block of an expert (`model.experts`)
 # what a router counts besides the tokens of each expert: rows dropped or rounds, and the sum of its entropies
 COUNTED = 2
+GOLDEN_RATIO = 0.5 * (5**0.5 - 1)
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Weight:
     name: str  # its path in the tree of parameters
     dims: tuple[tuple[str, int], ...]  # (axis, size) of each dimension, of one layer
     std: float  # of its normal initialisation; 0: all are `fill`
-    fill: float = 0.0
+    fill: float | tuple[float, ...] = 0.0
     layers: int = 0  # that are stacked; 0: it stands outside the blocks
     adapter: bool = False  # of LoRA
     bound: float = 0.0  # of its uniform initialisation, in the place of a normal one
@@ -192,7 +195,7 @@ class WeightTable:
         dims: tuple[tuple[str, int], ...],
         std: float = 0.0,
         fill: float = 0.0,
-        **kind: bool,
+        **kind: Any,
     ) -> None:
         """Adds a weight, of one layer."""
         self.weights.append(Weight(name, dims, std, fill, **kind))
@@ -217,10 +220,8 @@ def _of_layer(model: ModelConfig) -> Sequence[Weight]:
     embed = ("embed", model.d_model)
     mlp = ("mlp", model.d_ff)
     norm("blocks.attention_norm")
-    if (kind := kind_of(model)) != FULL:
-        KINDS[kind].add_weights(model, add)
-    else:
-        _add_attention(model, add)
+    kind = kind_of(model)
+    (KINDS[kind].add_weights or ADD_MIXER[kind])(model, add)
     if model.post_norms:
         norm("blocks.attention_post_norm")
     norm("blocks.mlp_norm")
@@ -247,6 +248,8 @@ def _of_layer(model: ModelConfig) -> Sequence[Weight]:
     if model.d_ff:
         add("blocks.mlp.up", (embed, mlp), std)
         add("blocks.mlp.down", (mlp, embed), into_stream)
+    if family.gated_shared_experts and model.moe.experts and model.d_ff:
+        add("blocks.mlp.token_gate", (embed, ("one", 1)), std)
     if family.biases:
         add("blocks.mlp.up_bias", (mlp,))
         add("blocks.mlp.down_bias", (embed,))
@@ -274,12 +277,47 @@ def _add_attention(model: ModelConfig, add: Callable[..., None]) -> None:
         add("blocks.attention.v_bias", (groups, head))
     if family.biases or family.biased_out:
         add("blocks.attention.out_bias", (embed,))
+    if family.gated_attention:
+        add("blocks.attention.z", (embed, heads, head), std)
     if family.sinks:
         add("blocks.attention.sinks", (heads,))
     if model.qk_norm:
         each = not family.joint_qk_norm
         add("blocks.attention.q_norm.scale", (head,) if each else (heads, head), fill=one)
         add("blocks.attention.k_norm.scale", (head,) if each else (groups, head), fill=one)
+
+
+def _add_linear_attention(model: ModelConfig, add: Callable[..., None]) -> None:
+    """Adds the weights of linear attention, below `blocks.attention`; a head is one of keys or, with its own state, one
+    of values.
+
+        decay = -exp(decay_log) softplus(x decay + decay_bias), so that heads begin with memories of different lengths
+    """
+    linear = model.linear
+    std = model.init_std
+    embed = ("embed", model.d_model)
+    keys = (("heads", linear.key_heads), ("head", linear.key_dim))
+    (heads, _) = values = (("heads", linear.value_heads), ("head", linear.value_dim))
+    reach = ("conv", linear.conv)
+    for name, of in (("q", keys), ("k", keys), ("v", values), ("z", values)):
+        add(f"blocks.attention.{name}", (embed, *of), std)
+    for name, of in (("q", keys), ("k", keys), ("v", values)):
+        # no matrix: an optimizer of matrices leaves it out
+        add(f"blocks.attention.{name}_conv", (reach, *of), bound=linear.conv**-0.5)
+    add("blocks.attention.beta", (embed, heads), std)
+    add("blocks.attention.decay", (embed, heads), std)
+    parts = [(head + 0.5) / linear.value_heads for head in range(linear.value_heads)]
+    rates = tuple(math.log(16 * part) for part in parts)
+    # from 0.001 to 0.1 after the softplus, in another order than the rates
+    steps = (0.001 * 100 ** (part * GOLDEN_RATIO * linear.value_heads % 1) for part in parts)
+    biases = tuple(math.log(math.expm1(step)) for step in steps)
+    add("blocks.attention.decay_log", (heads,), fill=rates, float32=True)
+    add("blocks.attention.decay_bias", (heads,), fill=biases, float32=True)
+    add("blocks.attention.norm.scale", (values[1],), fill=1.0)
+    add("blocks.attention.out", (*values, embed), std / (2 * model.layers) ** 0.5)
+
+
+ADD_MIXER: dict[str, Callable[..., None]] = {FULL: _add_attention, LINEAR: _add_linear_attention}
 
 
 def _patches(model: ModelConfig, add: Callable[..., None]) -> None:

@@ -58,6 +58,7 @@ from meshtrain.model.attention import (
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
 from meshtrain.model.kernels import MASKED, Kernel
+from meshtrain.parallel.row_pieces import shifted, states_before
 from meshtrain.parallel.tensor import MeshCollectives
 
 # dimensions of [B, T, H, K]
@@ -134,6 +135,15 @@ class ContextCollectives(MeshCollectives):
         sinks: Any = None,
     ) -> Any:
         return attend_by_heads(attend, heads, of_tokens, self, dropout, sinks)
+
+    def tails_before(self, tails: Any) -> Any:
+        if self.context == 1:
+            return super().tails_before(tails)
+        return shifted(tails, self.column_order(2 * self.context), 1)
+
+    def states_before(self, maps: Array, reverse: bool) -> Array:
+        order = self.column_order(2 * self.context)
+        return states_before(maps, len(order) - 1 - order if reverse else order)
 
 
 # --- zigzag

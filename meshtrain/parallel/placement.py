@@ -35,6 +35,8 @@ from meshtrain.schedule.table import Table
 
 NO_LORA = LoraConfig()
 BUCKETS = 8
+# context ranks whose maps of states are gathered; those of more travel by doubling distances (`row_pieces`)
+MOST_GATHERED = 8
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from meshtrain.config import Config, ModelConfig
 from meshtrain.config.follow import drops
+from meshtrain.config.stacks import LINEAR, kind_of
 from meshtrain.families import FAMILIES
 from meshtrain.model.kernels import Kernel, attention_kernel, block_size
 from meshtrain.model.weights import adapted, all_weights, is_trained
@@ -32,11 +33,15 @@ class Widths(NamedTuple):
     matrices: int  # products into `hidden`
     normed: int  # queries and keys before their own norms, where they have them
     behind: float  # what a norm behind attention or the MLP takes, where there is one
+    gate: int = 0  # of attention's output, where it has one
+    state: int = 0  # of linear attention, of a row: all of what is below `query` is then what `linear_widths` says
 
 
 @functools.lru_cache(maxsize=4096)
 def widths(model: ModelConfig, tensor: int, sequence_parallel: bool) -> Widths:
-    """The widths of a model's layers over `tensor` devices."""
+    """The widths of a model's layers, which are all alike, over `tensor` devices."""
+    if kind_of(model) == LINEAR:
+        return linear_widths(model, tensor, sequence_parallel)
     heads = model.heads // tensor
     own = local_kv_heads(model.kv_heads, tensor)
     k = model.head_dim
@@ -57,6 +62,27 @@ def widths(model: ModelConfig, tensor: int, sequence_parallel: bool) -> Widths:
         matrices,
         normed,
         behind,
+        heads * k * FAMILIES[model.family].gated_attention,
+    )
+
+
+def linear_widths(model: ModelConfig, tensor: int, sequence_parallel: bool) -> Widths:
+    """The widths of layers of linear attention: `query` is what the rule gives, `query` and twice `own` all
+    projections, `key` half of them.
+    """
+    sizes = model.linear
+    others = widths(replace(model, pattern=()), tensor, sequence_parallel)
+    heads = sizes.value_heads // tensor
+    values = heads * sizes.value_dim
+    projected = 2 * (sizes.key_heads * sizes.key_dim // tensor + values + heads)
+    return others._replace(
+        heads=0,
+        query=values,
+        own=(projected - values) // 2,
+        key=projected // 2,
+        normed=0,
+        gate=0,
+        state=heads * sizes.key_dim * sizes.value_dim,
     )
 
 
@@ -162,7 +188,7 @@ def residuals(
     if remat == "dots":  # layer input, attention's output (and the MLP's); up (and gate); q, k, v
         gathered = w.full * (1 + model.post_norms)
         return size * (
-            w.stream + gathered + w.matrices * w.hidden + w.query + 2 * w.own + tuned.ranks
+            w.stream + gathered + w.matrices * w.hidden + w.query + 2 * w.own + w.gate + tuned.ranks
         )
     # twice: a norm's input, and its output, which the products take as it is or, with sequence parallelism, gather
     # again
@@ -176,6 +202,7 @@ def residuals(
         (tuned.hidden * given / size + w.matrices) * w.hidden
         + 2 * w.query
         + 2 * w.key
+        + 2 * w.gate
         + w.normed
         + tuned.ranks
     )
@@ -187,9 +214,10 @@ def named(w: Widths, name: str, size: int) -> float:
 
     Only a norm behind the MLP reads mlp_out again.
     """
+    # a norm of its own takes keys before they are spread out
+    projected = w.query + w.gate + (w.own if w.normed else w.key) + w.key
     return {
-        # a norm of its own takes keys before they are spread out
-        "qkv": size * (w.query + (w.own if w.normed else w.key) + w.key),
+        "qkv": size * (2 * w.key if w.state else projected),
         "attention": size * w.query + 4 * w.heads,
         "attention_out": size * w.stream,
         "dispatched": 0,
@@ -229,12 +257,24 @@ def _bytes(config: Config, remat: str, names: tuple[str, ...]) -> float:
     ):
         # the output in the order of the tokens too
         held += size * widths(config.model, tensor, split).query
+    if remat == "none" or "attention" in names:
+        held += _states(config) / shapes.tokens(config)
     of_experts = (
         experts.kept(config, remat, names, float8.kept_size(config))
         if config.model.moe.experts
         else 0.0
     )
     return shapes.tokens(config) * held + of_experts
+
+
+def _states(config: Config) -> float:
+    """Returns the bytes of the states before a microbatch's pieces of rows, of one layer of linear attention; before
+    whole rows there are none.
+    """
+    if config.mesh.context == 1:
+        return 0.0
+    w = widths(config.model, config.mesh.tensor, config.parallel.sequence_parallel)
+    return FLOAT32 * 2 * shapes.microbatch_rows(config) * w.state
 
 
 @averaged
@@ -247,9 +287,11 @@ def weight_grad_residuals(config: Config) -> float:
     tensor = config.mesh.tensor
     parallel = config.parallel
     w = widths(model, tensor, parallel.sequence_parallel)
-    width: float = 2 * w.full + w.matrices * w.hidden + w.query + 2 * w.own
+    width: float = 2 * w.full + w.matrices * w.hidden + w.query + 2 * w.own + w.gate
     if parallel.remat == "dots":
         width += w.stream + w.query + FAMILIES[model.family].biases * w.hidden
+        # what the norm behind the rule takes
+        width += w.query * (w.state > 0)
     elif parallel.remat != "none":
         names = parallel.names_kept
         width += ("qkv" not in names) * w.full + (w.stream if "mlp_in" in names else w.full)
@@ -258,7 +300,9 @@ def weight_grad_residuals(config: Config) -> float:
             width += ("mlp_hidden" not in names) * w.hidden
         else:
             width += ("mlp_in" not in names and "mlp_hidden" not in names) * w.matrices * w.hidden
-        width += ("attention" not in names) * w.query
+        # the product out of attention takes what a gate has made of it
+        again = "qkv" not in names and (w.gate > 0 or w.state > 0)
+        width += ("attention" not in names or again) * w.query
     # cotangents of the products with A
     width += tuned(config).ranks
     return shapes.itemsize(config.precision.compute) * shapes.tokens(config) * width
@@ -278,7 +322,7 @@ def _work(config: Config, platform: str) -> float:
     pieces = splits_kernel_calls(config)
     length = shapes.length(config) // 2 if pieces else config.train.sequence_length
     size = shapes.itemsize(config.precision.compute)
-    how = kernel(config, platform)
+    how = kernel(config, platform) if not w.state else "rule"
     # what is gathered is also copied, from [rank, sequence] to [sequence]
     copies = 6 if config.parallel.sequence_parallel else 4
     mlp = size * (2 * w.matrices * w.hidden + copies * w.full + 3 * w.stream + 3 * w.query)
@@ -287,12 +331,25 @@ def _work(config: Config, platform: str) -> float:
         if config.parallel.remat == "none":
             return shapes.tokens(config) * max(mlp, 6 * block + 2 * size * w.full)
         mlp += size * w.matrices * w.hidden + (10 if _model_drops(config) else 3) * block
-    across = _across(config, w, size)
+    across = _rule(config) if w.state else _across(config, w, size)
     # Under the messages of a ring XLA puts what the MLP leaves, the products that give its weights' gradients; with
     # tensor parallelism these are under the MLP's own messages.
     both = config.parallel.context_strategy == "ring" and config.mesh.tensor == 1
     of_experts = experts.transient_bytes(config) if config.model.moe.experts else 0.0
     return shapes.tokens(config) * (mlp + across if both else max(mlp, across)) + of_experts
+
+
+# numbers a token and head of a chunk's tokens, and of keys' and values' width, that the rule's backward has at hand
+PAIRS, ROWS = 7, 9
+
+
+def _rule(config: Config) -> float:
+    """Bytes a token that the backward of linear attention has at hand: of each chunk its pairs of tokens, and rows of
+    keys and values, float32.
+    """
+    sizes = config.model.linear
+    numbers = PAIRS * sizes.chunk + ROWS * (sizes.key_dim + sizes.value_dim)
+    return FLOAT32 * numbers * sizes.value_heads / config.mesh.tensor
 
 
 def _across(config: Config, w: Widths, size: int) -> float:

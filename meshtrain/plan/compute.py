@@ -7,12 +7,14 @@ same size.
 import functools
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 from meshtrain.cluster.accelerators import Accelerator
 from meshtrain.config import Config, ModelConfig
 from meshtrain.config.model import LoraConfig, patches_of
 from meshtrain.config.reduce import gathers_at_use
+from meshtrain.config.stacks import LINEAR, kind_of
 from meshtrain.families import FAMILIES
 from meshtrain.model.weights import adapters as lora_weights
 from meshtrain.model.weights import is_trained, weights
@@ -188,39 +190,97 @@ def layer(
     n = shape.sequences * shape.length // shape.context
     size = shapes.itemsize(dtype)
     d = model.d_model
-    k = model.head_dim
     f = -(-model.d_ff // tensor)
-    heads = model.heads // tensor
-    groups = local_kv_heads(model.kv_heads, tensor)
     family = FAMILIES[model.family]
     gated = family.gated
 
-    def products(*dots: tuple[int, int, int]) -> Seconds:
-        return Seconds(matmul=sum(product(accelerator, dtype, *dot) for dot in dots if all(dot)))
-
-    def passes(elements: float) -> Seconds:
-        moved = size * n * elements if elements else 0.0
-        return Seconds(memory=moved / accelerator.memory_rate)
-
+    products = partial(_products, accelerator, dtype)
+    passes = lambda elements: Seconds(memory=size * n * elements / accelerator.memory_rate)
     # Passes over the residual stream: two for a norm, three for a sum; over the inner activations: rotation of q and k,
     # the MLP's own. Kernel by kernel an RMSNorm, a rotation and a gate are many passes; LayerNorm and GELU are one
     # kernel anywhere. Without sequence parallelism every tensor rank has the whole stream.
     stream = d / (tensor if shape.sequence_parallel else 1)
     norm = stream * (2.0 if family.centred_norms else profile.norm_bytes / 2)
-    rotation = 2 if profile.fused_rotation or not family.rotary else ROTATION
     activation = (3 if profile.fused_gate else GATE) if gated else 2
+    mixer = _linear_mixer if kind_of(model) == LINEAR else _attention_mixer
     return Layer(
         norms=passes((4 if model.post_norms else 2) * norm),
-        qkv=products((n, d, heads * k), (n, d, 2 * groups * k))
-        + passes(rotation * (heads + groups) * k),
-        attention=_merged_attention(shape, accelerator, profile),
-        attention_out=products((n, heads * k, d)),
+        **mixer(shape, accelerator, profile),
         residual=passes(3 * stream),
         mlp_in=products(*[(n, d, f)] * (1 + gated)),
         mlp_hidden=passes(activation * f),
         # f is 0 if a layer has experts alone (`plan.experts`)
         mlp_out=products((n, f, d)) + passes(3 * stream),
     )
+
+
+def _products(accelerator: Accelerator, dtype: str, *dots: tuple[int, int, int]) -> Seconds:
+    return Seconds(matmul=sum(product(accelerator, dtype, *dot) for dot in dots if all(dot)))
+
+
+def _attention_mixer(
+    shape: LayerShape, accelerator: Accelerator, profile: FrameworkProfile
+) -> dict[str, Seconds]:
+    """Returns the parts of a layer that are attention's."""
+    model = shape.model
+    n = shape.sequences * shape.length // shape.context
+    k = model.head_dim
+    heads = model.heads // shape.tensor
+    groups = local_kv_heads(model.kv_heads, shape.tensor)
+    family = FAMILIES[model.family]
+    products = partial(_products, accelerator, shape.dtype)
+    rotation = 2 if profile.fused_rotation or not family.rotary else ROTATION
+    # what attention gives is read, with its gate, and written
+    gated = family.gated_attention
+    moved = rotation * (heads + groups) * k * model.rope_share + 3 * gated * heads * k
+    passes = Seconds(memory=shapes.itemsize(shape.dtype) * n * moved / accelerator.memory_rate)
+    return {
+        "qkv": products(
+            *[(n, model.d_model, heads * k)] * (1 + gated), (n, model.d_model, 2 * groups * k)
+        )
+        + passes,
+        "attention": _merged_attention(shape, accelerator, profile),
+        "attention_out": products((n, heads * k, model.d_model)),
+    }
+
+
+# Passes over float32 rows of keys and values of a chunk, and over its pairs of tokens, of the rule forward.
+RULE_ROWS, RULE_PAIRS = 12, 6
+
+
+def _linear_mixer(
+    shape: LayerShape, accelerator: Accelerator, profile: FrameworkProfile
+) -> dict[str, Seconds]:
+    """Returns the parts of a layer that are linear attention's, whose rule is of products of chunks in float32
+    (`model.delta_rule`).
+
+    On several context ranks each piece of a row is gone through for its map too.
+    """
+    sizes = shape.model.linear
+    d = shape.model.d_model
+    n = shape.sequences * shape.length // shape.context
+    heads = sizes.value_heads // shape.tensor
+    keys = sizes.key_heads // shape.tensor * sizes.key_dim
+    values = heads * sizes.value_dim
+    c, k, v = sizes.chunk, sizes.key_dim, sizes.value_dim
+    maps = k if shape.context > 1 else 0
+    of_chunk = [(c, k, c), (c, k, c), (c, c, c // 3), (c, c, k + v), (c, k, v + maps)]
+    of_chunk += [(k, c, v + maps), (c, k, v), (c, c, v)]
+    if maps:
+        of_chunk += [(k, k, v), (c, k, v)]
+    flops = 2 * sum(math.prod(dot) for dot in of_chunk) * heads * n / c
+    efficiency = accelerator.efficiency
+    moved = 4 * heads * n * (RULE_ROWS * (k + v) + RULE_PAIRS * c)
+    products = partial(_products, accelerator, shape.dtype)
+    rows = shapes.itemsize(shape.dtype) * n * 3 * values
+    return {
+        "qkv": products((n, d, 2 * keys), (n, d, 2 * values), (n, d, 2 * heads)),
+        "attention": Seconds(
+            attention=flops / (accelerator.flops("float32") * efficiency.matmul),
+            memory=(moved + rows) / accelerator.memory_rate,
+        ),
+        "attention_out": products((n, values, d)),
+    }
 
 
 def _merged_attention(

@@ -9,12 +9,14 @@ K and V are those of the tokens of one of the N ranks.
 """
 
 import math
+from functools import partial
 
 from meshtrain.cluster.algorithms import ALL_GATHER, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config
 from meshtrain.config.mesh import CONTEXT
-from meshtrain.parallel.placement import stages
+from meshtrain.config.stacks import LINEAR, kind_of
+from meshtrain.parallel.placement import MOST_GATHERED, stages
 from meshtrain.plan import activations, shapes
 from meshtrain.plan.gradient_traffic import FLOAT32, Transfer, layer_waits
 
@@ -30,6 +32,8 @@ def context_transfers(config: Config) -> list[tuple[str, Transfer]]:
     n = config.mesh.context
     if n == 1:
         return []
+    if kind_of(config.model) == LINEAR:
+        return _linear_transfers(config)
     size = shapes.itemsize(config.precision.compute)
     tokens = shapes.tokens(config)
     layers = stages(config).longest
@@ -76,6 +80,46 @@ def context_transfers(config: Config) -> list[tuple[str, Transfer]]:
         *[documents] * (ids > 0),
         transfer("backward", ALL_TO_ALL, "tokens swapped for heads again", swapped, again),
         transfer("backward", ALL_TO_ALL, "cotangents swapped", swapped),
+    ]
+
+
+def _linear_transfers(config: Config) -> list[tuple[str, Transfer]]:
+    """Collectives of layers of linear attention (`parallel.row_pieces`), whatever the strategy: the last tokens of each
+    piece before the convolution, and the maps of the states of all pieces, once for outputs and once for cotangents.
+    """
+    n = config.mesh.context
+    sizes = config.model.linear
+    size = shapes.itemsize(config.precision.compute)
+    layers = stages(config).longest
+    rows = shapes.microbatch_rows(config)
+    heads = sizes.value_heads // config.mesh.tensor
+    keys = sizes.key_heads // config.mesh.tensor * sizes.key_dim
+    reach = rows * (sizes.conv - 1)
+    tail = size * reach * (2 * keys + heads * sizes.value_dim)
+    ids = FLOAT32 * reach if activations.is_packed(config) else 0
+    depth = sizes.key_dim
+    maps = FLOAT32 * 2 * rows * heads * depth * (depth + sizes.value_dim)
+    # with ulysses every second piece stays where it is
+    sent = 1 if config.parallel.context_strategy == "ulysses" else 2
+
+    def transfer(
+        moment: str, kind: str, what: str, nbytes: float, count: int
+    ) -> tuple[str, Transfer]:
+        return moment, Transfer(CONTEXT, kind, what, nbytes, count * layers, n)
+
+    again = config.parallel.remat != "none"
+    exchange = partial(transfer, kind=ALL_GATHER, nbytes=n * maps, count=1)
+    if n > MOST_GATHERED:
+        doublings = math.ceil(math.log2(2 * n))
+        exchange = partial(transfer, kind=PERMUTE, nbytes=maps / 2, count=2 * doublings + 1)
+    return [
+        transfer("forward", PERMUTE, "last tokens of pieces sent on", tail + ids, sent),
+        exchange("forward", what="maps of states exchanged"),
+        transfer("backward", PERMUTE, "last tokens of pieces sent again", tail + ids, sent * again),
+        *[exchange("backward", what="maps of states exchanged again")]
+        * activations.makes_attention_again(config),
+        exchange("backward", what="maps of cotangents exchanged"),
+        transfer("backward", PERMUTE, "cotangents of last tokens sent back", tail, sent),
     ]
 
 

@@ -21,7 +21,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.compat import vary, varying
 from meshtrain.errors import ConfigError
-from meshtrain.generate.cache import laid_out
 from meshtrain.generate.forward import Caches, DecodingForward
 from meshtrain.generate.resharding import Parts, Resharding
 from meshtrain.generate.sampling import SamplingArrays, draw
@@ -242,8 +241,9 @@ class Rollouts:
         of_prompts = read.experts if self.replays else None
         rows = self.forward.rows
 
-        def copied(new: jax.Array) -> jax.Array:
-            cache = laid_out(new, wave.lengths, self.length).astype(self.forward.dtype)
+        caches = tuple(cache.laid_out(wave.lengths, self.length) for cache in read.caches)
+
+        def copied(cache: jax.Array) -> jax.Array:
             return vary(jnp.take(cache, wave.sources, axis=0), (*rows, TENSOR))
 
         slots = len(wave.sources)
@@ -253,7 +253,7 @@ class Rollouts:
             shape = (slots, self.most, *of_prompts.shape[2:])
             experts = vary(jnp.zeros(shape, jnp.int32), varying(of_prompts))
         state = Drawing(
-            jax.tree.map(copied, read.caches),
+            jax.tree.map(copied, caches),
             nothing[:, 0],
             wave.lengths[wave.sources] - 1,
             wave.limits > 0,

@@ -12,7 +12,8 @@ from meshtrain.step import Program
 
 GOLDEN = Path(__file__).parents[1] / "adopt" / "golden"
 FAMILIES = (
-    "gemma2", "gemma3", "gpt2", "llama3", "mistral", "qwen2", "qwen3", "mixtral", "olmoe", "qwen3_moe", "gpt_oss", "glm4_moe",
+    "gemma2", "gemma3", "gpt2", "llama3", "mistral", "qwen2", "qwen3", "mixtral", "olmoe", "qwen3_moe", "gpt_oss",
+    "glm4_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe",
 )  # fmt: skip
 MESHES = {
     "one": ((1, 1, 1), {}),
@@ -25,9 +26,12 @@ MESHES = {
 def adopted(directory: Path, mesh: str = "one"):
     """The program of a directory's model on a mesh, and its files."""
     (data, tensor, pipeline), parallel = MESHES[mesh]
+    model = model_section(read_json(directory / CONFIG), CONFIG)
+    if "layer_split" in parallel:
+        parallel = parallel | {"layer_split": (model["layers"] - 1, 1)}
     config = load(
         {
-            "model": model_section(read_json(directory / CONFIG), CONFIG),
+            "model": model,
             "mesh": {"data": data, "tensor": tensor, "pipeline": pipeline},
             "parallel": parallel,
             "train": {"global_batch_size": 8, "sequence_length": 48},

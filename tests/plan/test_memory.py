@@ -171,7 +171,7 @@ NAMES = ("qkv", "attention", "attention_out", "mlp_in", "mlp_hidden", "mlp_out")
 KEPT = [(), *((name,) for name in NAMES), ("qkv", "attention"), NAMES]
 
 
-def layer(family, tensor=2, stages=1, layers=7, dropout=0.0, kv_heads=4, **parallel):
+def layer(family, tensor=2, stages=1, layers=7, dropout=0.0, kv_heads=4, model=None, **parallel):
     """A model of odd sizes; with one block of queries, so that the blockwise attention of CPUs keeps the scores as one
     array.
     """
@@ -185,7 +185,7 @@ def layer(family, tensor=2, stages=1, layers=7, dropout=0.0, kv_heads=4, **paral
     }
     return load(
         {
-            "model": {"family": family, "dropout": dropout} | sizes,
+            "model": {"family": family, "dropout": dropout} | sizes | (model or {}),
             "mesh": {"tensor": tensor, "pipeline": stages},
             "precision": {"compute": "bfloat16"},
             "parallel": parallel,
@@ -219,6 +219,38 @@ def test_activations_of_a_layer_are_what_the_traced_model_keeps(cell):
     config = layer(family, dropout=dropout, sequence_parallel=split, **keys)
     planned = activations.kept(config, config.parallel.remat) / shapes.tokens(config)
     assert planned == pytest.approx(traced_residuals(config), rel=0.03)
+
+
+LINEAR = {
+    "pattern": ["linear"],
+    "linear": {"key_heads": 4, "value_heads": 8, "key_dim": 16, "value_dim": 12, "chunk": 16},
+}
+GATED = {"family": "qwen3_5", "pattern": ["full"], "rope_share": 0.5}
+MIXERS = [
+    (LINEAR, "none", False),
+    (LINEAR, "dots", True),
+    (LINEAR, "full", False),
+    (LINEAR, "selective", True),
+    (LINEAR, ("qkv",), False),
+    (LINEAR, ("attention",), True),
+    (GATED, "none", True),
+    (GATED, "dots", False),
+    (GATED, "selective", False),
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("model", "remat", "split"), MIXERS)
+def test_linear_and_gated_attention_keep_and_leave_what_the_traced_model_does(model, remat, split):
+    keys = {"remat": remat} if isinstance(remat, str) else {"remat": "names", "remat_keep": remat}
+    config = layer("llama", model=model, sequence_parallel=split, **keys)
+    planned = activations.kept(config, config.parallel.remat) / shapes.tokens(config)
+    assert planned == pytest.approx(traced_residuals(config), rel=0.03)
+    pipeline = {"schedule": "zb_h1", "microbatches": 2, "sequence_parallel": split}
+    config = layer("llama", stages=2, layers=8, model=model, **pipeline, **keys)
+    kept = activations.kept(config, config.parallel.remat)
+    planned = kept, activations.weight_grad_residuals(config)
+    assert planned == pytest.approx(traced_stage(config), rel=0.03)
 
 
 def traced_stage(config) -> tuple[float, float]:

@@ -110,6 +110,11 @@ def in_context(data, context, tensor, strategy, model=None, sections=None, **par
 
 EIGHT = {"d_model": 64, "heads": 8}
 PACKED = {"data": {"batching": "packed"}}
+LINEAR = {
+    "pattern": ["linear"],
+    "linear": {"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 12, "chunk": 8},
+}
+HYBRID = LINEAR | {"pattern": ["linear", "linear", "full"], "layers": 6}
 ON_CONTEXT = {
     "ring": in_context(1, 4, 1, "ring"),
     "ring, recomputed": in_context(2, 4, 1, "ring", remat="full", microbatches=2),
@@ -120,6 +125,10 @@ ON_CONTEXT = {
     "gathered, packed": in_context(
         2, 2, 2, "all_gather", sections=PACKED, remat="dots", sequence_parallel=True
     ),
+    "linear": in_context(2, 4, 1, "all_gather", LINEAR),
+    "linear, recomputed": in_context(1, 4, 1, "ring", LINEAR, remat="full"),
+    "linear, packed": in_context(1, 4, 1, "ulysses", EIGHT | LINEAR, sections=PACKED, remat="selective"),
+    "hybrid": in_context(1, 4, 1, "all_gather", HYBRID, zero_stage=3),
     "heads": in_context(2, 3, 1, "ulysses", {"kv_heads": 3}),
     "heads, fewer keys": in_context(1, 4, 1, "ulysses", EIGHT),
     "heads, recomputed": in_context(2, 4, 1, "ulysses", EIGHT, remat="full"),

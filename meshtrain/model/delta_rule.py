@@ -1,0 +1,366 @@
+"""The gated delta rule, in chunks: attention whose past is one matrix a head, of the same size whatever was read.
+
+    S_t = Γ_t S_{t-1} + k_t β_t (v_t - k_tᵀ Γ_t S_{t-1})ᵀ        o_t = S_tᵀ q_t        S [K, V], Γ_t = exp(log_decay_t)
+
+    kind          log_decay         β            published in
+    gated_delta   one a head        a sigmoid    Yang et al. 2024, "Gated Delta Networks"
+    kda           one a key width   a sigmoid    Kimi Team 2025, "Kimi Linear"
+    mamba2        one a head        none: S_t = Γ_t S_{t-1} + k_t v_tᵀ   (Dao & Gu 2024)
+
+In a chunk of C tokens all states follow from the one at its start, by products of matrices (section 3.3 of the first):
+
+    G = cumsum(log_decay)        A_ij = β_i k_iᵀ e^(G_i - G_j) k_j for j < i        T = (I + A)^-1
+    u = T β v        w = -T β e^G k        new = u + w S        o = q e^G S + (q e^(G_i - G_j) k, j ≤ i) new
+    S' = e^(G_C) S + (e^(G_C - G) k)ᵀ new
+
+Exponents are never positive: e^(G_i) and e^(-G_j) apart would overflow. Documents end by masks: a decay of -inf would
+have gradients of NaN. The backward is the same recurrence of cotangents, from the last chunk
+to the first; nothing is kept for it but the arguments and the state that a row's part begins with.
+
+Context ranks hold parts of a row ("pieces"). A piece maps the state before it to M S + U, so ranks exchange M and U,
+[K, K] and [K, V] a head however long the row is, and `Collectives.states_before` composes them in row order.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from meshtrain.compat import vary, varying
+from meshtrain.model.collectives import Collectives
+
+
+class RuleInputs(NamedTuple):
+    """The arguments of the rule, of R rows or pieces of rows; H is a multiple of G, whose heads are shared as in
+    grouped-query attention.
+    """
+
+    q: Array  # [R, T, G, K]
+    k: Array  # [R, T, G, K]
+    v: Array  # [R, T, H, V]
+    log_decay: Array  # [R, T, H], or [R, T, H, K]; at most 0
+    beta: Array | None = None  # [R, T, H]
+
+
+class Documents(NamedTuple):
+    """Packed documents by their ids, which follow one another in a row."""
+
+    segments: Array  # int [R, T]
+    earlier: Array  # int [R, at least 1]: of the tokens before the piece
+
+
+class _Terms(NamedTuple):
+    """Everything about n chunks but their states, which the rule is linear in."""
+
+    scores: Array  # [n, R, H, C, C] of queries and the keys before them
+    queries: Array  # [n, R, H, C, K], decayed from the chunk's start
+    keys: Array  # [n, R, H, C, K], decayed to its end
+    w: Array | None  # [n, R, H, C, K]
+    u: Array  # [n, R, H, C, V]
+    keep: Array  # [n, R, H, K or 1, 1]: the decay of the whole chunk
+
+
+class _States(NamedTuple):
+    """The states of n chunks, in the order of the recurrence."""
+
+    starts: Array  # [n, R, H, K, V], as each chunk begins
+    new: Array  # [n, R, H, C, V], as each chunk adds to them
+    end: Array  # [R, H, K, V]
+
+
+# --- the rule
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def delta_rule(
+    prepare: Callable[[Any, Documents | None], RuleInputs],
+    chunk: int,
+    collectives: Collectives,
+    arrays: Any,
+    documents: Documents | None,
+) -> Array:
+    """Returns o, float32 [R, T, H, V], of `prepare(arrays, documents)`, which is computed again for the backward."""
+    return _forward(prepare, chunk, collectives, arrays, documents)[0]
+
+
+def _forward(
+    prepare: Callable[[Any, Documents | None], RuleInputs],
+    chunk: int,
+    collectives: Collectives,
+    arrays: Any,
+    documents: Documents | None,
+) -> tuple[Array, Any]:
+    inputs = prepare(arrays, documents)
+    terms = _terms(chunk, documents, inputs)
+    states, start = _between_ranks(_recurrence(terms), collectives)
+    kept = None if collectives.context == 1 else checkpoint_name(start, "attention")
+    return _outputs(terms, states, inputs.v.shape[1]), (arrays, documents, kept)
+
+
+def _backward(
+    prepare: Callable[[Any, Documents | None], RuleInputs],
+    chunk: int,
+    collectives: Collectives,
+    residuals: Any,
+    cotangent: Array,
+) -> tuple[Any, None]:
+    arrays, documents, start = residuals
+    of = lambda arrays: _terms(chunk, documents, prepare(arrays, documents))
+    terms, vjp = jax.vjp(of, arrays)
+    recurrence = _recurrence(terms)
+    states = _propagate(recurrence, _no_state(recurrence) if start is None else start)
+    d_out = _chunked(cotangent, chunk)
+    from_later = _Recurrence(
+        terms.keep,
+        terms.w,
+        terms.keys,
+        _product("ji,jv->iv", terms.scores, d_out),
+        _product("ck,cv->kv", terms.queries, d_out),
+    )
+    later, _ = _between_ranks(from_later, collectives, reverse=True)
+    products = states.starts * later.starts
+    over = tuple(axis for axis, n in enumerate(terms.keep.shape) if n != products.shape[axis])
+    (d_arrays,) = vjp(
+        _Terms(
+            _product("iv,jv->ij", d_out, states.new),
+            _product("cv,kv->ck", d_out, states.starts),
+            _product("cv,kv->ck", states.new, later.starts),
+            None if terms.w is None else _product("cv,kv->ck", later.new, states.starts),
+            later.new,
+            jnp.sum(products, axis=over, keepdims=True),
+        )
+    )
+    return d_arrays, None
+
+
+delta_rule.defvjp(_forward, _backward)
+
+
+def read_state(inputs: RuleInputs, chunk: int, state: Array) -> tuple[Array, Array]:
+    """Returns o [R, T, H, V] of rows that go on from a state [R, H, K, V], and the state behind them."""
+    terms = _terms(chunk, None, inputs)
+    states = _propagate(_recurrence(terms), state)
+    return _outputs(terms, states, inputs.v.shape[1]), states.end
+
+
+def step(inputs: RuleInputs, state: Array) -> tuple[Array, Array]:
+    """Returns o [R, H, V] of one token a row, from inputs without T, and the state behind it."""
+    repeats = inputs.v.shape[1] // inputs.k.shape[1]
+    q, k = (jnp.repeat(x, repeats, axis=1) for x in inputs[:2])
+    decay = jnp.exp(inputs.log_decay)
+    state = state * decay.reshape(*decay.shape[:2], -1, 1)
+    new = inputs.v
+    if inputs.beta is not None:
+        new = inputs.beta[..., None] * (new - _product("k,kv->v", k, state))
+    state = state + k[..., None] * new[:, :, None]
+    return _product("k,kv->v", q, state), state
+
+
+# --- a chunk
+
+
+def _product(subscripts: str, *operands: Array) -> Array:
+    """Returns an einsum of the last dimensions."""
+    left, right = subscripts.split("->")
+    left = ",".join(f"...{part}" for part in left.split(","))
+    return jnp.einsum(f"{left}->...{right}", *operands)
+
+
+def _chunked(x: Array, chunk: int) -> Array:
+    """Returns [n, R, H, C, ...] of [R, T, H, ...], with zeros behind the last token: they change no state."""
+    rows, length = x.shape[:2]
+    x = jnp.pad(x, ((0, 0), (0, -length % chunk)) + ((0, 0),) * (x.ndim - 2))
+    return jnp.moveaxis(x.reshape(rows, -1, chunk, *x.shape[2:]), (1, 3), (0, 2))
+
+
+def _outputs(terms: _Terms, states: _States, length: int) -> Array:
+    out = _product("ck,kv->cv", terms.queries, states.starts)
+    out = out + _product("ij,jv->iv", terms.scores, states.new)
+    rows = jnp.moveaxis(out, (0, 2), (1, 3))
+    return rows.reshape(rows.shape[0], -1, *rows.shape[3:])[:, :length]
+
+
+def _terms(chunk: int, documents: Documents | None, inputs: RuleInputs) -> _Terms:
+    q, k, v, decay = (_chunked(x, chunk) for x in inputs[:4])
+    of_heads = lambda x: jnp.repeat(x, v.shape[2] // k.shape[2], axis=2)
+    masks = _masks(chunk, documents)
+    if decay.ndim == k.ndim:
+        pairs = lambda x: _decayed_pairs(x, k, decay) * masks.seen
+    else:
+        decay = decay[..., None]
+        one = jnp.ones_like(decay)
+        weights = _decayed_pairs(one, one, decay) * masks.seen
+        pairs = lambda x: of_heads(_product("ik,jk->ij", x, k)) * weights
+    total = jnp.cumsum(decay, axis=3)
+    from_start = jnp.exp(total) * masks.from_start
+    keys = of_heads(k) * (jnp.exp(_later_sums(decay)) * masks.to_end)
+    keep = jnp.swapaxes(jnp.exp(total[:, :, :, -1:]), 3, 4) * masks.keeps
+    w = None
+    if inputs.beta is not None:
+        beta = _chunked(inputs.beta, chunk)[..., None]
+        given = [v * beta, of_heads(k) * (-beta * from_start)]
+        system = jnp.tril(pairs(k) * beta, -1)
+        v, w = jnp.split(_solve(system, jnp.concatenate(given, -1)), [v.shape[-1]], axis=-1)
+    return _Terms(pairs(q), of_heads(q) * from_start, keys, w, v, keep)
+
+
+class _Masks(NamedTuple):
+    """Booleans, or 1 where there are no documents, of the tokens in a chunk."""
+
+    seen: Array | int = 1  # [.., C, C]: two are of one document
+    from_start: Array | int = 1  # [.., C, 1]: its document has begun before the chunk
+    to_end: Array | int = 1  # [.., C, 1]: it goes on to the chunk's end
+    keeps: Array | int = 1  # [.., 1, 1]: it does both
+
+
+def _masks(chunk: int, documents: Documents | None) -> _Masks:
+    if documents is None:
+        return _Masks()
+    ids = documents.segments
+    ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % chunk)), mode="edge")
+    last = ids[:, chunk - 1 :: chunk]
+    ids = _chunked(ids[:, :, None], chunk)[..., None]  # [n, R, 1, C, 1]
+    before = jnp.concatenate([documents.earlier[:, -1:], last[:, :-1]], axis=1).T
+    before = before[:, :, None, None, None]
+    end = ids[:, :, :, -1:]
+    return _Masks(ids == jnp.swapaxes(ids, 3, 4), ids == before, ids == end, end == before)
+
+
+def _decayed_pairs(x: Array, k: Array, decay: Array) -> Array:
+    """Returns Σ x_i k_j e^(decay of the tokens behind j, up to i) over the widths, [.., C, C], zeros for j > i.
+
+    Pairs of the first half and the second meet by way of the middle, in a product of matrices; pairs within a half
+    likewise. So exponents are sums of decays alone: a difference of long sums would round what is small away.
+    """
+    if x.shape[-2] == 1:
+        return jnp.sum(x * k, axis=-1, keepdims=True)
+    halves = [a.reshape(*a.shape[:-2], 2, -1, a.shape[-1]) for a in (x, k, decay)]
+    within = _decayed_pairs(*halves)
+    first, second = ([a[..., at, :, :] for a in (*halves, within)] for at in (0, 1))
+    later = second[0] * jnp.exp(jnp.cumsum(second[2], axis=-2))
+    earlier = first[1] * jnp.exp(_later_sums(first[2]))
+    return _triangle(first[3], _product("ik,jk->ij", later, earlier), second[3])
+
+
+def _later_sums(decay: Array) -> Array:
+    """Returns the sum of the decays behind each token of [.., C, K]."""
+    behind = jnp.concatenate([decay[..., 1:, :], jnp.zeros_like(decay[..., :1, :])], axis=-2)
+    return lax.cumsum(behind, axis=behind.ndim - 2, reverse=True)
+
+
+@jax.custom_vjp
+def _solve(system: Array, given: Array) -> Array:
+    """Returns X of (I + system) X = given, system [.., C, C] strictly lower, given [.., C, N]."""
+    return _solve_forward(system, given)[0]
+
+
+def _solve_forward(system: Array, given: Array) -> tuple[Array, tuple[Array, Array]]:
+    inverse = _inverse(system)
+    x = _product("ij,jn->in", inverse, given)
+    return x, (inverse, x)
+
+
+def _solve_backward(residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+    inverse, x = residuals
+    d_given = _product("ji,jn->in", inverse, cotangent)
+    return -jnp.tril(_product("in,jn->ij", d_given, x), -1), d_given
+
+
+_solve.defvjp(_solve_forward, _solve_backward)
+
+
+def _inverse(system: Array) -> Array:
+    """Returns (I + system)^-1 of strictly lower triangles, by halves:
+
+        (L 0)^-1   (  L^-1         0  )
+        (B R)    = (-R^-1 B L^-1  R^-1)
+
+    `solve_triangular` goes row by row on accelerators.
+    """
+    half = system.shape[-1] // 2
+    if not half:
+        return jnp.ones_like(system)
+    diagonal = jnp.stack([system[..., :half, :half], system[..., half:, half:]], axis=-3)
+    inverses = _inverse(diagonal)
+    first, second = (inverses[..., at, :, :] for at in (0, 1))
+    below = _product("ij,jk->ik", second, _product("ij,jk->ik", system[..., half:, :half], first))
+    return _triangle(first, -below, second)
+
+
+def _triangle(first: Array, below: Array, second: Array) -> Array:
+    """Returns (first 0; below second)."""
+    upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+    return jnp.concatenate([upper, jnp.concatenate([below, second], axis=-1)], axis=-2)
+
+
+# --- from chunk to chunk
+
+
+class _Recurrence(NamedTuple):
+    """n steps X' = keep X + leftᵀ (given + right X) + more, of states X [R, H, K, V]."""
+
+    keep: Array  # [n, R, H, K or 1, 1]
+    left: Array | None  # [n, R, H, C, K]
+    right: Array | None  # [n, R, H, C, K]
+    given: Array  # [n, R, H, C, V]
+    more: Array | None = None  # [n, R, H, K, V]
+
+
+def _recurrence(terms: _Terms) -> _Recurrence:
+    return _Recurrence(terms.keep, terms.keys, terms.w, terms.u)
+
+
+def _propagate(recurrence: _Recurrence, start: Array, reverse: bool = False) -> _States:
+    def one(x: Array, here: _Recurrence) -> tuple[Array, tuple[Array, Array]]:
+        new = here.given
+        if here.right is not None:
+            new = new + _product("ck,kv->cv", here.right, x)
+        y = here.keep * x
+        if here.left is not None:
+            y = y + _product("ck,cv->kv", here.left, new)
+        return y if here.more is None else y + here.more, (x, new)
+
+    end, (starts, new) = lax.scan(one, start, recurrence, reverse=reverse)
+    return _States(starts, new, end)
+
+
+def _no_state(recurrence: _Recurrence) -> Array:
+    """Returns zeros, [R, H, K, V]."""
+    _, rows, heads, _, width = recurrence.given.shape
+    keys: Any = recurrence.right if recurrence.left is None else recurrence.left
+    axes = varying(recurrence.given) | varying(recurrence.keep)
+    return vary(jnp.zeros((rows, heads, keys.shape[-1], width), jnp.float32), axes)
+
+
+def _between_ranks(
+    recurrence: _Recurrence, collectives: Collectives, reverse: bool = False
+) -> tuple[_States, Array]:
+    """Returns the states of all chunks, and those before this rank's pieces (`reverse`: behind them).
+
+    On context ranks each piece is first gone through from zeros, beside an identity that becomes M.
+    """
+    width = recurrence.given.shape[-1]
+    start = _no_state(recurrence)
+    depth = start.shape[2]
+    if collectives.context == 1:
+        return _propagate(recurrence, start, reverse), start
+    wider = ((0, 0),) * 4 + ((0, depth),)
+    padded = {
+        name: jnp.pad(x, wider)
+        for name, x in (("given", recurrence.given), ("more", recurrence.more))
+        if x is not None
+    }
+    eye = jnp.eye(depth, width + depth, width)
+    both = jnp.pad(start, wider[1:]) + eye
+    local = _propagate(recurrence._replace(**padded), both, reverse)
+    start = collectives.states_before(local.end, reverse)
+
+    def from_start(x: Array) -> Array:
+        zero, mapped = jnp.split(x, [width], axis=-1)
+        return zero + _product("ck,kv->cv", mapped, start)
+
+    return jax.tree.map(from_start, local), start

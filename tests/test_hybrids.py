@@ -1,0 +1,135 @@
+"""Models of linear attention and attention by turns: on every mesh the losses and gradients of one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from meshtrain.config import ConfigError, load
+from meshtrain.step import Program
+
+ROWS, LENGTH, VOCABULARY = 4, 48, 31
+MODEL = {
+    "family": "qwen3_5",
+    "layers": 4,
+    "d_model": 16,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 8,
+    "d_ff": 16,
+    "vocab_size": VOCABULARY,
+    "pattern": ["linear", "full"],
+    "linear": {"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 4, "chunk": 8},
+}
+EXPERTS = {
+    "family": "qwen3_next",
+    "pattern": ["linear", "linear", "full"],
+    "layers": 5,
+    "d_ff": None,
+    "moe": {"experts": 4, "top_k": 2, "d_ff": 8, "shared_experts": 1},
+}
+
+
+def config(mesh, model=None, **parallel):
+    train = {"global_batch_size": ROWS, "sequence_length": LENGTH}
+    return load(
+        {"model": MODEL | (model or {}), "mesh": mesh, "train": train, "parallel": parallel}
+    )
+
+
+def batch(packed: bool) -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(0)
+    tokens, labels = draw.integers(0, VOCABULARY, (2, ROWS, LENGTH), np.int32)
+    arrays = {"tokens": tokens, "labels": labels}
+    if not packed:
+        return arrays
+    begins = draw.random((ROWS, LENGTH)) < 0.1
+    begins[0] = False  # one document in all pieces of a row
+    begins[:, LENGTH // 2] = True  # and one that begins where a piece does
+    begins[:, 0] = True
+    segments = np.cumsum(begins, axis=1).astype(np.int32)
+    at = np.arange(LENGTH, dtype=np.int32)
+    positions = at - np.maximum.accumulate(np.where(begins, at, 0), axis=1)
+    weights = np.ones((ROWS, LENGTH), np.float32)
+    return arrays | {"segments": segments, "positions": positions, "weights": weights}
+
+
+def loss_and_gradient(config, packed: bool):
+    program = Program(config)
+    placed = program.place(batch(packed))
+    one = jnp.float32(1)
+    loss, gradient = jax.jit(program.gradients)(program.init().params, placed, jnp.int32(0), one)
+    return float(loss), program.layout.canonical(jax.tree.map(np.asarray, gradient))
+
+
+@functools.cache
+def of_one_device(experts: bool, packed: bool):
+    return loss_and_gradient(config({}, EXPERTS if experts else None), packed)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("mesh", "parallel", "experts", "packed"),
+    [
+        ({"context": 2}, {"context_strategy": "ring"}, False, True),
+        ({"context": 4}, {"context_strategy": "all_gather"}, True, True),
+        ({"context": 8}, {"context_strategy": "ring"}, False, False),
+        ({"context": 2, "tensor": 2}, {"context_strategy": "ulysses"}, False, True),
+        ({"tensor": 2, "data": 2, "pipeline": 2}, {"zero_stage": 3, "microbatches": 2}, True, True),
+        (
+            {"context": 2, "tensor": 2, "pipeline": 2},
+            {
+                "context_strategy": "all_gather",
+                "sequence_parallel": True,
+                "schedule": "zb_h1",
+                "microbatches": 2,
+                "remat": "full",
+            },
+            False,
+            True,
+        ),
+        ({"data": 2, "expert": 2, "tensor": 2}, {"zero_stage": 2, "remat": "dots"}, True, False),
+    ],
+)
+def test_first_loss_and_gradients_are_those_of_one_device_to_a_millionth(
+    mesh, parallel, experts, packed
+):
+    loss, gradient = of_one_device(experts, packed)
+    seen_loss, seen = loss_and_gradient(
+        config(mesh, EXPERTS if experts else None, **parallel), packed
+    )
+    assert seen_loss == pytest.approx(loss, rel=1e-6)
+    norm = np.linalg.norm
+    errors = jax.tree.map(lambda x, y: norm(x - y) / max(norm(y), 1e-30), seen, gradient)
+    assert max(jax.tree.leaves(errors)) < 1e-6, errors
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "sentence"),
+    [
+        (
+            {"linear": {"key_heads": 3, "value_heads": 4}},
+            {},
+            r"key_heads 3 does not divide .* 4; legal are 1, 2",
+        ),
+        ({"linear": {"chunk": 48}}, {}, r"model\.linear\.chunk is 48; it must be a power of two"),
+        ({"family": "gpt2"}, {}, r"gpt2 has learned positions; legal are llama"),
+        (
+            {},
+            {"tensor": 4},
+            r"mesh\.tensor 4 does not divide model\.linear\.key_heads 2; legal are 1, 2",
+        ),
+        (
+            {"linear": {"conv": 8}},
+            {"context": 4},
+            r"chunks of 6 tokens .*conv 8 reaches back over 7;",
+        ),
+        ({"pattern": ["lineal"]}, {}, r"'lineal'; legal are full, linear.*linear"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_in_a_sentence(model, mesh, sentence):
+    model = model | {"linear": MODEL["linear"] | model.get("linear", {})}
+    with pytest.raises(ConfigError, match=sentence):
+        config(mesh, model)
