@@ -373,10 +373,22 @@ def float8_problems(config: Config) -> Iterator[str]:
             f"precision.float8_skip {list(skip)} leaves none of model.layers {model.layers} in float8; legal are "
             "fewer in all."
         )
+    mla = model.mla
+    own = {
+        "model.kv_heads x model.head_dim": (model.kv_heads * model.head_dim, 1),
+    }
+    if mla.kv_rank:
+        own = {
+            "model.mla.q_rank": (mla.q_rank, 1),
+            "model.mla.kv_rank": (mla.kv_rank, 1),
+            "model.mla.rope": (mla.rope, 1),
+            "model.heads x model.mla.nope": (model.heads * mla.nope, tensor),
+            "model.heads x model.mla.value": (model.heads * mla.value, tensor),
+        }
     widths = (
         ("model.d_model", model.d_model, 1),
         ("model.heads x model.head_dim", model.heads * model.head_dim, tensor),
-        ("model.kv_heads x model.head_dim", model.kv_heads * model.head_dim, 1),
+        *((name, *width) for name, width in own.items()),
         ("model.d_ff", model.d_ff, tensor),
     )
     for name, width, ranks in widths if precision.float8_recipe != "blockwise" else ():

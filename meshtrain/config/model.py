@@ -1,5 +1,6 @@
 """The model that is trained: the sections `model` and `lora`."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -21,6 +22,8 @@ PROJECTIONS = ("q", "k", "v", "out", "gate", "up", "down")
 
 def _head_dim(config: Any) -> int:
     model = config.model
+    if model.mla.kv_rank:
+        return int(model.mla.nope + model.mla.rope)
     if model.d_model % model.heads:
         raise ConfigError(
             f"model.d_model {model.d_model} does not divide into model.heads {model.heads}; "
@@ -33,11 +36,27 @@ def _family_default(name: str) -> Callable[[Any], Any]:
     return lambda config: getattr(FAMILIES[config.model.family], name)
 
 
+def _query_scalar(config: Any) -> float:
+    """As published for latent attention, yarn makes scores larger and not cos and sin (DeepSeek-V2, section 3.1.4)."""
+    model = config.model
+    stretched = model.mla.kv_rank and model.rope_scaling == "yarn"
+    return float(model.head_dim / (yarn_amplitude(model.rope_factor) ** 4 if stretched else 1.0))
+
+
+def yarn_amplitude(factor: float) -> float:
+    """Returns by how much queries and keys grow in sequences that are longer by a factor (Peng et al. 2023, 3.4)."""
+    return 0.1 * math.log(factor) + 1
+
+
 _of_images = _family_default("images")
 
 
 def _has_experts(config: Any) -> bool:
     return config.model.moe.experts > 0
+
+
+def _is_latent(config: Any) -> bool:
+    return config.model.mla.kv_rank > 0
 
 
 def patches_of(model: "ModelConfig") -> tuple[int, int]:
@@ -64,6 +83,7 @@ def problems(model: "ModelConfig") -> Iterator[str]:
     family = FAMILIES[model.family]
     positions = positions_of(model)
     yield from _expert_problems(model)
+    yield from _latent_problems(model)
     if model.heads % model.kv_heads:
         legal = listed_divisors(model.heads)
         yield f"model.kv_heads {model.kv_heads} does not divide model.heads {model.heads}; legal are {legal}."
@@ -81,8 +101,37 @@ def problems(model: "ModelConfig") -> Iterator[str]:
         yield f"model.max_positions is {model.max_positions}, {but}; leave it out, and it follows."
 
 
+def _latent_problems(model: "ModelConfig") -> Iterator[str]:
+    mla = model.mla
+    family = FAMILIES[model.family]
+    if not mla.kv_rank:
+        if given := [f"{name} {n}" for name, n in vars(mla).items() if n]:
+            yield f"model.mla has {given[0]}, but no kv_rank, by which attention is latent; give it, or leave mla out."
+        return
+    if not family.rotary or family.biases or family.biased_out or family.sinks:
+        yield f"model.mla.kv_rank is {mla.kv_rank}, which model.family {family.name} has no form of; leave it out."
+    if missing := [name for name in ("nope", "rope", "value") if not getattr(mla, name)]:
+        yield f"model.mla.kv_rank is {mla.kv_rank}, but model.mla.{missing[0]} is 0; give it at least 1."
+    if mla.rope % 2:
+        yield f"model.mla.rope is {mla.rope}; rotary positions turn pairs of numbers, so it must be even."
+    legal = {
+        "head_dim": mla.nope + mla.rope,
+        "kv_heads": model.heads,
+        "qkv_bias": False,
+        "qk_norm": False,
+    }
+    for name, value in legal.items():
+        if getattr(model, name) != value:
+            yield (
+                f"model.{name} is {str(getattr(model, name)).lower()}, but with model.mla.kv_rank {mla.kv_rank} it is "
+                f"{str(value).lower()}; leave it out."
+            )
+
+
 def projections(model: "ModelConfig") -> list[str]:
-    """Returns the projections of a layer that may have adapters: of experts those that every token is computed by."""
+    """Returns the projections of a layer that may have adapters: of experts those that every token is computed by, of
+    latent attention what no other product with the same weight follows.
+    """
     lacks = (
         {"gate"}
         if not FAMILIES[model.family].gated
@@ -90,6 +139,8 @@ def projections(model: "ModelConfig") -> list[str]:
         if model.d_ff
         else {"gate", "up", "down"}
     )
+    if model.mla.kv_rank:
+        lacks = {"k", "v", *lacks, *(("q",) if model.mla.q_rank else ())}
     return [name for name in PROJECTIONS if name not in lacks]
 
 
@@ -195,6 +246,24 @@ class MoeConfig:
 
 
 @dataclass(frozen=True)
+class MlaConfig:
+    q_rank: int = key(
+        0, "numbers that a token's queries are made of; 0: of the stream itself", least=0, resume=SHAPE,
+        counts=_is_latent
+    )
+    kv_rank: int = key(
+        0, "multi-head latent attention (DeepSeek-V2, section 2.1): numbers that a token's keys and values of all heads "
+           "are made of; 0: plain attention", least=0, resume=SHAPE
+    )
+    nope: int = key(0, "width of a head's queries and keys without position", least=0, resume=SHAPE, counts=_is_latent)
+    rope: int = key(
+        0, "width of their part with rotary positions, which of keys all heads share", least=0, resume=SHAPE,
+        counts=_is_latent
+    )
+    value: int = key(0, "width of a head's values", least=0, resume=SHAPE, counts=_is_latent)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     family: str = key(
         "llama",
@@ -212,7 +281,11 @@ class ModelConfig:
         None, "key/value heads (grouped-query attention); null: as many as heads",
         least=1, follows=lambda c: c.model.heads, resume=SHAPE
     )
-    head_dim: int = key(None, "width of one head; null: d_model / heads", least=1, follows=_head_dim, resume=SHAPE)
+    mla: MlaConfig = field(default_factory=MlaConfig)
+    head_dim: int = key(
+        None, "width of one head's queries and keys; null: d_model / heads, with mla nope + rope",
+        least=1, follows=_head_dim, resume=SHAPE
+    )
     # before what follows from it
     moe: MoeConfig = field(default_factory=MoeConfig)
     d_ff: int = key(
@@ -273,7 +346,7 @@ class ModelConfig:
         above=0.0, follows=lambda c: 32.0 if c.model.rope_scaling == "yarn" else 4.0, resume=SHAPE
     )
     rope_amplitude: float = key(
-        0.0, "yarn: cos and sin are larger by this; 0: 0.1 ln(rope_factor) + 1",
+        0.0, "yarn: cos and sin are larger by this; 0: 0.1 ln(rope_factor) + 1, with mla 1",
         least=0.0, resume=SHAPE
     )
     rope_truncate: bool = key(True, "yarn: the ramp begins and ends at whole pairs", resume=SHAPE)
@@ -297,9 +370,10 @@ class ModelConfig:
         None, "embeddings are multiplied by the root of d_model; null: as the family has it",
         follows=_family_default("scaled_embedding"), resume=SHAPE
     )
-    query_scalar: int = key(
-        None, "scores are divided by the root of this; null: head_dim",
-        least=1, follows=lambda c: c.model.head_dim, resume=SHAPE
+    query_scalar: float = key(
+        None, "scores are divided by the root of this; null: head_dim, with mla and yarn head_dim / (0.1 ln(rope_factor) "
+              "+ 1)^4",
+        above=0.0, follows=_query_scalar, resume=SHAPE
     )
     score_cap: float = key(
         None, "scores are kept within this of 0, smoothly (c tanh(x / c)); 0: they are not; null: as the family has it",
@@ -346,6 +420,16 @@ class ModelConfig:
     def expert_width(self) -> int:
         """Hidden width of one expert."""
         return self.moe.d_ff or FAMILIES[self.family].d_ff(self.d_model)
+
+    @property
+    def rotary_width(self) -> int:
+        """Width of the part of a head that rotary positions turn."""
+        return self.mla.rope or self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of one head's values."""
+        return self.mla.value or self.head_dim
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,14 @@ from meshtrain.config import ModelConfig
 from meshtrain.families import FAMILIES
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import NO_DROPOUT, Dropout, drop
-from meshtrain.model.kernels import MASKED, Kernel, attention_kernel, block_size
+from meshtrain.model.kernels import MASKED, WIDTHS_APART, Kernel, attention_kernel, block_size
 
 
 class Heads(NamedTuple):
-    """Queries [B, T, H, K], and the keys and values [B, T, G, K] that they attend to."""
+    """Queries [B, T, H, K], and the keys [B, T, G, K] and values [B, T, G, V] that they attend to.
+
+    Values are as wide as keys, but for latent attention's (`model.latent`).
+    """
 
     q: jax.Array
     k: jax.Array
@@ -34,7 +37,7 @@ class Heads(NamedTuple):
 class Outputs(NamedTuple):
     """The outputs of attention for each query, and the logs of its softmax denominators, float32."""
 
-    out: jax.Array  # [B, T, H, K]
+    out: jax.Array  # [B, T, H, V]
     log_sum: jax.Array  # [B, H, T]
 
 
@@ -47,7 +50,7 @@ class Residuals(NamedTuple):
     q: jax.Array  # [B, G, R, T, K] queries (scaled) for R heads a group
     k: jax.Array  # [B, G, T, K]
     v: jax.Array
-    out: jax.Array  # [B*T, H*K]
+    out: jax.Array  # [B*T, H*V]
     log_sum: jax.Array  # [B, G, R, T] log of each query's softmax denominator, float32
 
 
@@ -122,7 +125,7 @@ def attend(
     With a `window` a query sees no more than so many positions: its own and those before it (Beltagy et al. 2020), in
     all layers or where `local`, a boolean on the device, is true. `scale` is 1 / √K unless given; with a `cap` scores
     stay `within` it. `sinks` [H] are scores of no key, one more in each head's softmax (Xiao et al. 2024; OpenAI 2025).
-    Returns `[B*T, H*K]` in q's dtype, the rows of the output projection; the softmax is in float32.
+    Returns `[B*T, H*V]` in q's dtype, the rows of the output projection; the softmax is in float32.
     """
     _, length, heads, width = q_BTHK.shape
     given = Heads(q_BTHK, k_BTGK, v_BTGK)
@@ -143,7 +146,7 @@ def attend(
     kernel = attention_kernel(
         collectives.platform,
         q_BTHK.dtype.name,
-        width,
+        max(width, v_BTGK.shape[-1]),
         length,
         packed=segments_BT is not None,
         dropout=drops,
@@ -252,7 +255,8 @@ def _kernel_backward(
     cotangent: jax.Array,
 ) -> tuple[Heads, None, jax.Array | None]:
     (q, k, v, rows, log_sum), masks, sinks = residuals
-    given = Outputs(rows.reshape(q.shape), log_sum), cotangent.reshape(q.shape)
+    shape = output_shape(q, v)
+    given = Outputs(rows.reshape(shape), log_sum), cotangent.reshape(shape)
     run = partial(backward, kernel)
     cotangents = run_windowed(scoring, masks.local, run, Heads(q, k, v), masks, *given)
     return Heads(*cotangents), None, sink_gradients(sinks, *given)
@@ -261,14 +265,21 @@ def _kernel_backward(
 run_kernel.defvjp(_kernel_forward, _kernel_backward)
 
 
+def output_shape(q: jax.Array, v: jax.Array) -> tuple[int, ...]:
+    """Returns the shape of the output, [B, T, H, V]."""
+    return (*q.shape[:-1], v.shape[-1])
+
+
 def forward(kernel: Kernel, scoring: Scoring, heads: Heads, masks: MaskArrays) -> Outputs:
     """Returns the outputs of any kernel."""
     if kernel == "blocks":
         q = heads.q
         out, log_sum = _forward_blocks(scoring, *_group_heads(scoring, heads), masks)
         sums = log_sum.reshape(q.shape[0], q.shape[2], q.shape[1])
-        return Outputs(out.reshape(q.shape), sums)
-    return Outputs(*_imported(kernel).forward(scoring, heads, masks))
+        return Outputs(out.reshape(output_shape(q, heads.v)), sums)
+    width = heads.v.shape[-1]
+    out, log_sum = _imported(kernel).forward(scoring, Heads(*_as_wide(kernel, *heads)), masks)
+    return Outputs(_cut(out, width), log_sum)
 
 
 def backward(
@@ -291,7 +302,28 @@ def backward(
         return _backward_blocks(
             scoring, Residuals(*grouped, rows, sums), masks, cotangent.reshape(rows.shape)
         )
-    return _imported(kernel).backward(scoring, heads, masks, outputs, cotangent)
+    *given, out, d_out = _as_wide(kernel, *heads, outputs.out, cotangent)
+    outputs = Outputs(out, outputs.log_sum)
+    cotangents = _imported(kernel).backward(scoring, Heads(*given), masks, outputs, d_out)
+    return tuple(_cut(d, x.shape[-1]) for d, x in zip(cotangents, heads, strict=True))
+
+
+def _as_wide(kernel: Kernel, *arrays: jax.Array) -> list[jax.Array]:
+    """Returns arrays [.., K] and [.., V] as a kernel takes them: with zeros up to the wider of the two, where it knows
+    of one width.
+    """
+    wide = max(x.shape[-1] for x in arrays)
+    if kernel in WIDTHS_APART:
+        return list(arrays)
+    return [_padded(x, wide - x.shape[-1]) for x in arrays]
+
+
+def _padded(x: jax.Array, more: int) -> jax.Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
+
+
+def _cut(x: jax.Array, width: int) -> jax.Array:
+    return x if x.shape[-1] == width else x[..., :width]
 
 
 def _imported(kernel: str) -> AttentionKernel:
@@ -328,7 +360,7 @@ def _forward(
     q, k, v = _group_heads(scoring, heads)
     out, log_sum = run_windowed(scoring, masks.local, _forward_blocks, q, k, v, masks)
     if sinks is not None:
-        shape = heads.q.shape
+        shape = output_shape(heads.q, heads.v)
         sums = log_sum.reshape(shape[0], shape[2], shape[1])
         total = add_sinks(Outputs(out.reshape(shape), sums), sinks)
         out = total.out.reshape(out.shape)
@@ -395,11 +427,12 @@ def _backward_blocks(
     """Returns the cotangents of q, k and v, in the shapes of the arguments."""
     q, k, v, out, log_sum = residuals
     batch, groups, _, length, width = q.shape
+    values = v.shape[-1]
     rows = jnp.sum(
-        (out * cotangent).astype(jnp.float32).reshape(batch, length, -1, width), axis=-1
+        (out * cotangent).astype(jnp.float32).reshape(batch, length, -1, values), axis=-1
     )  # [B, T, H]
     rows = rows.transpose(0, 2, 1).reshape(log_sum.shape)
-    d_out = cotangent.reshape(batch, length, groups, -1, width).transpose(0, 2, 3, 1, 4)
+    d_out = cotangent.reshape(batch, length, groups, -1, values).transpose(0, 2, 3, 1, 4)
     dq: list[jax.Array] = []
     dk = dv = jnp.zeros(())
     for start, stop in reversed(_blocks(length)):

@@ -31,7 +31,7 @@ from meshtrain.config import Config, ConfigError
 from meshtrain.config.check import hooks
 from meshtrain.errors import name_of
 from meshtrain.families import FAMILIES
-from meshtrain.model.attention import attend, attention_arguments
+from meshtrain.model.attention import attend, attention_arguments, output_shape
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
 from meshtrain.model.layers import Block
@@ -144,7 +144,7 @@ class Hooks:
             value = getattr(getattr(config, section), key)
             if hook is not None and value != usual:
                 raise ConfigError(
-                    f"{section}.{key} is {value}, but the {kind} is replaced by {name_of(hook)}, which does not obey "
+                    f"{section}.{key} is {value:g}, but the {kind} is replaced by {name_of(hook)}, which does not obey "
                     "it; "
                     "leave the key out, and have the function do it."
                 )
@@ -215,7 +215,7 @@ class ModelParts:
         if hook is None:
             return self._attend(*arguments, local=local, sinks=sinks)
         out = hook(*arguments)
-        batch, length, heads, width = q.shape
+        batch, length, heads, width = output_shape(q, v)
         wanted = jax.ShapeDtypeStruct((batch * length, heads * width), q.dtype)
         _check_result(
             "attention",

@@ -125,6 +125,27 @@ class Attention(nnx.Module):
         self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives, dropout: Dropout
     ) -> jax.Array:
         (shape, rows) = rows_of(self, x_BTD)
+        sinks = {} if self.sinks is None else {"sinks": self.sinks[...]}
+        a = self.attended(
+            shape, rows, sequence, collectives, dropout, local=sequence.local, **sinks
+        )
+        y = project(self, "out", a).reshape(shape)
+        if self.out_bias is not None:
+            y = y + collectives.share(self.out_bias[...])
+        return checkpoint_name(collectives.leave(y), "attention_out")
+
+    def attended(
+        self,
+        shape: tuple[int, ...],
+        rows: Any,
+        sequence: Sequence,
+        collectives: Collectives,
+        *more: Any,
+        **how: Any,
+    ) -> jax.Array:
+        """Returns what attention makes of rows [N, D] as products take them, [N, H*K]; the rest of its arguments are
+        those of `attend`.
+        """
         heads_of = []
         for name in "qkv":
             weight = getattr(self, name)
@@ -154,14 +175,16 @@ class Attention(nnx.Module):
             q = keep(q)
             k = keep(k)
         v = keep(v)
-        sinks = {} if self.sinks is None else {"sinks": self.sinks[...]}
-        a = self.attend(
-            q, k, v, sequence.segments_BT, collectives, dropout, local=sequence.local, **sinks
-        )
-        y = project(self, "out", a).reshape(shape)
-        if self.out_bias is not None:
-            y = y + collectives.share(self.out_bias[...])
-        return checkpoint_name(collectives.leave(y), "attention_out")
+        return self.attend(q, k, v, sequence.segments_BT, collectives, *more, **how)
+
+
+def attention_of(config: ModelConfig) -> type[Attention]:
+    """Returns the class of a model's attention."""
+    if not config.mla.kv_rank:
+        return Attention
+    from meshtrain.model.latent import LatentAttention
+
+    return LatentAttention
 
 
 class MLP(nnx.Module):
@@ -212,7 +235,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None) -> None:
         self.attention_norm = Norm("blocks.attention_norm", config, rngs)
-        self.attention = Attention("blocks.attention", config, rngs, lora)
+        self.attention = attention_of(config)("blocks.attention", config, rngs, lora)
         self.mlp_norm = Norm("blocks.mlp_norm", config, rngs)
         if config.d_ff:
             self.mlp = MLP("blocks.mlp", config, rngs, lora)

@@ -28,20 +28,22 @@ import numpy as np
 from jax import Array
 
 from meshtrain.config import ModelConfig
+from meshtrain.config.model import yarn_amplitude
 from meshtrain.families import FAMILIES
 
 
 class Rope(NamedTuple):
     """The values from which the angles follow."""
 
-    frequency: np.ndarray  # [K / 2] radians a position, float32
+    frequency: np.ndarray  # [K / 2], K the width that is turned: radians a position, float32
     amplitude: float = 1.0  # of cos and sin
 
 
 def rope(model: ModelConfig) -> Rope:
     """The frequencies of a resolved config's model."""
-    pairs = np.arange(0, model.head_dim, 2, dtype=np.float32)
-    frequency = np.float32(model.rope_theta) ** (-pairs / np.float32(model.head_dim))
+    width = model.rotary_width
+    pairs = np.arange(0, width, 2, dtype=np.float32)
+    frequency = np.float32(model.rope_theta) ** (-pairs / np.float32(width))
     factor = model.rope_factor
     slow = frequency / np.float32(factor)
     if model.rope_scaling == "none":
@@ -58,9 +60,10 @@ def rope(model: ModelConfig) -> Rope:
         low = math.floor(low)
         high = math.ceil(high)
     low = max(low, 0)
-    high = min(high, model.head_dim - 1)
+    high = min(high, width - 1)
     stretched = np.clip((pairs / 2 - low) / max(high - low, 0.001), 0, 1)
-    amplitude = model.rope_amplitude or 0.1 * math.log(factor) + 1
+    usual = 1.0 if model.mla.kv_rank else yarn_amplitude(factor)
+    amplitude = model.rope_amplitude or usual
     frequency = frequency * (1 - stretched) + slow * stretched
     return Rope(frequency.astype(np.float32), amplitude)
 
@@ -68,7 +71,7 @@ def rope(model: ModelConfig) -> Rope:
 def _pair(model: ModelConfig, turns: float) -> float:
     """The pair, a fraction, that goes round so often in the length of before."""
     ratio = model.rope_original / (turns * 2 * math.pi)
-    return model.head_dim * math.log(ratio) / (2 * math.log(model.rope_theta))
+    return model.rotary_width * math.log(ratio) / (2 * math.log(model.rope_theta))
 
 
 def angles(positions: Array, rope: Rope) -> tuple[Array, Array]:

@@ -159,10 +159,13 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
         add("embedding.positions", (("positions", model.max_positions), embed), std)
 
     norm("blocks.attention_norm")
-    add("blocks.attention.q", (embed, heads, head), std)
-    add("blocks.attention.k", (embed, groups, head), std)
-    add("blocks.attention.v", (embed, groups, head), std)
-    add("blocks.attention.out", (heads, head, embed), into_stream)
+    if model.mla.kv_rank:
+        _latent(model, add)
+    else:
+        add("blocks.attention.q", (embed, heads, head), std)
+        add("blocks.attention.k", (embed, groups, head), std)
+        add("blocks.attention.v", (embed, groups, head), std)
+    add("blocks.attention.out", (heads, ("head", model.value_width), embed), into_stream)
     if model.qkv_bias:
         add("blocks.attention.q_bias", (heads, head))
         add("blocks.attention.k_bias", (groups, head))
@@ -214,6 +217,32 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
     if family.head_bias:
         add("head.bias", (vocab,))
     return tuple(table)
+
+
+def _latent(model: ModelConfig, add: Callable[..., None]) -> None:
+    """Adds the weights of latent attention but for its output's: down to what all heads share, and up to each head.
+
+    q_down  [embed, latent]   q_norm  [latent]   q_up  [latent, heads, nope + rope]    or q where q_rank is 0
+    kv_down [embed, latent + rope]   kv_norm [latent]   k_up [latent, heads, nope]   v_up [latent, heads, value]
+    """
+    mla = model.mla
+    embed = ("embed", model.d_model)
+    heads = ("heads", model.heads)
+    head = ("head", model.head_dim)
+    one = 0.0 if model.norm_plus_one else 1.0
+    at = "blocks.attention."
+    if mla.q_rank:
+        latent = ("latent", mla.q_rank)
+        add(f"{at}q_down", (embed, latent), model.init_std)
+        add(f"{at}q_norm.scale", (latent,), fill=one)
+        add(f"{at}q_up", (latent, heads, head), model.init_std)
+    else:
+        add(f"{at}q", (embed, heads, head), model.init_std)
+    latent = ("latent", mla.kv_rank)
+    add(f"{at}kv_down", (embed, ("latent", mla.kv_rank + mla.rope)), model.init_std)
+    add(f"{at}kv_norm.scale", (latent,), fill=one)
+    add(f"{at}k_up", (latent, heads, ("head", mla.nope)), model.init_std)
+    add(f"{at}v_up", (latent, heads, ("head", mla.value)), model.init_std)
 
 
 def _patches(model: ModelConfig, add: Callable[..., None]) -> None:
