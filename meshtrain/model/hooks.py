@@ -144,7 +144,7 @@ class Hooks:
             value = getattr(getattr(config, section), key)
             if hook is not None and value != usual:
                 raise ConfigError(
-                    f"{section}.{key} is {value:g}, but the {kind} is replaced by {name_of(hook)}, which does not obey "
+                    f"{section}.{key} is {value}, but the {kind} is replaced by {name_of(hook)}, which does not obey "
                     "it; "
                     "leave the key out, and have the function do it."
                 )
