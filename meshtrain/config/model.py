@@ -1,6 +1,5 @@
 """The model that is trained: the sections `model` and `lora`."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -8,7 +7,7 @@ from typing import Any, Literal
 from meshtrain.config.key import Resume, key
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import ACTIVATIONS as FUNCTIONS
-from meshtrain.families import FAMILIES
+from meshtrain.families import FAMILIES, yarn_amplitude
 
 REFUSED = Resume.REFUSED
 SHAPE = Resume.SHAPE
@@ -18,6 +17,8 @@ FUNCTION = Resume.FUNCTION
 
 # What LoRA may adapt, in the order in which a layer has it.
 PROJECTIONS = ("q", "k", "v", "out", "gate", "up", "down")
+# Those of latent attention, in which the weights of a product are followed by others'.
+LATENT_PROJECTIONS = ("q_down", "q_up", "kv_down", "k_up", "v_up")
 
 
 def _head_dim(config: Any) -> int:
@@ -41,11 +42,6 @@ def _query_scalar(config: Any) -> float:
     model = config.model
     stretched = model.mla.kv_rank and model.rope_scaling == "yarn"
     return float(model.head_dim / (yarn_amplitude(model.rope_factor) ** 4 if stretched else 1.0))
-
-
-def yarn_amplitude(factor: float) -> float:
-    """Returns by how much queries and keys grow in sequences that are longer by a factor (Peng et al. 2023, 3.4)."""
-    return 0.1 * math.log(factor) + 1
 
 
 _of_images = _family_default("images")

@@ -27,10 +27,13 @@ from meshtrain.parallel.placement import local_kv_heads
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer, [S, G, P, K] each, in the compute dtype."""
+    """Keys and values of one layer, [S, G, P, K] each, in the compute dtype.
+
+    Of latent attention both are made of what stands in the place of keys, [S, 1, P, kv_rank + rope].
+    """
 
     keys: jax.Array
-    values: jax.Array
+    values: jax.Array | None
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,13 @@ class OwnGroups:
         """Returns int [H]: which of the cached ones each query head from `first` on reads."""
         group = self.heads // self.groups
         return (first + jnp.arange(self.heads // self.ranks)) // group - first // group
+
+
+def cache_heads(model: ModelConfig, tensor: int) -> tuple[int, int, int]:
+    """Returns the heads that a tensor rank caches, the width of their keys, and that of their values, 0 for none."""
+    if model.mla.kv_rank:
+        return 1, model.mla.kv_rank + model.mla.rope, 0
+    return OwnGroups(model.heads, model.kv_heads, tensor).each, model.head_dim, model.head_dim
 
 
 def written(cache: jax.Array, new_STGK: jax.Array, slot: jax.Array, length: jax.Array) -> jax.Array:
@@ -158,6 +168,7 @@ class DecodeAttention:
     ) -> jax.Array:
         first = collectives.first_head(q.shape[2])
         keys = appended(self.cache.keys, self.groups.select(k, first), self.positions)
+        assert self.cache.values is not None
         values = appended(self.cache.values, self.groups.select(v, first), self.positions)
         self.cache = LayerCache(keys, values)
         visible = seen(self.positions, keys.shape[2], self.model.window, local)
@@ -194,6 +205,7 @@ def against(
     slots, _, heads, width = q_S1HK.shape
     keys = cache.keys
     values = cache.values
+    assert values is not None
     cap = model.score_cap
     groups = keys.shape[1]
     q = (q_S1HK * model.query_scalar**-0.5).reshape(slots, groups, heads // groups, width)

@@ -9,6 +9,7 @@ A second mesh would not do: a program takes no arrays of devices in another orde
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,14 @@ class DecodingForward:
         sizes = self.config.model
         self.groups = OwnGroups(sizes.heads, sizes.kv_heads, self.config.mesh.tensor)
         self.dtype = jnp.dtype(self.config.precision.compute)
+        prompt: type[PromptAttention] = PromptAttention
+        self._decode: type[DecodeAttention] = DecodeAttention
+        if sizes.mla.kv_rank:
+            from meshtrain.generate.latent import LatentDecode, LatentPrompt
+
+            prompt = LatentPrompt
+            self._decode = LatentDecode
+        self._prompt = partial(prompt, self.parts.attention, self.groups)
 
     def bucket(self, tokens: int) -> int:
         """Returns the length that a prompt is padded to."""
@@ -77,7 +86,7 @@ class DecodingForward:
         each prompt, float32 [B, V].
         """
         count = self.config.model.layers
-        layers = [PromptAttention(self.parts.attention, self.groups) for _ in range(count)]
+        layers = [self._prompt() for _ in range(count)]
         x = self._stream(weights, tokens, jnp.arange(tokens.shape[1]), layers)
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
         return tuple(layer.cache for layer in layers), self._logits(weights, last)[:, 0]
@@ -87,7 +96,7 @@ class DecodingForward:
     ) -> jax.Array:
         """Returns the log-probability of each token of a text [T + 1] but the first, float32 [T]."""
         count = self.config.model.layers
-        layers = [PromptAttention(self.parts.attention, self.groups) for _ in range(count)]
+        layers = [self._prompt() for _ in range(count)]
         tokens = text[None, :-1]
         x = self._stream(weights, tokens, jnp.arange(tokens.shape[1]), layers)
         by_id = jax.nn.log_softmax(self._logits(weights, x)[0] / temperature)
@@ -100,7 +109,7 @@ class DecodingForward:
         float32 [S, V].
         """
         model = self.config.model
-        layers = [DecodeAttention(model, self.groups, cache, positions) for cache in caches]
+        layers = [self._decode(model, self.groups, cache, positions) for cache in caches]
         x = self._stream(weights, tokens[:, None], positions[:, None], layers)
         return tuple(layer.cache for layer in layers), self._logits(weights, x)[:, 0]
 

@@ -27,7 +27,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshtrain.compat import vary, varying
 from meshtrain.config import ConfigError
 from meshtrain.generate import held
-from meshtrain.generate.cache import LayerCache, written
+from meshtrain.generate.cache import LayerCache, cache_heads, written
 from meshtrain.generate.forward import DecodingForward
 from meshtrain.generate.request import MOST_LIKELY, Sampling
 from meshtrain.generate.resharding import Parts, Resharding
@@ -107,14 +107,16 @@ class Decoding:
 
     def _nothing(self) -> Slots:
         model = self.config.model
-        shape = (
-            self.slots,
-            self.forward.groups.each * self.config.mesh.tensor,
-            self.length,
-            model.head_dim,
+        tensor = self.config.mesh.tensor
+        heads, keys, values = cache_heads(model, tensor)
+
+        def zeros(width: int) -> jax.Array:
+            shape = (self.slots, heads * tensor, self.length, width)
+            return jnp.zeros(shape, self.forward.dtype)
+
+        cache = tuple(
+            LayerCache(zeros(keys), zeros(values) if values else None) for _ in range(model.layers)
         )
-        zeros = lambda: jnp.zeros(shape, self.forward.dtype)
-        cache = tuple(LayerCache(zeros(), zeros()) for _ in range(model.layers))
         greedy = jax.tree.map(
             lambda x: jnp.full(self.slots, x, x.dtype), SamplingArrays.of(Sampling())
         )

@@ -13,9 +13,20 @@ class WeightName(NamedTuple):
     ours: str
     theirs: str  # {} stands for the number of the layer, a second one for that of the expert
     layout: Literal[
-        "plain", "linear", "third", "patches", "experts", "merged", "alternating", "stacked", "half"
+        "plain",
+        "linear",
+        "third",
+        "patches",
+        "experts",
+        "merged",
+        "alternating",
+        "stacked",
+        "half",
+        "turned",
+        "joined",
+        "load",
     ] = "plain"
-    part: int = 0  # which third or half, or which of the two that alternate
+    part: int = 0  # which third or half, or of the two that alternate or are joined; turned: how many outputs
     ones: int = 0  # plain: leading dimensions of size 1 of their tensor
 
 
@@ -53,3 +64,4 @@ class HfFamily:
     gemma: bool = False
     score_cap: bool = False  # there may be one
     local_theta: bool = False  # there may be one
+    latent: bool = False  # its attention is latent, and its routers have groups, shared experts, a scale and a bias

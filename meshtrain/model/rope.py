@@ -28,8 +28,7 @@ import numpy as np
 from jax import Array
 
 from meshtrain.config import ModelConfig
-from meshtrain.config.model import yarn_amplitude
-from meshtrain.families import FAMILIES
+from meshtrain.families import FAMILIES, yarn_amplitude
 
 
 class Rope(NamedTuple):

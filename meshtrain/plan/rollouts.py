@@ -143,7 +143,10 @@ def cache_bytes(config: Config) -> float:
     drawing = RolloutSizes.make(config)
     model = config.model
     heads = _touched(model.heads // config.mesh.tensor, model.heads // model.kv_heads)
-    numbers = 2.0 * model.layers * drawing.slots * heads * drawing.length * model.head_dim
+    of_position = 2.0 * heads * model.head_dim
+    if model.mla.kv_rank:
+        of_position = model.mla.kv_rank + model.mla.rope
+    numbers = model.layers * drawing.slots * drawing.length * of_position
     return shapes.itemsize(config.precision.compute) * numbers
 
 

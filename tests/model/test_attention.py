@@ -68,9 +68,7 @@ def numbers(
 ) -> tuple[jax.Array, ...]:
     """Queries, keys, values and a cotangent; values are as wide as keys unless given."""
     widths = (width, width, values or width, values or width)
-    shapes = [
-        (2, length, *of) for of in zip((heads, groups, groups, heads), widths, strict=True)
-    ]
+    shapes = [(2, length, *of) for of in zip((heads, groups, groups, heads), widths, strict=True)]
     random = np.random.default_rng(length)
     return tuple(jnp.asarray(random.standard_normal(s), jnp.float32) for s in shapes)
 
