@@ -119,6 +119,7 @@ def _time_layer(config: Config, cluster: Cluster, profile: FrameworkProfile) -> 
         config.parallel.sequence_parallel,
         config.mesh.context,
         _kernel_length(config),
+        activations.gathered_ranks(config),
     )
     layer = compute.layer(shape, cluster.accelerator, profile)
     return add_experts(config, layer, cluster, profile) if config.model.moe.experts else layer

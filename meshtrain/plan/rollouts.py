@@ -210,8 +210,8 @@ def _forward(
         chosen = reached(model.moe, 1) if "experts" in weight.axes else 1.0
         moved += _size(config, weight) * weight.on_device() * (1 - (1 - chosen) ** tokens)
         products += weight.on_device() * chosen * (tokens if weight.stacked else sequences)
-    scores = tokens * keys * model.layers * model.heads / mesh.tensor * model.head_dim
-    flops = 2 * products + 4 * scores
+    scores = tokens * keys * model.layers * model.heads / mesh.tensor
+    flops = 2 * products + 2 * scores * (model.head_dim + model.value_width)
     stream = size * tokens * model.d_model
     sums = Transfer(TENSOR, ALL_REDUCE, "sums", stream, 2 * model.layers + 1, mesh.tensor)
     logits = FLOAT32 * sequences * model.vocab_size

@@ -275,7 +275,8 @@ def model_flops(config: Config) -> float:
         for weight in every
         if weight.name == ("embedding.tokens" if model.tied_head else "head.weight")
     )
-    scores = model.layers * model.heads * model.head_dim * seen(model, length)
+    widths = (model.head_dim + model.value_width) / 2
+    scores = model.layers * model.heads * widths * seen(model, length)
     per_token = matrices + (12 + 2 * reference) * scores
     if not FAMILIES[model.family].images:
         return float((per_token + head) * train.global_batch_size * length)

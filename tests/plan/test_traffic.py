@@ -11,10 +11,17 @@ CHUNKS = {"train": {"loss_chunk": 32}}
 PREFERENCES = {"train": {"objective": "dpo"}, "data": {"format": "pairs"}, "lora": {"rank": 4}}
 
 
+MLA = {"q_rank": 24, "kv_rank": 32, "nope": 12, "rope": 8, "value": 10}
+LATENT = {"model": {"kv_heads": None, "mla": MLA}}
+
+
 def small(mesh, family="llama", sections=None, **parallel):
     data, tensor, stages = mesh
     return load(
         {
+            "mesh": {"data": data, "tensor": tensor, "pipeline": stages},
+            "parallel": parallel,
+            **(sections or {}),
             "model": {
                 "family": family,
                 "layers": 2,
@@ -23,10 +30,8 @@ def small(mesh, family="llama", sections=None, **parallel):
                 "kv_heads": 2,
                 "d_ff": 96,
                 "vocab_size": 128,
+                **(sections or {}).get("model", {}),
             },
-            "mesh": {"data": data, "tensor": tensor, "pipeline": stages},
-            "parallel": parallel,
-            **(sections or {}),
             "train": {
                 "global_batch_size": 16,
                 "sequence_length": 32,
@@ -58,6 +63,10 @@ MORE = {
     "norms behind": small((1, 2, 1), "gemma3", microbatches=2),
     "norms behind, recomputed": small((2, 2, 2), "gemma3", microbatches=4, remat="selective"),
     "1f1b, vocabulary on the edge": small((1, 2, 2), microbatches=4, vocab="edge"),
+    "latent attention": small((2, 2, 2), sections=LATENT, microbatches=4),
+    "latent attention, ZeRO-3": small(
+        (2, 2, 1), sections=LATENT, sequence_parallel=True, zero_stage=3, remat="full"
+    ),
     # without stages: of conditionals in a forward alone nobody knows how often they are taken
     "preferences, sequence parallel": small(
         (1, 4, 1), sections=PREFERENCES, microbatches=2, sequence_parallel=True
@@ -106,8 +115,16 @@ def in_context(data, context, tensor, strategy, model=None, sections=None, **par
 
 
 EIGHT = {"d_model": 64, "heads": 8}
+OF_LATENTS = {"kv_heads": None, "mla": MLA}
 PACKED = {"data": {"batching": "packed"}}
 ON_CONTEXT = {
+    "latents": in_context(2, 4, 1, "all_gather", OF_LATENTS),
+    "latents, recomputed": in_context(1, 2, 2, "all_gather", OF_LATENTS, remat="full"),
+    "latents, packed": in_context(
+        1, 4, 1, "all_gather", OF_LATENTS, sections=PACKED, zero_stage=3, remat="selective"
+    ),
+    "latents in a ring": in_context(1, 4, 1, "ring", OF_LATENTS),
+    "latents by heads": in_context(1, 2, 1, "ulysses", OF_LATENTS, remat="full"),
     "ring": in_context(1, 4, 1, "ring"),
     "ring, recomputed": in_context(2, 4, 1, "ring", remat="full", microbatches=2),
     "ring, ZeRO-3 and tensor": in_context(1, 2, 2, "ring", zero_stage=3, sequence_parallel=True),
