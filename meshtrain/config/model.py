@@ -351,6 +351,13 @@ class ModelConfig:
         least=1, follows=lambda c: positions_of(c.model) or c.train.sequence_length, resume=SHAPE,
         counts=lambda c: FAMILIES[c.model.family].positions == "learned"
     )
+    mtp: int = key(
+        0, "tokens beyond the next that are predicted too, by a layer more each (DeepSeek-V3, section 2.2)",
+        least=0, most=16, resume=SHAPE
+    )
+    mtp_weight: float = key(
+        0.3, "weight of the mean of their losses", least=0.0, counts=lambda c: c.model.mtp > 0
+    )
     norm_eps: float = key(1e-5, "added to the variance in the norms", above=0.0, resume=SHAPE)
     init_std: float = key(0.02, "standard deviation of the initial weights; projections into the residual stream get "
                                 "std / sqrt(2 layers)", above=0.0)

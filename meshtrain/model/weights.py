@@ -7,7 +7,7 @@ counts them, and checkpoints name them. The blocks' weights are stacked along a 
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from meshtrain.config.model import LoraConfig, ModelConfig, patches_of, projections
@@ -216,6 +216,15 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
         add("head.weight", (embed, vocab), std)
     if family.head_bias:
         add("head.bias", (vocab,))
+    of_layer = [weight for weight in table if weight.stacked]
+    for depth in range(model.mtp):
+        at = f"mtp.depth_{depth}"
+        for name in ("embedding_norm", "stream_norm", "norm"):
+            norm(f"{at}.{name}")
+        add(f"{at}.project", (("joined", 2 * model.d_model), embed), std)
+        table += [
+            replace(w, name=f"{at}.block.{w.name.removeprefix(BLOCKS)}", layers=0) for w in of_layer
+        ]
     return tuple(table)
 
 

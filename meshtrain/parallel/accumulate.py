@@ -88,7 +88,8 @@ def accumulate_overlapped(
         stash, cotangent, blocks, slot, partial(forward.zero.reduce_early, "blocks")
     )
     embedding = stage.add_embedding_gradient(edge, last, gx)["embedding"]
-    return LossAndGradients(totals, {"embedding": embedding, "blocks": blocks, "head": head})
+    gradients = {**edge, "embedding": embedding, "blocks": blocks, "head": head}
+    return LossAndGradients(totals, gradients)
 
 
 def accumulate_in_place(

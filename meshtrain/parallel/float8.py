@@ -42,7 +42,11 @@ def groups_of(weight: Placed, recipe: str) -> tuple[int, ...] | None:
     scales of its own.
     """
     *parents, name = weight.name.split(".")
-    if parents[-1] not in MODULES or name not in (*PROJECTIONS, *LATENT_PROJECTIONS):
+    if (
+        not weight.stacked
+        or parents[-1] not in MODULES
+        or name not in (*PROJECTIONS, *LATENT_PROJECTIONS)
+    ):
         return None
     each = 1 + (weight.axes[1] == "experts")
     lead = (1,) * (each - 1)

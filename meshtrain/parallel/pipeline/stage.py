@@ -93,7 +93,7 @@ class Stage:
         self.key = key
         # embedding and head
         self.edge = weights._replace(
-            differentiated={part: weights.differentiated[part] for part in ("embedding", "head")}
+            differentiated={part: weights.differentiated[part] for part in forward.edge_parts}
         )
         # stacked layers, chunk after chunk
         self.blocks = weights.part("blocks")
