@@ -68,14 +68,20 @@ class PredictionLosses:
         }
 
     def seeded(
-        self, weights: Weights, x: Array, batch: "Batch", here: Array, seed: Array
+        self,
+        weights: Weights,
+        head: tuple[Tree, Array | None],
+        x: Array,
+        batch: "Batch",
+        here: Array,
+        seed: Array,
     ) -> tuple[Array, Array]:
         """Returns `seed` times the mean loss of the depths, times its weight, and that mean, both summed over a
-        microbatch; x is the stream behind the last layer.
+        microbatch; x is the stream behind the last layer, `head` as `Forward.head_weights` gives it.
         """
         forward = self.forward
         model = forward.config.model
-        own, tied = forward.head_weights(weights)
+        own, tied = head
         trees = forward.zero.gather_at_use("mtp", weights.part("mtp"))
         norm = own["norm"]
         seeded = total = jnp.zeros(())

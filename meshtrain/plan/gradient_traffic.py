@@ -302,7 +302,7 @@ def _scatters(
             yield (
                 f" of the {at}",
                 shard,
-                iterations.passes("head" if at == "head" else "unembedding"),
+                iterations.passes("head" if at in ("head", "mtp") else "unembedding"),
             )
 
 

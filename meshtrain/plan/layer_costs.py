@@ -48,6 +48,11 @@ class LayerCost:
     forward_hidden: float
     backward_hidden: float
 
+    @property
+    def sends(self) -> float:
+        """Both."""
+        return self.forward_sends + self.backward_sends
+
 
 class LayerPart(NamedTuple):
     """One contribution to the compute time of a layer."""

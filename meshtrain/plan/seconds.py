@@ -28,6 +28,7 @@ from meshtrain.parallel.sync.when import summed_axes
 from meshtrain.plan import compute, float8, gradient_traffic, programs, shapes
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile, Seconds
 from meshtrain.plan.layer_costs import LayerCost, layer_cost
+from meshtrain.plan.prediction import join_seconds
 from meshtrain.plan.traffic import BOTH, edge_transfers
 
 
@@ -131,6 +132,12 @@ def edge_cost(
         if not profile.compiled or shapes.logits_again(config):
             head += compute.head_forward(*sizes)
     sends, forward = _edge_sends(config, cluster)
+    if model.mtp:
+        layer = layer_cost(config, cluster, profile)
+        again = layer.forward + layer.backward + join_seconds(config, cluster.accelerator)
+        head = (head + again) * model.mtp + head
+        of_edge = {axis: (1 + model.mtp) * seconds for axis, seconds in sends.items()}
+        sends = {**of_edge, "tensor": of_edge["tensor"] + model.mtp * layer.sends}
     if profile.whole_logits:
         logits = shapes.labels(model, shapes.tokens(config)) * model.vocab_size
         nbytes = logits * shapes.itemsize(dtype)

@@ -59,11 +59,12 @@ class WeightParts(NamedTuple):
     tokens: Elements  # of the embedding
     output: Elements  # of the head: nothing where it is tied to the tokens
     first: Elements  # of a layer, what its first products read: the projections into attention
+    predictions: Elements  # of further tokens
 
     @property
     def outer(self) -> Elements:
         """All outside the layers."""
-        return self.embedding + self.head
+        return self.embedding + self.head + self.predictions
 
     @property
     def vocabulary(self) -> Elements:
@@ -108,7 +109,7 @@ def _resident(sizes: Sizes, trained_only: bool) -> WeightParts:
             for p in chosen
         )
 
-    names = ("blocks.", "embedding.", "head.", "embedding.tokens", "head.weight", FIRST)
+    names = ("blocks.", "embedding.", "head.", "embedding.tokens", "head.weight", FIRST, "mtp.")
     return WeightParts(*(sum_weights(name) for name in names))
 
 
@@ -269,14 +270,16 @@ def model_flops(config: Config) -> float:
         return (passes + (0 if weight.adapter else reference)) * active_size(model, weight)
 
     every = all_weights(model, config.lora)
-    matrices = sum(count_flops(weight) for weight in every if weight.stacked and weight.decayed)
+    in_layer = lambda weight: weight.stacked or weight.name.startswith("mtp.")
+    matrices = sum(count_flops(weight) for weight in every if in_layer(weight) and weight.decayed)
     head = next(
         count_flops(weight)
         for weight in every
         if weight.name == ("embedding.tokens" if model.tied_head else "head.weight")
     )
     widths = (model.head_dim + model.value_width) / 2
-    scores = model.layers * model.heads * widths * seen(model, length)
+    scores = (model.layers + model.mtp) * model.heads * widths * seen(model, length)
+    head *= 1 + model.mtp
     per_token = matrices + (12 + 2 * reference) * scores
     if not FAMILIES[model.family].images:
         return float((per_token + head) * train.global_batch_size * length)

@@ -38,6 +38,7 @@ from meshtrain.plan.gradient_traffic import (
     sync_transfers,
 )
 from meshtrain.plan.orthogonal import orthogonal_transfers
+from meshtrain.plan.prediction import prediction_transfers
 
 # What other frameworks send more or less often than our program, see `practised_count`.
 GATHERED_FOR_WEIGHTS = "layer inputs gathered again for weights"
@@ -82,12 +83,9 @@ def by_axis(transfers: list[Transfer]) -> dict[str, float]:
 
 
 def _multiply(config: Config, iterations: Iterations) -> list[Transfer]:
-    transfers = [
-        *layer_transfers(config),
-        *context_transfers(config),
-        *expert_transfers(config),
-        *edge_transfers(config),
-    ]
+    layer = [*layer_transfers(config), *context_transfers(config), *expert_transfers(config)]
+    edge = edge_transfers(config)
+    transfers = [*layer, *edge, *prediction_transfers(config, layer, edge)]
     return [replace(t, count=t.count * iterations.passes(moment)) for moment, t in transfers]
 
 
@@ -333,7 +331,8 @@ def edge_uses(config: Config) -> list[tuple[str, float]]:
     head = resident.head.gathered
     if config.model.tied_head and config.mesh.pipeline > 1:
         head += resident.tokens.gathered
-    return [("embedding", embedding), ("head", head)]
+    again = embedding * config.model.mtp if config.mesh.pipeline > 1 else 0.0
+    return [("embedding", embedding), ("head", head + resident.predictions.gathered + again)]
 
 
 def _messages(config: Config, iterations: Iterations) -> list[Transfer]:

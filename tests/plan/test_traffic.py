@@ -13,6 +13,7 @@ PREFERENCES = {"train": {"objective": "dpo"}, "data": {"format": "pairs"}, "lora
 
 MLA = {"q_rank": 24, "kv_rank": 32, "nope": 12, "rope": 8, "value": 10}
 LATENT = {"model": {"kv_heads": None, "mla": MLA}}
+AHEAD = {"model": {"mtp": 2}}
 
 
 def small(mesh, family="llama", sections=None, **parallel):
@@ -66,6 +67,14 @@ MORE = {
     "latent attention": small((2, 2, 2), sections=LATENT, microbatches=4),
     "latent attention, ZeRO-3": small(
         (2, 2, 1), sections=LATENT, sequence_parallel=True, zero_stage=3, remat="full"
+    ),
+    "two tokens ahead": small((2, 2, 1), sections=AHEAD, microbatches=2),
+    "two tokens ahead, in stages": small((2, 2, 2), sections=AHEAD, microbatches=4),
+    "two tokens ahead, ZeRO-3": small(
+        (2, 2, 1), sections=AHEAD, sequence_parallel=True, zero_stage=3, remat="full"
+    ),
+    "two tokens ahead, stages, ZeRO-3": small(
+        (2, 1, 2), sections=AHEAD, microbatches=4, zero_stage=3, zero_hold=False, vocab="edge"
     ),
     # without stages: of conditionals in a forward alone nobody knows how often they are taken
     "preferences, sequence parallel": small(
