@@ -272,9 +272,10 @@ class Forward:
         """Returns `seed` times the loss of a microbatch, to be differentiated, and its `total`. Both are zeros where
         not `here`, unless the stages share the vocabulary.
         """
-        seeded, total, measured = self.seeded_loss(self.head_weights(weights), x, batch, here, seed)
+        head = self.head_weights(weights)
+        seeded, total, measured = self.seeded_loss(head, x, batch, here, seed)
         if self.predictions is not None:
-            more, ahead = self.predictions.seeded(weights, x, batch, here, seed)
+            more, ahead = self.predictions.seeded(weights, head, x, batch, here, seed)
             seeded = seeded + more
             measured = {**measured, "mtp_loss": ahead}
         return _where(here, (seeded, (total, measured)))
