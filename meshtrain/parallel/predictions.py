@@ -122,4 +122,6 @@ class PredictionLosses:
             return vary(y, varying(x))
 
         gathers = forward.zero.gathers_at_use or forward.collectives.sequence_parallel
-        return checkpointed(jax.named_scope("prediction")(layer), config.parallel, gathers)
+        return checkpointed(
+            jax.named_scope("prediction")(layer), config.parallel, gathers, looped=False
+        )

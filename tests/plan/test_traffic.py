@@ -96,7 +96,7 @@ def test_traffic_is_that_of_the_compiled_step(config):
 
 PREDICTED = {
     "one device's loss": small((2, 2, 1), sections=AHEAD, microbatches=2),
-    "in stages": small((2, 2, 2), sections=AHEAD, microbatches=4),
+    "in stages": small((2, 2, 2), sections=AHEAD, microbatches=8),
     "ZeRO-3": small((2, 2, 1), sections=AHEAD, sequence_parallel=True, zero_stage=3, remat="full"),
     "stages, ZeRO-3, edge": small(
         (2, 1, 2), sections=AHEAD, microbatches=4, zero_stage=3, zero_hold=False, vocab="edge"
