@@ -26,6 +26,7 @@ from meshtrain.adopt import extra_files
 from meshtrain.adopt.extra_files import written_aside
 from meshtrain.config import Config
 from meshtrain.config.model import ModelConfig, positions_of
+from meshtrain.config.stacks import stack_of
 from meshtrain.errors import ConfigError, short
 from meshtrain.hf import loading, peft
 from meshtrain.hf.hf_directory import (
@@ -37,7 +38,7 @@ from meshtrain.hf.hf_directory import (
     config_of,
     preprocessor_json,
 )
-from meshtrain.hf.mapping import Source, TensorMapping, layers, mappings
+from meshtrain.hf.mapping import ABSENT, Source, TensorMapping, mappings
 from meshtrain.hf_families import (
     CONFIG,
     check_exportable,
@@ -162,7 +163,11 @@ def live_source(layout: Layout, params: Tree) -> Source:
 
     def read(weight: Weight, layer: int | None) -> np.ndarray:
         stacked = by_name[weight.name]
-        array = stacked if layer is None else stacked[int(layout.places[layer])]
+        array = (
+            stacked
+            if layer is None
+            else stacked[int(layout.stacks[stack_of(weight.name)].places[layer])]
+        )
         if not array.is_fully_addressable:
             from jax.experimental.multihost_utils import process_allgather
 
@@ -237,7 +242,7 @@ def _check_load(model: ModelConfig, source: Source) -> None:
     if (
         load
         and model.moe.balance == "bias"
-        and any(source(load.weight, n).any() for n in range(model.layers))
+        and any(source(load.weight, n).any() for n in range(load.weight.layers))
     ):
         raise ConfigError(
             f"{hf_family(model.family).architecture} of transformers has no bias of its routers' scores, but "
@@ -290,10 +295,10 @@ def _parts(model: ModelConfig, dtype_of: DtypeOf, part: int) -> Iterator[dict[st
     tensors = dict[str, Tensor]()
     for layer in (None, *range(model.layers)):
         for mapping in by_name.values():
-            for number, name in enumerate(
-                mapping.tensors(layer) if layer in layers(mapping.weight) else ()
-            ):
-                tensors.setdefault(name, (layer, []))[1].append((mapping, number))
+            if (at := mapping.at(layer)) == ABSENT:
+                continue
+            for number, name in enumerate(mapping.tensors(at)):
+                tensors.setdefault(name, (at, []))[1].append((mapping, number))
     names: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors.items():

@@ -155,10 +155,11 @@ class GlobalArrays:
         """Returns the global array of live blocks, in host memory."""
         memory = None if platform(self.mesh) == "cpu" else "pinned_host"
         along = int(entry.islands > 0 and len(entry.shape) > 1)
-        stacked = entry.leaf is not None and entry.leaf.stacked
-        places = (
-            self.layout.places if stacked else np.arange(*entry.shape[along : along + 1] or [0])
-        )
+        leaf = entry.leaf
+        if leaf is not None and leaf.stacked:
+            places = self.layout.stack(leaf).places
+        else:
+            places = np.arange(*entry.shape[along : along + 1] or [0])
         to = NamedSharding(self.mesh, self.stored(entry).sharding.spec, memory_kind=memory)
         return _rearranging().assembled(blocks, entry.shape, places, to, along)
 
@@ -286,7 +287,7 @@ class GlobalArrays:
         """Returns whether the live layout is the global one."""
         leaf = entry.leaf
         return leaf is None or (
-            leaf.padded == leaf.shape and (not leaf.stacked or self.layout.in_order)
+            leaf.padded == leaf.shape and (not leaf.stacked or self.layout.stack(leaf).in_order)
         )
 
     def batches(self, entries: Sequence[GlobalArray]) -> Iterator[list[GlobalArray]]:

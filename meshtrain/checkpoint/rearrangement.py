@@ -179,7 +179,7 @@ def rearrangement(
         for d, (n, m) in enumerate(zip(leaf.shape, leaf.padded, strict=True))
         if n != m or d in resized
     ]
-    if leaf.stacked and not layout.in_order and 0 not in changing:
+    if leaf.stacked and not layout.stack(leaf).in_order and 0 not in changing:
         changing.append(0)
     split = [list(_axes(axes)) for axes in shard_spec(leaf)]
     split += [[] for _ in range(len(leaf.shape) - len(split))]

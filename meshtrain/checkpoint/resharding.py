@@ -101,8 +101,10 @@ def _is_unchanged(layout: Layout, before: Layout, entry: GlobalArray, leaves: Le
         return False
     now = _weight(layout, entry)
     then = _weight(before, entry)
-    if now.stacked and layout.layer_at.tolist() != before.layer_at.tolist():
-        return False
+    if now.stacked:
+        live, old = (of.stack(now).layer_at.tolist() for of in (layout, before))
+        if live != old:
+            return False
     if _is_residual(entry):
         return True
     meshes = layout.config.mesh.shape == before.config.mesh.shape

@@ -187,8 +187,12 @@ def skips_idle_work(config: Config, platform: str) -> bool:
 
     There a message is one of all devices, so that where keys and values go round idle stages must take part.
     """
-    rings = config.mesh.context > 1 and config.parallel.context_strategy == "ring"
-    return platform == "cpu" and not rings
+    return platform == "cpu" and not has_rings(config)
+
+
+def has_rings(config: Config) -> bool:
+    """Returns whether keys and values go round in a layer."""
+    return config.mesh.context > 1 and config.parallel.context_strategy == "ring"
 
 
 def drops(config: Config) -> bool:

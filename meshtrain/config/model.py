@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from meshtrain.config.key import Resume, key
+from meshtrain.config.stacks import KINDS
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import ACTIVATIONS as FUNCTIONS
 from meshtrain.families import FAMILIES, yarn_amplitude
@@ -80,6 +81,7 @@ def problems(model: "ModelConfig") -> Iterator[str]:
     positions = positions_of(model)
     yield from _expert_problems(model)
     yield from _latent_problems(model)
+    yield from _stack_problems(model)
     if model.heads % model.kv_heads:
         legal = listed_divisors(model.heads)
         yield f"model.kv_heads {model.kv_heads} does not divide model.heads {model.heads}; legal are {legal}."
@@ -132,7 +134,7 @@ def projections(model: "ModelConfig") -> list[str]:
         {"gate"}
         if not FAMILIES[model.family].gated
         else set()
-        if model.d_ff
+        if model.d_ff or model.dense_layers
         else {"gate", "up", "down"}
     )
     if model.mla.kv_rank:
@@ -184,6 +186,22 @@ def _expert_problems(model: "ModelConfig") -> Iterator[str]:
             f"model.moe.groups is given, but model.moe.router is {moe.router}; groups are chosen by scores of "
             "sigmoid."
         )
+
+
+def _stack_problems(model: "ModelConfig") -> Iterator[str]:
+    if model.dense_layers and not model.moe.experts:
+        but = "but without model.moe.experts all layers are dense"
+        yield f"model.dense_layers is {model.dense_layers}, {but}; leave it out."
+    if model.dense_layers >= model.layers:
+        but = f"but of model.layers {model.layers} one at least has experts"
+        yield f"model.dense_layers is {model.dense_layers}, {but}; legal are at most {model.layers - 1}."
+    for kind in model.pattern:
+        if kind not in KINDS:
+            legal = f"legal are {', '.join(KINDS)}"
+            yield f"model.pattern has {short(repr(kind))}; {legal}{nearest(kind, KINDS) or '.'}"
+    if len(model.pattern) > model.layers:
+        but = f"but there are model.layers {model.layers}"
+        yield f"model.pattern has {len(model.pattern)} kinds, {but}; legal are at most so many."
 
 
 # Losses and rules that keep the experts' loads even and are the same on every mesh.
@@ -271,6 +289,13 @@ class ModelConfig:
         one_of=FAMILIES, resume=SHAPE
     )
     layers: int = key(8, "transformer blocks", least=1, most=65536, resume=SIZE)
+    dense_layers: int = key(
+        0, "first layers that have a dense MLP where the others have experts", least=0, most=65536, resume=SHAPE
+    )
+    pattern: tuple[str, ...] = key(
+        (), "kinds of layers in turn, over and over: full (attention), or a kind that was registered; empty: all full",
+        resume=SHAPE
+    )
     d_model: int = key(256, "width of the residual stream", least=1, most=2**24, resume=SHAPE)
     heads: int = key(8, "query heads", least=1, resume=SHAPE)
     kv_heads: int = key(
@@ -287,6 +312,11 @@ class ModelConfig:
     d_ff: int = key(
         None, "hidden width of the MLP; null: as wide as the family has it for d_model, or that of the shared experts",
         least=0, follows=_d_ff, resume=SHAPE
+    )
+    dense_d_ff: int = key(
+        None, "hidden width of the MLP of the first dense_layers; null: as wide as the family has it for d_model",
+        least=1, follows=lambda c: FAMILIES[c.model.family].d_ff(c.model.d_model), resume=SHAPE,
+        counts=lambda c: c.model.dense_layers > 0
     )
     vocab_size: int = key(
         512, "rows of the embedding; at least the tokenizer's size; of images the classes",

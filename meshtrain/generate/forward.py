@@ -18,6 +18,7 @@ from jax import lax
 
 from meshtrain.config import Config, ConfigError, replaced
 from meshtrain.config.schema import ParallelConfig
+from meshtrain.config.stacks import stack_of_layers
 from meshtrain.families import FAMILIES
 from meshtrain.generate import held
 from meshtrain.generate.cache import DecodeAttention, LayerCache, OwnGroups, PromptAttention
@@ -61,7 +62,7 @@ class DecodingForward:
         self.layout = make_layout(self.config, self.mesh)
         self.collectives = UseCollectives(self.config, platform(self.mesh))
         forward = program.local.forward
-        self.graphs = Parts(forward.embedding_graph, forward.block_graph, forward.head_graph)
+        self.graphs = Parts(forward.embedding_graph, forward.block_graphs, forward.head_graph)
         self.parts = ModelParts(self.config, self.collectives, Hooks(block=program.hooks.block))
         sizes = self.config.model
         self.groups = OwnGroups(sizes.heads, sizes.kv_heads, self.config.mesh.tensor)
@@ -124,8 +125,9 @@ class DecodingForward:
         embedding = nnx.merge(self.graphs.embedding, weights.embedding)
         x = embedding(tokens, positions, self.collectives).astype(self.dtype)
         sequence = sequences(self.config.model, positions)
-        for layer, leaves in enumerate(weights.blocks):
-            block = nnx.merge(self.graphs.blocks, held.multiplied(leaves, self.dtype))
+        stacks = stack_of_layers(self.config.model)
+        for layer, (stack, leaves) in enumerate(zip(stacks, weights.blocks, strict=True)):
+            block = nnx.merge(self.graphs.blocks[stack], held.multiplied(leaves, self.dtype))
             block.attention.attend = attention[layer]
             y = self.parts.block(block, x, sequence(layer), self.collectives, NO_DROPOUT)
             self.parts.check_block(x, y)

@@ -15,6 +15,7 @@ A device receives its part of the decoding weights once, and nothing besides:
     expert x tensor      an all-to-all over tensor, which swaps experts for d_ff, then an all-gather over expert
 """
 
+import itertools
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshtrain.config.stacks import stack_of_layers
 from meshtrain.generate import held
 from meshtrain.mesh import TENSOR
 from meshtrain.parallel.layout import Layout, is_placed, shard_spec
@@ -128,7 +130,9 @@ class Resharding:
                 lambda weight: by_name[weight.name][layer], layout.weights[name], is_leaf=is_placed
             )
 
-        blocks = tuple(part("blocks", layer) for layer in range(layout.config.model.layers))
+        taken = {stack: itertools.count() for stack in layout.stacks}
+        stacks = stack_of_layers(layout.config.model)
+        blocks = tuple(part(stack, next(taken[stack])) for stack in stacks)
         return Parts(part("embedding"), blocks, part("head"))
 
     def _resharded(self, trained: Placed, decoded: Placed, stored: Any) -> list[Any]:
@@ -164,7 +168,7 @@ class Resharding:
             x = _gathered(x, tuple(axis for axis in axes if axis != TENSOR), dim)
         if not decoded.stacked:
             return [x]
-        return [x[place] for place in self.trained.places[: decoded.shape[0]]]
+        return [x[place] for place in self.trained.stack(trained).places[: decoded.shape[0]]]
 
     def _move(self, trained: Placed, decoded: Placed, x: jax.Array, dim: int) -> jax.Array:
         """Gives each tensor rank the pieces of `dim` that it is to have, or of the dimension that is split in its

@@ -225,7 +225,8 @@ class _Leaf:
             return jax.device_put(self._read_piece(None, inner, dtype), device)
         zeros = partial(jnp.zeros, tuple(s.stop - s.start for s in box), dtype)
         array = jax.jit(zeros, out_shardings=SingleDeviceSharding(device))()
-        at = self.layout.layer_at.reshape(-1)[box[0]] if stacked else [None]
+        layer_at = self.layout.stack(self.placed).layer_at if stacked else None
+        at = [None] if layer_at is None else layer_at.reshape(-1)[box[0]]
         for place, layer in enumerate(at):
             # a place that only fills up its stage has layer -1
             for piece in pieces if layer is None or layer >= 0 else ():

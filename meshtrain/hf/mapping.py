@@ -28,11 +28,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshtrain.config.model import ModelConfig
+from meshtrain.config.stacks import BLOCKS, layers_of_stacks, model_of_stack
 from meshtrain.hf.hf_directory import TensorFiles
 from meshtrain.hf_families import WeightName, hf_family
 from meshtrain.model.weights import COUNTED, Weight, weights
 
 LINEAR = ("linear", "turned")
+ABSENT = -1
 Box = tuple[slice, ...]  # of one layer's weight, a slice a dimension
 Source = Callable[
     [Weight, int | None], np.ndarray
@@ -45,10 +47,19 @@ class TensorMapping:
 
     weight: Weight
     name: WeightName
+    layers: tuple[int, ...] = ()  # of the model, that are stacked
+
+    def at(self, layer: int | None) -> int | None:
+        """Returns the place of a layer of the model in the stack, ABSENT if it has none; None outside of layers."""
+        if (layer is None) == self.weight.stacked:
+            return ABSENT
+        return (
+            None if layer is None else self.layers.index(layer) if layer in self.layers else ABSENT
+        )
 
     def tensors(self, layer: int | None) -> list[str]:
-        """Returns the names of the tensors that hold it, of one layer where the weight is stacked."""
-        return [self.name.theirs if layer is None else self.name.theirs.format(layer)]
+        """Returns the names of the tensors that hold it, of one layer of its stack where the weight is stacked."""
+        return [self.name.theirs if layer is None else self.name.theirs.format(self.layers[layer])]
 
     def read(self, files: TensorFiles, layer: int | None, box: Box) -> np.ndarray:
         """Returns a box of our weight, of one layer, in its tensor's dtype."""
@@ -132,7 +143,7 @@ class TensorMapping:
 class PatchMapping(TensorMapping):
     """The embedding of patches as a product, and the convolution whose stride is its width that holds it."""
 
-    size: int  # pixels of a patch's side
+    size: int = 1  # pixels of a patch's side
 
     def shape(self) -> tuple[int, ...]:
         (_, numbers), (_, width) = self.weight.dims
@@ -157,7 +168,9 @@ class ExpertMapping(TensorMapping):
     """The matrices of all experts of a layer, and the tensors that hold one of them each."""
 
     def tensors(self, layer: int | None) -> list[str]:
-        return [self.name.theirs.format(layer, expert) for expert in range(self.weight.dims[0][1])]
+        assert layer is not None
+        number = self.layers[layer]
+        return [self.name.theirs.format(number, expert) for expert in range(self.weight.dims[0][1])]
 
     def read(self, files: TensorFiles, layer: int | None, box: Box) -> np.ndarray:
         experts, inputs, outputs = box
@@ -252,7 +265,7 @@ class TurnedMapping(TensorMapping):
 class JoinedMapping(TensorMapping):
     """Keys or values from latents, whose rows lie beside one another in their tensor, head by head."""
 
-    widths: tuple[int, int]  # of a head's keys and values there
+    widths: tuple[int, int] = (0, 0)  # of a head's keys and values there
 
     def read(self, files: TensorFiles, layer: int | None, box: Box) -> np.ndarray:
         (name,) = self.tensors(layer)
@@ -321,20 +334,29 @@ def mappings(model: ModelConfig, files: TensorFiles | None = None) -> dict[str, 
     """Returns the mapping of each weight by our name, of a resolved config's model: as they are written or, with files,
     as these have them.
     """
+    stacks = layers_of_stacks(model)
     family = hf_family(model.family)
-    names = {name.ours: name for name in family.names(vars(model))}
-    if files and family.in_memory and any(".experts.gate_up_proj" in name for name in files.names):
-        names |= {name.ours: name for name in family.in_memory(vars(model))}
+    merged = any(".experts.gate_up_proj" in name for name in files.names) if files else False
+    by_stack = {}
+    for stack in stacks:
+        fields = vars(model_of_stack(model, stack))
+        by_stack[stack] = {name.ours: name for name in family.names(fields)}
+        if merged and family.in_memory:
+            by_stack[stack] |= {name.ours: name for name in family.in_memory(fields)}
 
     def mapping(weight: Weight) -> TensorMapping:
-        if weight.counts and weight.name not in names:
-            return NoTensor(weight, WeightName(weight.name, ""))
-        name = names[weight.name]
+        stack, _, ours = weight.name.partition(".")
+        layers = stacks.get(stack, ())
+        by_name = by_stack[stack] if layers else next(iter(by_stack.values()))
+        known = f"{BLOCKS}.{ours}" if layers else weight.name
+        if weight.counts and known not in by_name:
+            return NoTensor(weight, WeightName(weight.name, ""), layers)
+        name = by_name[known]
         if name.layout == "patches":
-            return PatchMapping(weight, name, model.patch_size)
+            return PatchMapping(weight, name, layers, model.patch_size)
         if name.layout == "joined":
-            return JoinedMapping(weight, name, (model.mla.nope, model.mla.value))
-        return MAPPINGS.get(name.layout, TensorMapping)(weight, name)
+            return JoinedMapping(weight, name, layers, (model.mla.nope, model.mla.value))
+        return MAPPINGS.get(name.layout, TensorMapping)(weight, name, layers)
 
     return {weight.name: mapping(weight) for weight in weights(model)}
 

@@ -53,8 +53,8 @@ def section(config: Json, where: str) -> dict[str, Any]:
         "groups": groups if groups[0] > 1 else (),
         "balance": "bias",
     }
-    model.pop("d_ff")
-    model |= {"mla": mla, "moe": moe}
+    model["dense_d_ff"] = model.pop("d_ff")
+    model |= {"dense_layers": config.get("first_k_dense_replace", 3), "mla": mla, "moe": moe}
     return model | rope_section(config, where, mla["nope"] + mla["rope"])
 
 
@@ -90,8 +90,8 @@ def config(model: Json, length: int) -> dict[str, Any]:
         **{theirs: getattr(model["mla"], ours) or None for ours, theirs in SIZES.items()},
         "head_dim": model["mla"].rope,
         "rope_parameters": rope,
-        "first_k_dense_replace": model.get("dense_layers", 0),
-        "intermediate_size": model.get("dense_d_ff", 0) or 1,
+        "first_k_dense_replace": model["dense_layers"],
+        "intermediate_size": model["dense_d_ff"],
         "moe_intermediate_size": moe.d_ff or FAMILIES[model["family"]].d_ff(model["d_model"]),
         "n_routed_experts": moe.experts,
         "n_shared_experts": moe.shared_experts,

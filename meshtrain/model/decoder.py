@@ -6,17 +6,23 @@ ViT's encoder is this decoder too: norms first, one stream, one head; whether a 
 attention.
 
 Its weights have one canonical layout, whatever the mesh: a tree of named leaves, in which the blocks' leaves are
-stacked along a first axis `layers`. `Embedding`, `Block` and `Head` are called one by one, since a pipeline puts them
+stacked along a first axis `layers`, those of each kind of layers by themselves (`config.stacks`). `Embedding`, `Block` and `Head` are called one by one, since a pipeline puts them
 on different devices.
 """
 
+import itertools
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from meshtrain.compat import vary, varying
 from meshtrain.config import LoraConfig, ModelConfig
 from meshtrain.config.model import positions_of
+from meshtrain.config.stacks import layers_of_stacks, model_of_stack, stack_of_layers
 from meshtrain.families import FAMILIES
 from meshtrain.model.attention import capped
 from meshtrain.model.collectives import Collectives
@@ -205,10 +211,12 @@ class Decoder(nnx.Module):
         keys = jax.random.split(jax.random.fold_in(root, 0), config.layers)
         embedding = PatchEmbedding if FAMILIES[config.family].images else Embedding
         self.embedding = embedding(config, nnx.Rngs(params=jax.random.fold_in(root, 1)))
-        of = lambda key: nnx.Rngs(params=key, lora=jax.random.fold_in(key, 1))
-        self.blocks = nnx.vmap(lambda key: Block(config, of(key), lora), in_axes=0, out_axes=0)(
-            keys
-        )
+        stacks = layers_of_stacks(config)
+        for stack, layers in stacks.items():
+            alike = model_of_stack(config, stack)
+            make = partial(_block, alike, lora)
+            own = keys if len(stacks) == 1 else keys[np.array(layers)]
+            setattr(self, stack, nnx.vmap(make, in_axes=0, out_axes=0)(own))
         self.head = Head(config, nnx.Rngs(params=jax.random.fold_in(root, 2)))
         if config.mtp:
             from meshtrain.model.prediction import Predictions
@@ -222,13 +230,28 @@ class Decoder(nnx.Module):
         collectives = Collectives()
         positions = jnp.arange(positions_of(self.config) or inputs.shape[1])
         x = self.embedding(inputs, positions, collectives)
-        graph, weights = nnx.split(self.blocks)
         sequence_of = sequences(self.config, positions, None)
+        first = 0
+        taken = dict.fromkeys(layers_of_stacks(self.config), 0)
+        # neighbours of one stack in one loop
+        for stack, run in itertools.groupby(stack_of_layers(self.config)):
+            count = len(list(run))
+            graph, weights = nnx.split(getattr(self, stack))
+            at = taken[stack]
+            weights = jax.tree.map(lambda a, at=at, to=at + count: a[at:to], weights)
 
-        def layer(x: jax.Array, given: tuple[nnx.State, jax.Array]) -> tuple[jax.Array, None]:
-            block, index = given
-            return nnx.merge(graph, block)(x, sequence_of(index), collectives, NO_DROPOUT), None
+            def layer(
+                x: jax.Array, given: tuple[nnx.State, jax.Array], graph: Any = graph
+            ) -> tuple[jax.Array, None]:
+                block, index = given
+                return nnx.merge(graph, block)(x, sequence_of(index), collectives, NO_DROPOUT), None
 
-        x, _ = jax.lax.scan(layer, x, (weights, jnp.arange(self.config.layers)))
+            x, _ = jax.lax.scan(layer, x, (weights, jnp.arange(first, first + count)))
+            first += count
+            taken[stack] += count
         tied = self.embedding.tokens[...] if isinstance(self.embedding, Embedding) else None
         return self.head(self.head.read(x), tied, collectives)
+
+
+def _block(config: ModelConfig, lora: LoraConfig | None, key: jax.Array) -> Block:
+    return Block(config, nnx.Rngs(params=key, lora=jax.random.fold_in(key, 1)), lora)

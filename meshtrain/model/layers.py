@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.compat import vary, varying
 from meshtrain.config import LoraConfig, ModelConfig
+from meshtrain.config.stacks import FULL, KINDS, kind_of
 from meshtrain.families import FAMILIES
 from meshtrain.model.attention import attend, attention_arguments
 from meshtrain.model.collectives import Collectives
@@ -225,7 +226,8 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """Pre-norm transformer block; with post-norms too each branch is normed once more before it is added.
 
-    With experts, `mlp` is what every token is computed by beside those it chooses, if there is any.
+    With experts, `mlp` is what every token is computed by beside those it chooses, if there is any. `config` is that of
+    its stack (`config.stacks.model_of_stack`), whose layers are all alike.
     """
 
     mlp: MLP | None = None
@@ -235,7 +237,9 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None) -> None:
         self.attention_norm = Norm("blocks.attention_norm", config, rngs)
-        self.attention = attention_of(config)("blocks.attention", config, rngs, lora)
+        kind = kind_of(config)
+        mixer = attention_of(config) if kind == FULL else KINDS[kind].module
+        self.attention = mixer("blocks.attention", config, rngs, lora)
         self.mlp_norm = Norm("blocks.mlp_norm", config, rngs)
         if config.d_ff:
             self.mlp = MLP("blocks.mlp", config, rngs, lora)

@@ -15,6 +15,7 @@ from flax import nnx
 
 from meshtrain.compat import vary, varying
 from meshtrain.config import ModelConfig
+from meshtrain.config.stacks import last_of_stacks
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.layers import Block, Norm
 from meshtrain.model.products import linear, make_parameters
@@ -30,7 +31,7 @@ class Prediction(nnx.Module):
         self.stream_norm = Norm(f"{name}.stream_norm", config, rngs)
         self.norm = Norm(f"{name}.norm", config, rngs)
         make_parameters(self, name, config, rngs)
-        self.block = Block(config, rngs)
+        self.block = Block(last_of_stacks(config), rngs)
 
     def join(
         self, h_BTD: jax.Array, embedded_BTD: jax.Array, collectives: Collectives

@@ -1,7 +1,8 @@
 """Every weight of a model, in one table without JAX: its name, the axes of its dimensions, its shape, how it begins.
 
 The modules of `model` make their parameters from it, `parallel.placement` says where each lies on a mesh, the planner
-counts them, and checkpoints name them. The blocks' weights are stacked along a first axis `layers`, whatever the mesh.
+counts them, and checkpoints name them. The blocks' weights are stacked along a first axis `layers`, whatever the mesh;
+where layers are of several kinds those of each kind in a stack of their own (`config.stacks`).
 """
 
 import functools
@@ -10,10 +11,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-from meshtrain.config.model import LoraConfig, ModelConfig, patches_of, projections
+from meshtrain.config.model import (
+    PROJECTIONS,
+    LoraConfig,
+    ModelConfig,
+    patches_of,
+    projections,
+)
+from meshtrain.config.stacks import (
+    BLOCKS,
+    FULL,
+    KINDS,
+    kind_of,
+    last_of_stacks,
+    layers_of_stacks,
+    model_of_stack,
+)
 from meshtrain.families import FAMILIES
 
-BLOCKS = "blocks."
 EXPERT_BLOCK = 128  # the most rows of a block of an expert (`model.experts`)
 # what a router counts besides the tokens of each expert: rows dropped or rounds, and the sum of its entropies
 COUNTED = 2
@@ -57,11 +72,14 @@ class Weight:
 
 
 def adapted(model: ModelConfig, lora: LoraConfig) -> tuple[str, ...]:
-    """Returns the projections that have adapters, of a resolved config."""
+    """Returns the projections that have adapters, of a resolved config, in layers of any stack."""
     if not lora.rank:
         return ()
-    have = projections(model)
-    return tuple(name for name in have if not lora.targets or name in lora.targets)
+    return tuple(
+        name
+        for name in PROJECTIONS
+        if name in projections(model) and (not lora.targets or name in lora.targets)
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -75,23 +93,40 @@ def adapters(model: ModelConfig, lora: LoraConfig) -> tuple[Weight, ...]:
 
     They lie as W does: what splits W's outputs splits B, what splits its inputs splits A.
     """
-    base = {weight.name: weight for weight in weights(model)}
+    return tuple(
+        factor
+        for stack, layers in layers_of_stacks(model).items()
+        for factor in _in_stack(
+            _adapters_of_layer(model_of_stack(model, stack), lora), stack, layers
+        )
+    )
+
+
+def _adapters_of_layer(model: ModelConfig, lora: LoraConfig) -> list[Weight]:
+    """Returns the adapters of layers that are all alike, below `blocks`."""
+    base = {weight.name: weight for weight in _of_layer(model)}
     rank = ("rank", lora.rank)
     factors = []
     for name in adapted(model, lora):
-        weight = base[f"{BLOCKS}{'attention' if name in ('q', 'k', 'v', 'out') else 'mlp'}.{name}"]
+        module = "attention" if name in ("q", "k", "v", "out") else "mlp"
+        if (weight := base.get(f"{BLOCKS}.{module}.{name}")) is None:
+            continue
         # the inputs are the first dimension, but for what gathers the heads
         cut = len(weight.dims) - 1 if weight.axes[-1] == "embed" else 1
         inputs = weight.dims[:cut]
         outputs = weight.dims[cut:]
         bound = math.prod(n for _, n in inputs) ** -0.5
-        factors.append(
-            Weight(f"{weight.name}_lora_a", (*inputs, rank), 0.0, 0.0, model.layers, True, bound)
-        )
-        factors.append(
-            Weight(f"{weight.name}_lora_b", (rank, *outputs), 0.0, 0.0, model.layers, True)
-        )
-    return tuple(factors)
+        a = Weight(f"{weight.name}_lora_a", (*inputs, rank), 0.0, adapter=True, bound=bound)
+        b = Weight(f"{weight.name}_lora_b", (rank, *outputs), 0.0, adapter=True)
+        factors += [a, b]
+    return factors
+
+
+def _in_stack(weights: Sequence[Weight], stack: str, layers: Sequence[int]) -> list[Weight]:
+    """Returns the weights of a layer, below `blocks`, as those of all layers of a stack."""
+    return [
+        replace(w, name=stack + w.name.removeprefix(BLOCKS), layers=len(layers)) for w in weights
+    ]
 
 
 def lora_difference(model: ModelConfig, one: LoraConfig, other: LoraConfig) -> str | None:
@@ -124,63 +159,80 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
     A module draws its own in this order, so that a seed gives the same numbers for ever.
     """
     family = FAMILIES[model.family]
-    std = model.init_std
-    into_stream = std / (2 * model.layers) ** 0.5
+    table = WeightTable(model)
+    add = table.add
     embed = ("embed", model.d_model)
-    heads = ("heads", model.heads)
-    groups = ("kv_heads", model.kv_heads)
-    head = ("head", model.head_dim)
-    mlp = ("mlp", model.d_ff)
     vocab = ("vocab", model.vocab_size)
-    one = 0.0 if model.norm_plus_one else 1.0
-    table: list[Weight] = []
-
-    def add(
-        name: str,
-        dims: tuple[tuple[str, int], ...],
-        std: float = 0.0,
-        fill: float = 0.0,
-        **kind: bool,
-    ) -> None:
-        table.append(
-            Weight(name, dims, std, fill, model.layers if name.startswith(BLOCKS) else 0, **kind)
-        )
-
-    def norm(name: str) -> None:
-        add(f"{name}.scale", (embed,), fill=one)
-        if family.centred_norms:
-            add(f"{name}.bias", (embed,))
-
+    std = model.init_std
     if family.images:
         _patches(model, add)
     else:
         add("embedding.tokens", (vocab, embed), std)
     if family.positions == "learned":
         add("embedding.positions", (("positions", model.max_positions), embed), std)
+    for stack, layers in layers_of_stacks(model).items():
+        table.weights += _in_stack(_of_layer(model_of_stack(model, stack)), stack, layers)
+    table.norm("head.norm")
+    if not model.tied_head:
+        add("head.weight", (embed, vocab), std)
+    if family.head_bias:
+        add("head.bias", (vocab,))
+    of_layer = _of_layer(last_of_stacks(model))
+    for depth in range(model.mtp):
+        at = f"mtp.depth_{depth}"
+        for name in ("embedding_norm", "stream_norm", "norm"):
+            table.norm(f"{at}.{name}")
+        add(f"{at}.project", (("joined", 2 * model.d_model), embed), std)
+        table.weights += [
+            replace(w, name=f"{at}.block{w.name.removeprefix(BLOCKS)}") for w in of_layer
+        ]
+    return tuple(table.weights)
 
+
+class WeightTable:
+    """The weights of a model as they are listed."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.model = model
+        self.weights: list[Weight] = []
+
+    def add(
+        self,
+        name: str,
+        dims: tuple[tuple[str, int], ...],
+        std: float = 0.0,
+        fill: float = 0.0,
+        **kind: bool,
+    ) -> None:
+        """Adds a weight, of one layer."""
+        self.weights.append(Weight(name, dims, std, fill, **kind))
+
+    def norm(self, name: str) -> None:
+        """Adds the weights of a norm over the stream."""
+        embed = ("embed", self.model.d_model)
+        self.add(f"{name}.scale", (embed,), fill=0.0 if self.model.norm_plus_one else 1.0)
+        if FAMILIES[self.model.family].centred_norms:
+            self.add(f"{name}.bias", (embed,))
+
+
+@functools.lru_cache(maxsize=256)
+def _of_layer(model: ModelConfig) -> Sequence[Weight]:
+    """Returns the weights of one layer, below `blocks`, of a model whose layers are all alike."""
+    family = FAMILIES[model.family]
+    table = WeightTable(model)
+    add = table.add
+    norm = table.norm
+    std = model.init_std
+    into_stream = std / (2 * model.layers) ** 0.5
+    embed = ("embed", model.d_model)
+    mlp = ("mlp", model.d_ff)
     norm("blocks.attention_norm")
-    if model.mla.kv_rank:
-        _latent(model, add)
+    if (kind := kind_of(model)) != FULL:
+        KINDS[kind].add_weights(model, add)
     else:
-        add("blocks.attention.q", (embed, heads, head), std)
-        add("blocks.attention.k", (embed, groups, head), std)
-        add("blocks.attention.v", (embed, groups, head), std)
-    add("blocks.attention.out", (heads, ("head", model.value_width), embed), into_stream)
-    if model.qkv_bias:
-        add("blocks.attention.q_bias", (heads, head))
-        add("blocks.attention.k_bias", (groups, head))
-        add("blocks.attention.v_bias", (groups, head))
-    if family.biases or family.biased_out:
-        add("blocks.attention.out_bias", (embed,))
-    if family.sinks:
-        add("blocks.attention.sinks", (heads,))
-    if model.qk_norm:
-        each = not family.joint_qk_norm
-        add("blocks.attention.q_norm.scale", (head,) if each else (heads, head), fill=one)
-        add("blocks.attention.k_norm.scale", (head,) if each else (groups, head), fill=one)
+        _add_attention(model, add)
     if model.post_norms:
         norm("blocks.attention_post_norm")
-
     norm("blocks.mlp_norm")
     if model.moe.experts:
         experts = ("experts", model.moe.experts)
@@ -210,25 +262,41 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
         add("blocks.mlp.down_bias", (embed,))
     if model.post_norms:
         norm("blocks.mlp_post_norm")
-
-    norm("head.norm")
-    if not model.tied_head:
-        add("head.weight", (embed, vocab), std)
-    if family.head_bias:
-        add("head.bias", (vocab,))
-    of_layer = [weight for weight in table if weight.stacked]
-    for depth in range(model.mtp):
-        at = f"mtp.depth_{depth}"
-        for name in ("embedding_norm", "stream_norm", "norm"):
-            norm(f"{at}.{name}")
-        add(f"{at}.project", (("joined", 2 * model.d_model), embed), std)
-        table += [
-            replace(w, name=f"{at}.block.{w.name.removeprefix(BLOCKS)}", layers=0) for w in of_layer
-        ]
-    return tuple(table)
+    return table.weights
 
 
-def _latent(model: ModelConfig, add: Callable[..., None]) -> None:
+def _add_attention(model: ModelConfig, add: Callable[..., None]) -> None:
+    """Adds the weights of attention, below `blocks.attention`."""
+    family = FAMILIES[model.family]
+    std = model.init_std
+    embed = ("embed", model.d_model)
+    heads = ("heads", model.heads)
+    groups = ("kv_heads", model.kv_heads)
+    head = ("head", model.head_dim)
+    one = 0.0 if model.norm_plus_one else 1.0
+    if model.mla.kv_rank:
+        _add_latent(model, add)
+    else:
+        add("blocks.attention.q", (embed, heads, head), std)
+        add("blocks.attention.k", (embed, groups, head), std)
+        add("blocks.attention.v", (embed, groups, head), std)
+    width = ("head", model.value_width)
+    add("blocks.attention.out", (heads, width, embed), std / (2 * model.layers) ** 0.5)
+    if model.qkv_bias:
+        add("blocks.attention.q_bias", (heads, head))
+        add("blocks.attention.k_bias", (groups, head))
+        add("blocks.attention.v_bias", (groups, head))
+    if family.biases or family.biased_out:
+        add("blocks.attention.out_bias", (embed,))
+    if family.sinks:
+        add("blocks.attention.sinks", (heads,))
+    if model.qk_norm:
+        each = not family.joint_qk_norm
+        add("blocks.attention.q_norm.scale", (head,) if each else (heads, head), fill=one)
+        add("blocks.attention.k_norm.scale", (head,) if each else (groups, head), fill=one)
+
+
+def _add_latent(model: ModelConfig, add: Callable[..., None]) -> None:
     """Adds the weights of latent attention but for its output's: down to what all heads share, and up to each head.
 
     q_down  [embed, latent]   q_norm  [latent]   q_up  [latent, heads, nope + rope]    or q where q_rank is 0

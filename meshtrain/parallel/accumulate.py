@@ -9,7 +9,6 @@ pipeline. A layer's gradients are then complete when its backward is.
                                   ╰─ 3 ──╯ ╰─ 2 ──╯ ╰─ 1 ──╯    0, embedding, norms
 """
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -69,6 +68,7 @@ def accumulate_overlapped(
     tokens = inputs(batches)
     zero_fill = jnp.zeros(())
     blocks = None
+    stacks = forward.layout.stacks
     last = jnp.int32(len(tokens) - 1)
     if len(tokens) > 1:
         earlier = jax.tree.map(lambda a: a[:-1], batches)
@@ -78,18 +78,16 @@ def accumulate_overlapped(
     stage = Stage(forward, 1, weights, {**batches, input_name(batches): tokens}, key)
     totals, edge, cotangent, stash, slot = _run_to_loss(stage, last, seed, zero_fill)
     if len(tokens) > 1:
-        blocks = sums.gradients["blocks"]
+        blocks = {stack: sums.gradients[stack] for stack in stacks}
         edge_before = {part: sums.gradients[part] for part in edge}
         totals, edge = added((sums.totals, edge_before), (totals, edge))
     else:
         edge = jax.tree.map(lambda g: g.astype(jnp.float32), edge)
-    head = forward.zero.reduce_early("head", after(edge["head"], cotangent))
-    gx, blocks = stage.backward_sending(
-        stash, cotangent, blocks, slot, partial(forward.zero.reduce_early, "blocks")
-    )
+    head = forward.zero.reduce_early({"head": after(edge["head"], cotangent)})
+    reduce_early = forward.zero.reduce_early
+    gx, blocks = stage.backward_sending(stash, cotangent, blocks, slot, reduce_early)
     embedding = stage.add_embedding_gradient(edge, last, gx)["embedding"]
-    gradients = {**edge, "embedding": embedding, "blocks": blocks, "head": head}
-    return LossAndGradients(totals, gradients)
+    return LossAndGradients(totals, {**edge, "embedding": embedding, **blocks, **head})
 
 
 def accumulate_in_place(
@@ -102,10 +100,11 @@ def accumulate_in_place(
 
     def step(sums: LossAndGradients, microbatch: Array) -> tuple[LossAndGradients, None]:
         totals, edge, cotangent, stash, slot = _run_to_loss(stage, microbatch, seed, 0)
-        gx, blocks = stage.backward(stash, cotangent, sums.gradients["blocks"], slot)
+        before = {stack: sums.gradients[stack] for stack in forward.layout.stacks}
+        gx, blocks = stage.backward(stash, cotangent, before, slot)
         edge = added({part: sums.gradients[part] for part in edge}, edge)
         edge = stage.add_embedding_gradient(edge, microbatch, gx)
-        return LossAndGradients(added(sums.totals, totals), {**edge, "blocks": blocks}), None
+        return LossAndGradients(added(sums.totals, totals), {**edge, **blocks}), None
 
     here = jnp.array(True)
     loss = lambda x: stage.loss(x, jnp.int32(0), here, seed)[0]

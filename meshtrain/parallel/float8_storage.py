@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshtrain.config import Config
 from meshtrain.model.float8 import Float8Products, Float8Recipe, Rounded, rounded, widened
 from meshtrain.parallel.float8 import MODULES, groups_of, is_held, notes
-from meshtrain.parallel.layout import Storage
+from meshtrain.parallel.layout import SlotKind, Storage
 from meshtrain.parallel.placement import Placed
 from meshtrain.parallel.reduce.reduction import gather
 
@@ -82,15 +82,16 @@ class Float8Storage(Storage):
         return q._replace(values=gather(weight, q.values), scale=scale)
 
     def prepare(
-        self, block: Any, zero: "Zero", weights: "Weights", products: str, index: jax.Array
+        self, block: Any, zero: "Zero", weights: "Weights", slot: SlotKind, index: jax.Array
     ) -> None:
         """Has the modules of a layer multiply in float8, by the weights that are there in it."""
         layers = self.config.model.layers
         precision = self.config.precision
+        products = slot.products
         first, last = precision.float8_skip
         skip = (index < first) | (index >= layers - last) if products == "either" else None
         how = Float8Recipe(precision.float8_recipe, precision.float8_wgrad == "float8", products)
-        for name, placed in zero.layout.weights["blocks"].items():
+        for name, placed in zero.layout.weights[slot.stack].items():
             if name not in MODULES or (module := getattr(block, name)) is None:
                 continue
             trained, frozen = (tree.get(name) or {} for tree in weights)

@@ -33,7 +33,7 @@ from meshtrain.model.loss import LabelLosses, Mixed, dpo
 from meshtrain.model.policy_loss import policy_loss, row_gaps
 from meshtrain.model.products import use_adapters
 from meshtrain.model.rope import Routing, sequences
-from meshtrain.parallel.layout import Layout, Segment
+from meshtrain.parallel.layout import Layout, Segment, SlotKind
 from meshtrain.parallel.remat import checkpointed
 from meshtrain.parallel.tensor import MeshCollectives
 from meshtrain.parallel.zero import Weights, Zero
@@ -86,7 +86,9 @@ class Forward:
             lambda: Decoder(layout.config.model, nnx.Rngs(0), layout.config.lora)
         )
         self.embedding_graph, _ = nnx.split(decoder.embedding)
-        self.block_graph, _ = nnx.split(decoder.blocks)
+        self.block_graphs = {
+            stack: nnx.split(getattr(decoder, stack))[0] for stack in layout.stacks
+        }
         self.head_graph, _ = nnx.split(decoder.head)
         if layout.config.model.mtp:
             from meshtrain.parallel.predictions import PredictionLosses
@@ -160,13 +162,14 @@ class Forward:
         self,
         batch: Batch,
         key: Array | None,
+        kind: SlotKind,
         active: Array | None = None,
-        products: str = "compute",
     ) -> Callable[..., Array]:
         """Returns the function (a layer's differentiated weights, x, its constant weights, index) -> x.
 
-        A layer with index -1 is padding, of a stage with fewer layers than others, and returns x as it is. `products`
-        is the kind of its matrix products, see `Segment`. If a stage is not `active`, x belongs to no microbatch, and
+        A layer with index -1 is padding, of a stage with fewer layers than others, and returns x as it is; one of a
+        `skipped` slot is never called so. `kind` says
+        which stack it is of and what its matrix products are. If a stage is not `active`, x belongs to no microbatch, and
         no expert computes it.
         """
         sequence_at = sequences(self.config.model, self.positions(batch), batch.get("segments"))
@@ -176,8 +179,9 @@ class Forward:
 
         def layer(differentiated: Tree, x: Array, constant: Tree, index: Array) -> Array:
             weights = Weights(differentiated, constant)
-            block = nnx.merge(self.block_graph, self.zero.gather_at_use("blocks", weights))
-            self.layout.storage.prepare(block, self.zero, weights, products, index)
+            graph = self.block_graphs[kind.stack]
+            block = nnx.merge(graph, self.zero.gather_at_use(kind.stack, weights))
+            self.layout.storage.prepare(block, self.zero, weights, kind, index)
             use_adapters(block, self.adapters, adapter_dropout.at(index), self.collectives)
             block.attention.attend = self.parts.attention
             sequence = sequence_at(index)
@@ -193,7 +197,9 @@ class Forward:
                 return lax.cond(index >= 0, run, lambda x: x, x)
             return jnp.where(index >= 0, layer(differentiated, x, constant, index), x)
 
-        named = jax.named_scope(xla.LAYER)(layer if self.layout.even else layer_or_padding)
+        named = jax.named_scope(xla.LAYER)(
+            layer_or_padding if kind.padded and not kind.skipped else layer
+        )
         gathers = self.zero.gathers_at_use or self.collectives.sequence_parallel
         return checkpointed(named, self.config.parallel, gathers, self.config.lora.rank)
 
@@ -201,16 +207,19 @@ class Forward:
         """Returns the residual stream after the last layer, on a mesh without pipeline stages."""
         x = self.embed(weights, batch, key)
         segments = self.layout.segments
-        indices = jnp.asarray(self.layout.layer_at[0, 0])
-        stacked = (weights.part("blocks"), indices)
+        stacked = {
+            stack: (weights.part(stack), jnp.asarray(layers.index_at[0, 0]))
+            for stack, layers in self.layout.stacks.items()
+        }
         for segment, part in zip(segments, split_layers(stacked, segments), strict=True):
-            layer = self.layer(batch, key, products=segment.products)
+            layers = [self.layer(batch, key, kind) for kind in segment.period]
 
             def step(
-                x: Array, part: tuple[Weights, Array], layer: Callable = layer
+                x: Array, part: list[tuple[Weights, Array]], layers: list[Callable] = layers
             ) -> tuple[Array, None]:
-                weights, index = part
-                return layer(weights.differentiated, x, weights.constant, index), None
+                for layer, (weights, index) in zip(layers, part, strict=True):
+                    x = layer(weights.differentiated, x, weights.constant, index)
+                return x, None
 
             x = lax.scan(step, x, part)[0]
         return x
@@ -373,15 +382,37 @@ class Forward:
         return Dropout(self.config.model.dropout, key, batch["rows"])
 
 
-def split_layers(stacked: Tree, segments: list[Segment]) -> list[Tree]:
-    """Splits stacked layers into those of each segment."""
-    if len(segments) == 1:
+def split_layers(stacks: dict[str, Tree], segments: list[Segment]) -> list[list[Tree]]:
+    """Splits stacked layers into those of each segment: for each place of its period a tree [turns, ..]."""
+    pieces = {}
+    for stack, stacked in stacks.items():
+        counts = [[kind.stack for kind in s.period].count(stack) * s.turns for s in segments]
+        pieces[stack] = iter(_split(stacked, [count for count in counts if count]))
+    parts = []
+    for segment in segments:
+        names = [kind.stack for kind in segment.period]
+        by_stack = {
+            stack: _dealt(next(pieces[stack]), names.count(stack)) for stack in dict.fromkeys(names)
+        }
+        parts.append([by_stack[name].pop(0) for name in names])
+    return parts
+
+
+def _split(stacked: Tree, sizes: list[int]) -> list[Tree]:
+    if len(sizes) == 1:
         return [stacked]
     leaves, tree = jax.tree.flatten(stacked)
-    sizes = [segment.behind - segment.first for segment in segments]
     # lax.split: its gradient is one concatenation
     pieces = [lax.split(leaf, sizes) for leaf in leaves]
     return [jax.tree.unflatten(tree, piece) for piece in zip(*pieces, strict=True)]
+
+
+def _dealt(stacked: Tree, count: int) -> list[Tree]:
+    """Deals out stacked layers in turn to `count` places: [turns * count, ..] to as many trees [turns, ..]."""
+    if count == 1:
+        return [stacked]
+    turns = jax.tree.map(lambda a: a.reshape(-1, count, *a.shape[1:]), stacked)
+    return [jax.tree.map(lambda a, n=n: a[:, n], turns) for n in range(count)]
 
 
 def added(totals: Tree, more: Tree) -> Tree:

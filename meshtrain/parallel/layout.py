@@ -7,9 +7,11 @@ one has the layers of one stage side by side, each virtual stage padded to the l
     live        0 1 2 │ 3 4 ·        2 stages; · is padding, skipped by the stage and zero for ever
     live, 2 chunks per stage         0 1 3 · │ 2 · 4 ·   virtual stage k lies on stage k mod S, or where the schedule's
                                                          table says
+
+Where layers are of several kinds, each kind's weights lie so in a stack of their own (`StackLayers`).
 """
 
-import itertools
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -20,10 +22,11 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.config import Config
-from meshtrain.config.follow import runs_table
+from meshtrain.config.follow import has_rings, runs_table
+from meshtrain.config.stacks import layers_of_stacks
 from meshtrain.model.decoder import Decoder
 from meshtrain.model.weights import parameters
-from meshtrain.parallel.placement import Placed, all_placed, stages, table
+from meshtrain.parallel.placement import Placed, all_placed, slots_of_stages, stages, table
 from meshtrain.parallel.reduce.reduction import gather
 from meshtrain.registry import Shown
 from meshtrain.schedule.table import Table
@@ -58,8 +61,10 @@ class Storage:
         """Gathers a weight's shards, as a state has them, inside shard_map."""
         return gather(weight, shard)
 
-    def prepare(self, block: Any, zero: Any, weights: Any, products: str, index: jax.Array) -> None:
-        """Has the modules of layer `index` multiply as the `products` of its segment say: in the compute dtype."""
+    def prepare(
+        self, block: Any, zero: Any, weights: Any, slot: "SlotKind", index: jax.Array
+    ) -> None:
+        """Has the modules of layer `index` multiply as the `products` of its slot say: in the compute dtype."""
 
 
 def shard_spec(placed: Placed) -> PartitionSpec:
@@ -72,12 +77,63 @@ def is_placed(x: Any) -> bool:
     return isinstance(x, Placed)
 
 
-class Segment(NamedTuple):
-    """Neighbouring layers of a chunk whose products are of one kind on all stages."""
+class SlotKind(NamedTuple):
+    """The kind of a slot of a chunk, which is the same on all stages."""
 
-    first: int
-    behind: int
+    stack: str
     products: str  # compute, float8, or either: a stage has a layer of the one kind there, and another one of the other
+    padded: bool = False  # some virtual stage has padding there
+    # A stage that has it does not compute it, on any platform: most stages lack layers of that kind.
+    skipped: bool = False
+
+
+class Segment(NamedTuple):
+    """Neighbouring slots of a chunk, of one kind or of a period of kinds that comes over and over:
+
+    slots      dense   linear linear full   linear linear full
+    segments   ──┬──   ────────────────┬───────────────────
+         1 turn of [dense]     2 turns of [linear, linear, full]
+    """
+
+    first: int  # slot
+    behind: int
+    period: tuple[SlotKind, ...]
+
+    @property
+    def turns(self) -> int:
+        return (self.behind - self.first) // len(self.period)
+
+    def turn(self, slot: int) -> int:
+        """Returns the turn that begins at a slot, counted from the first slot on."""
+        return self.first + (slot - self.first) // len(self.period)
+
+
+class StackLayers:
+    """The layers of a stack: their places on a mesh."""
+
+    def __init__(self, layers: Sequence[int], index_at: np.ndarray) -> None:
+        """index_at: the layer in each live place, of those of the model, -1 for padding: int [pipeline, chunks, places
+        of a virtual stage].
+        """
+        self.layers = layers
+        self.index_at = index_at
+
+    @cached_property
+    def layer_at(self) -> np.ndarray:
+        """The layer in each live place likewise, of those of the stack."""
+        stacked = np.searchsorted(self.layers, self.index_at)
+        return np.where(self.index_at < 0, -1, stacked)
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """The live place of each canonical layer."""
+        layers = self.layer_at.reshape(-1)
+        return np.argsort(np.where(layers < 0, layers.size, layers))[: len(self.layers)]
+
+    @cached_property
+    def in_order(self) -> bool:
+        """The live order of the layers is the canonical one."""
+        return bool(np.array_equal(self.layer_at.reshape(-1), np.arange(len(self.layers))))
 
 
 class Layout(Shown):
@@ -115,31 +171,62 @@ class Layout(Shown):
 
     @cached_property
     def layer_at(self) -> np.ndarray:
-        """The canonical layer in each live place, -1 for padding: int [pipeline, chunks, most layers of a virtual
-        stage].
-        """
-        layers = self.stages.counts
-        first = np.concatenate([[0], np.cumsum(layers)])
-        layer_at = np.full((self.pipeline, self.chunks, max(layers)), -1)
+        """The layer of the model in each slot, -1 for padding: int [pipeline, chunks, slots of a virtual stage]."""
+        rows = np.array(slots_of_stages(self.config))
+        layer_at = np.full((self.pipeline, self.chunks, rows.shape[1]), -1)
         for stage in range(self.pipeline):
             for chunk in range(self.chunks):
-                k = self.table.virtual(stage, chunk) if self.table else 0
-                layer_at[stage, chunk, : layers[k]] = np.arange(first[k], first[k + 1])
+                layer_at[stage, chunk] = rows[self.table.virtual(stage, chunk) if self.table else 0]
         return layer_at
 
     @cached_property
-    def places(self) -> np.ndarray:
-        """The live place of each canonical layer."""
-        layers = self.layer_at.reshape(-1)
-        return np.argsort(np.where(layers < 0, layers.size, layers))[: self.config.model.layers]
+    def stacks(self) -> dict[str, StackLayers]:
+        """The places of each stack's layers, by its name."""
+        slots = np.array(self.stages.slots)
+        return {
+            stack: StackLayers(layers, self.layer_at[..., slots == stack])
+            for stack, layers in layers_of_stacks(self.config.model).items()
+        }
+
+    def stack(self, weight: Placed) -> StackLayers:
+        """Returns the stack of a stacked weight."""
+        return self.stacks[weight.stack]
 
     @cached_property
     def segments(self) -> list[Segment]:
-        """The layers of a chunk, from the first to behind the last."""
+        """The slots of a chunk, from the first to behind the last. A table of pairs, which runs one segment forward and
+        another backward in one loop, has no periods.
+        """
+        paired = self.table is not None and self.table.paired
+        kinds = self._slot_kinds()
+        padding = np.any(self.layer_at < 0, axis=(0, 1))
+        skips = len(self.stacks) > 1 and not has_rings(self.config)
+        segments = []
+        first = 0
+        while first < len(kinds):
+            length, turns = _most_turns(kinds[first:], 1 if paired else len(kinds) - first)
+            behind = first + length * turns
+            padded = [bool(padding[first + n : behind : length].any()) for n in range(length)]
+            period = [
+                kind._replace(padded=some, skipped=some and skips)
+                for kind, some in zip(kinds[first:behind], padded, strict=False)
+            ]
+            segments.append(Segment(first, behind, tuple(period)))
+            first = behind
+        return segments
+
+    def _slot_kinds(self) -> list[SlotKind]:
+        return [
+            SlotKind(stack, products)
+            for stack, products in zip(self.stages.slots, self._products(), strict=True)
+        ]
+
+    def _products(self) -> Sequence[str]:
+        """Returns the products of each slot."""
         precision = self.config.precision
         layer_at = self.layer_at.reshape(-1, self.layer_at.shape[-1])
         if precision.matmul == "compute":
-            return [Segment(0, layer_at.shape[-1], "compute")]
+            return ["compute"] * layer_at.shape[-1]
         first, last = precision.float8_skip
         skipped = (layer_at < first) | (layer_at >= self.config.model.layers - last)
         rounds = np.any(~skipped & (layer_at >= 0), axis=0)
@@ -148,9 +235,7 @@ class Layout(Shown):
             np.where(np.any(skipped & (layer_at >= 0), axis=0), "either", "float8"),
             "compute",
         )
-        changes = np.flatnonzero(kinds[1:] != kinds[:-1])
-        starts = [0, *(changes + 1), len(kinds)]
-        return [Segment(int(a), int(b), str(kinds[a])) for a, b in itertools.pairwise(starts)]
+        return [str(kind) for kind in kinds]
 
     @cached_property
     def weights(self) -> Tree:
@@ -173,11 +258,6 @@ class Layout(Shown):
     def updated(self) -> Tree:
         """The tree of Placed of what the optimizer changes, None elsewhere."""
         return self.map(lambda weight: weight if weight.updated else None)
-
-    @cached_property
-    def even(self) -> bool:
-        """No stage has padding."""
-        return bool((self.layer_at >= 0).all())
 
     # --- trees of weights
 
@@ -257,18 +337,27 @@ class Layout(Shown):
         return self.map(self.canonical_leaf, live)
 
     def live_leaf(self, weight: Placed, x: jax.Array) -> jax.Array:
-        if weight.stacked and not self.in_order:
-            places = self.layer_at.reshape(-1)
+        if weight.stacked and not self.stack(weight).in_order:
+            places = self.stack(weight).layer_at.reshape(-1)
             holds_layer = jnp.asarray(places >= 0).reshape((-1,) + (1,) * (x.ndim - 1))
             x = jnp.where(holds_layer, x[jnp.asarray(np.maximum(places, 0))], 0)
         return jnp.pad(x, [(0, to - n) for n, to in zip(x.shape, weight.padded, strict=True)])
 
     def canonical_leaf(self, weight: Placed, x: jax.Array) -> jax.Array:
-        if weight.stacked and not self.in_order:
-            x = x[jnp.asarray(self.places[: weight.shape[0]])]
+        if weight.stacked and not self.stack(weight).in_order:
+            x = x[jnp.asarray(self.stack(weight).places[: weight.shape[0]])]
         return x[tuple(slice(n) for n in weight.shape)]
 
-    @cached_property
-    def in_order(self) -> bool:
-        """The live order of the layers is the canonical one."""
-        return bool(np.array_equal(self.layer_at.reshape(-1), np.arange(self.config.model.layers)))
+
+def _most_turns(kinds: Sequence[SlotKind], longest: int) -> tuple[int, int]:
+    """Returns (its length, how often it comes) of the period, no longer than that, which covers the most of the first
+    kinds.
+    """
+    found = []
+    for length in range(1, longest + 1):
+        turns = 1
+        while kinds[turns * length : (turns + 1) * length] == kinds[:length]:
+            turns += 1
+        found.append((length, turns))
+    several = [(length, turns) for length, turns in found if turns > 1 or length == 1]
+    return max(several, key=lambda one: one[0] * one[1])

@@ -18,6 +18,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.config import Config
+from meshtrain.config.stacks import expert_layers
 from meshtrain.model.weights import COUNTED
 from meshtrain.parallel.layout import Layout
 from meshtrain.run.hooks import Row, RunHook
@@ -81,9 +82,14 @@ def metrics(config: Config, layout: Layout, gradients: Tree) -> dict[str, jax.Ar
     `dropped_rows`, for which there was no room, of all layers. With telemetry.experts_every also all counts, for
     `LayerLoads`.
     """
-    counts = gradients["blocks"]["experts"]["load"]
-    if counts is None:
+    of_stacks = {
+        stack: gradients[stack]["experts"]["load"]
+        for stack in layout.stacks
+        if "experts" in layout.weights[stack]
+    }
+    if None in of_stacks.values():
         return {}
+    counts = _joined(list(of_stacks.values()))
     tokens, noted, entropy = divided(counts, config.model.moe.experts)
     total = jnp.maximum(tokens.sum(), 1)
     # no mean, which a compiler makes a product with 1 / experts
@@ -94,12 +100,24 @@ def metrics(config: Config, layout: Layout, gradients: Tree) -> dict[str, jax.Ar
         **dropped_or_rounds(config, noted.sum(), total),
     }
     if config.telemetry.experts_every:
-        in_order = layout.canonical_leaf(layout.weights["blocks"]["experts"]["load"], counts)
+        in_order = _joined(
+            [
+                layout.canonical_leaf(layout.weights[stack]["experts"]["load"], counts)
+                for stack, counts in of_stacks.items()
+            ]
+        )
+        if len(of_stacks) > 1:
+            layers = np.concatenate([layout.stacks[stack].layers for stack in of_stacks])
+            in_order = in_order[np.argsort(layers)]
         # on all devices, so that the first process can read it
         numbers[COUNTS] = jax.lax.with_sharding_constraint(
             in_order, NamedSharding(layout.mesh, PartitionSpec())
         )
     return numbers
+
+
+def _joined(arrays: list[jax.Array]) -> jax.Array:
+    return jnp.concatenate(arrays) if len(arrays) > 1 else arrays[0]
 
 
 def divided(counts: Any, experts: int) -> tuple[Any, Any, Any]:
@@ -166,7 +184,9 @@ def of_layers(counts: np.ndarray, config: Config) -> Row:
         "layer_router_entropy": entropy * config.model.moe.top_k / total,
         **{f"layer_{name}": x for name, x in dropped_or_rounds(config, noted, total).items()},
     }
+    layers = expert_layers(config.model)
     numbered = {
-        name: {str(i): float(x) for i, x in enumerate(values)} for name, values in by_layer.items()
+        name: {str(i): float(x) for i, x in zip(layers, values, strict=True)}
+        for name, values in by_layer.items()
     }
     return {**numbered, "expert_tokens": tokens.astype(int).tolist()}

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from meshtrain.config.stacks import BLOCKS
 from meshtrain.parallel.layout import Layout, is_placed
 from meshtrain.parallel.placement import Placed
 
@@ -17,7 +18,8 @@ Tree = Any
 
 def divide(tree: Tree) -> tuple[Tree, Tree]:
     """Returns the layers' part of a tree, and the rest."""
-    return {"blocks": tree["blocks"]}, {name: tree[name] for name in tree if name != "blocks"}
+    layers = {name: tree[name] for name in tree if name.endswith(BLOCKS)}
+    return layers, {name: tree[name] for name in tree if name not in layers}
 
 
 def join(

@@ -28,6 +28,7 @@ from meshtrain.config.mesh import EXPERT, PIPELINE, TENSOR, MeshConfig
 from meshtrain.config.model import LoraConfig, ModelConfig
 from meshtrain.config.reduce import sends_by_table
 from meshtrain.config.schema import Config
+from meshtrain.config.stacks import stack_of, stack_of_layers
 from meshtrain.errors import ConfigError, nearest, short
 from meshtrain.model.weights import Weight, all_weights, is_trained, weights
 from meshtrain.schedule.generators import make_table, with_sends
@@ -71,6 +72,11 @@ class Placed:
     def stacked(self) -> bool:
         """Returns whether the first axis counts layers."""
         return self.axes[0] == "layers"
+
+    @property
+    def stack(self) -> str:
+        """The stack of its layers, of a stacked one."""
+        return stack_of(self.name)
 
     @property
     def adapter(self) -> bool:
@@ -243,13 +249,13 @@ def placed(
     model: ModelConfig,
     mesh: MeshConfig,
     vocab: str,
-    places: int,
+    places: tuple[tuple[str, int], ...],
     zero_stage: int,
     lora: LoraConfig = NO_LORA,
     trainable: tuple[str, ...] = (),
     experts: tuple[str, ...] = (),
 ) -> tuple[Placed, ...]:
-    """Every weight of a model on a mesh, see `place`. ConfigError where `trainable` names a weight that does not exist.
+    """Every weight of a model on a mesh, see `place`; `places` has those of each stack. ConfigError where `trainable` names a weight that does not exist.
 
     A frozen weight has neither a gradient nor an optimizer's state to shard: ZeRO-3 alone shards it, since it shards
     weights.
@@ -264,22 +270,37 @@ def placed(
                 f"{names[1]} ... {names[-1]}" + (nearest(pattern, names) or ".")
             )
     trained = {weight: is_trained(weight, lora, trainable) for weight in every}
+    by_stack = dict(places)
     return tuple(
-        place(w, over, mesh, places, zero_stage >= (1 if t else 3), t) for w, t in trained.items()
+        place(w, over, mesh, by_stack.get(stack_of(w.name), 0), zero_stage >= (1 if t else 3), t)
+        for w, t in trained.items()
     )
 
 
 @dataclass(frozen=True)
 class Stages:
-    """Returns how the layers are assigned to the virtual stages."""
+    """Returns how the layers are assigned to the virtual stages.
+
+    A virtual stage has slots of kinds, the same on all, since all run one program. Its layers take the first slots that
+    they fit into, in order; the others are padding. Of one kind there are as many slots as the longest has layers.
+
+        slots                     dense  blocks  blocks  blocks
+        virtual stage 0             0       1       2       ·
+        virtual stage 1             ·       3       4       5
+    """
 
     counts: tuple[int, ...]  # layers of each virtual stage, in model order
     chunks: int  # virtual stages on a device
+    slots: tuple[str, ...]  # of a virtual stage: the stacks that their layers are of
 
-    @functools.cached_property
+    @property
     def longest(self) -> int:
-        """The most layers of a virtual stage, to which the others are padded."""
-        return max(self.counts)
+        """The slots of a virtual stage, padding counted."""
+        return len(self.slots)
+
+    def places(self, stack: str) -> int:
+        """Returns the layers of a stack that a device has places for."""
+        return self.slots.count(stack) * self.chunks
 
     @property
     def on_device(self) -> int:
@@ -288,32 +309,85 @@ class Stages:
 
 
 def stages(config: Config) -> Stages:
-    """As parallel.layer_split asks for, else as even as can be, longer ones first."""
+    """As parallel.layer_split asks for, else as even as can be, longer ones first; cut at the periods of a pattern where
+    there are enough of them.
+    """
     parallel = config.parallel
+    model = config.model
     pipeline = config.mesh.pipeline
-    return _stages(config.model.layers, pipeline, parallel.virtual_stages, parallel.layer_split)
+    period = len(model.pattern) or 1
+    kinds = stack_of_layers(model)
+    return _stages(kinds, period, pipeline, parallel.virtual_stages, parallel.layer_split)
 
 
 @functools.lru_cache(maxsize=65536)
-def _stages(layers: int, pipeline: int, chunks: int, layer_split: tuple[int, ...] | None) -> Stages:
+def _stages(
+    kinds: tuple[str, ...],
+    period: int,
+    pipeline: int,
+    chunks: int,
+    layer_split: tuple[int, ...] | None,
+) -> Stages:
+    layers = len(kinds)
     if pipeline == 1:
-        return Stages((layers,), 1)
+        return Stages((layers,), 1, kinds)
     virtual = pipeline * chunks
-    return Stages(
-        layer_split or tuple(layers // virtual + (k < layers % virtual) for k in range(virtual)),
-        chunks,
-    )
+    if layers % period or layers // period < virtual:
+        period = 1
+    each, more = divmod(layers // period, virtual)
+    counts = layer_split or tuple(period * (each + (k < more)) for k in range(virtual))
+    ends = list(itertools.accumulate(counts))
+    if len({*kinds}) == 1:
+        return Stages(counts, chunks, kinds[: max(counts)])
+    of_stages = [kinds[end - n : end] for end, n in zip(ends, counts, strict=True)]
+    return Stages(counts, chunks, functools.reduce(_slots_of_both, dict.fromkeys(of_stages)))
+
+
+def _slots_of_both(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns the shortest sequence of kinds that has both in it, in their order (the shortest common supersequence)."""
+    best: dict[tuple[int, int], tuple[str, ...]] = {}
+    for i, j in itertools.product(range(len(one), -1, -1), range(len(other), -1, -1)):
+        if i == len(one) or j == len(other):
+            best[i, j] = one[i:] + other[j:]
+        elif one[i] == other[j]:
+            best[i, j] = (one[i], *best[i + 1, j + 1])
+        else:
+            shortest = min(
+                (best[i + 1, j], one[i]), (best[i, j + 1], other[j]), key=lambda x: len(x[0])
+            )
+            best[i, j] = (shortest[1], *shortest[0])
+    return best[0, 0]
+
+
+def slots_of_stages(config: Config) -> list[list[int]]:
+    """Returns for each virtual stage the layer in each of its slots, -1 for padding."""
+    assigned = stages(config)
+    kinds = stack_of_layers(config.model)
+    layer = 0
+    rows = []
+    for count in assigned.counts:
+        behind = layer + count
+        row = []
+        for kind in assigned.slots:
+            here = layer < behind and kinds[layer] == kind
+            row.append(layer if here else -1)
+            layer += here
+        rows.append(row)
+    return rows
 
 
 def all_placed(config: Config) -> tuple[Placed, ...]:
     """Every weight of a config, in the order of `model.weights`."""
-    places = config.mesh.pipeline * stages(config).on_device
+    assigned = stages(config)
     parallel = config.parallel
+    places = {
+        stack: config.mesh.pipeline * assigned.places(stack) for stack in sorted({*assigned.slots})
+    }
     return placed(
         config.model,
         config.mesh,
         parallel.vocab,
-        places,
+        tuple(places.items()),
         parallel.zero_stage,
         config.lora,
         config.train.trainable,

@@ -18,7 +18,7 @@ in the step:
 sums the accumulated gradients into shards.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -57,8 +57,12 @@ class Weights(NamedTuple):
     constant: Tree
 
     def part(self, name: str) -> "Weights":
-        """Returns the weights of the embedding, the blocks or the head."""
+        """Returns the weights of the embedding, a stack or the head."""
         return Weights(self.differentiated[name], self.constant[name])
+
+    def parts(self, names: Iterable[str]) -> "Weights":
+        """Returns those of several, by their names."""
+        return Weights(*({name: tree[name] for name in names} for tree in self))
 
 
 class ReducedGradients(NamedTuple):
@@ -101,7 +105,7 @@ class Zero:
 
     def gather_params(self, masters: Tree, blocks: bool = True) -> Weights:
         """Inside shard_map: this device's master weights (float32 shards) and frozen weights to what the step computes
-        with; without the `blocks`, whose shards `gather_layers` takes.
+        with; without the `blocks` of any stack, whose shards `gather_layers` takes.
         """
         stays = lambda weight: weight.float32 or self.layout.is_rounded(weight)
         computed = self.layout.map(
@@ -110,7 +114,7 @@ class Zero:
         shards = vary(computed, self.axes)
         resident = shards if self.gathers_at_use else self.layout.map(self.gathered, shards)
         if not blocks:
-            resident = {**resident, "blocks": shards["blocks"]}
+            resident = {**resident, **{stack: shards[stack] for stack in self.layout.stacks}}
         read_too = self.scatters_at_use and not self.gathers_at_use
         constant = self.layout.map(
             lambda weight, x: x if read_too or not weight.trained else None, resident
@@ -120,16 +124,16 @@ class Zero:
         )
 
     def gather_layers(self, shards: Weights) -> Weights:
-        """Full weights of some layers, stacked, from their shards."""
+        """Full weights of some layers, by their stacks, from their shards."""
 
         def full(weight: Placed, shard: Any) -> Any:
             return None if shard is None else self.gathered(weight, shard)
 
-        placed = self.layout.weights["blocks"]
+        placed = {stack: self.layout.weights[stack] for stack in self.layout.stacks}
         return Weights(*(jax.tree.map(full, placed, tree, is_leaf=is_placed) for tree in shards))
 
     def gather_at_use(self, part: str, weights: Weights) -> Tree:
-        """Full weights for the model from a part of `Weights` (of the blocks: a layer's, unstacked).
+        """Full weights for the model from a part of `Weights` (of a stack: a layer's, unstacked).
 
         Their gradient flows to `differentiated`: as it is, or summed and scattered over data.
         """
@@ -184,8 +188,8 @@ class Zero:
         state = None if self.feedback is None else self.feedback.next_state(reduced, scale)
         return ReducedGradients(shards, state, measured)
 
-    def reduce_early(self, part: str, gradients: Tree) -> Tree:
-        """Reduce-scatters a part's gradients (of the blocks: of some layers, stacked) that are already complete, to
+    def reduce_early(self, gradients: Tree) -> Tree:
+        """Reduce-scatters gradients of parts, by their names (of a stack: of some layers, stacked), that are already complete, to
         overlap with the rest of the backward pass; `reduce_grads` passes them through. Norms and biases, which are
         small, stay as they are: at the end one message takes all of them.
         """
@@ -196,7 +200,8 @@ class Zero:
             reduced = self._reduce(weight, g)
             return EarlyReduced(reduced.shard, [x[None] for x in reduced.squares])
 
-        return jax.tree.map(reduce, self.layout.weights[part], gradients, is_leaf=is_placed)
+        placed = {part: self.layout.weights[part] for part in gradients}
+        return jax.tree.map(reduce, placed, gradients, is_leaf=is_placed)
 
     def add_gradient(
         self, weight: Placed, total: jax.Array, add: Callable[[jax.Array], jax.Array]

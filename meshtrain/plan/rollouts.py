@@ -19,6 +19,7 @@ from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PER
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config, MeshConfig
 from meshtrain.config.mesh import TENSOR
+from meshtrain.config.stacks import layers_of_stacks
 from meshtrain.parallel.placement import Placed, all_placed, placed
 from meshtrain.plan import shapes
 from meshtrain.plan.experts import reached
@@ -67,7 +68,8 @@ def decoding_weights(config: Config) -> tuple[Placed, ...]:
     """Returns every weight as decoding has it: split over tensor alone."""
     mesh = config.mesh
     alone = MeshConfig(data=mesh.devices // mesh.tensor, tensor=mesh.tensor)
-    layers = config.model.layers
+    stacks = layers_of_stacks(config.model)
+    layers = tuple((stack, len(layers)) for stack, layers in stacks.items())
     return placed(config.model, alone, "edge", layers, 0, config.lora, config.train.trainable)
 
 

@@ -12,10 +12,12 @@ from meshtrain.config.follow import microbatch_rows
 from meshtrain.config.model import LoraConfig, patches_of, positions_of
 from meshtrain.config.rl import has_reference
 from meshtrain.config.schema import OptimizerConfig
+from meshtrain.config.stacks import BLOCKS
 from meshtrain.families import FAMILIES
 from meshtrain.model.weights import Weight, all_weights, is_trained, weights
 from meshtrain.optimizers import OPTIMIZERS
-from meshtrain.parallel.placement import Placed, part, placed, splits
+from meshtrain.parallel.placement import Placed, part, placed, splits, stages
+from meshtrain.plan.by_stack import averaged, stack_configs
 
 PATCHES_WEIGHT = "embedding.patches"
 FIRST = ("blocks.attention.q", "blocks.attention.k", "blocks.attention.v")
@@ -25,8 +27,8 @@ FIRST = ("blocks.attention.q", "blocks.attention.k", "blocks.attention.v")
 class Elements:
     """Elements of some weights on one device: `full` as the model uses them, `shard` of what is split over data too."""
 
-    full: int = 0
-    shard: int = 0
+    full: float = 0
+    shard: float = 0
     largest: int = 0  # full elements of the largest weight
     # What a gather over all token ranks makes of the shards; of experts, which fewer ranks gather, what sends as many
     # bytes.
@@ -46,7 +48,7 @@ class Elements:
         gathered = self.gathered - other.gathered
         return Elements(self.full - other.full, self.shard - other.shard, self.largest, gathered)
 
-    def __mul__(self, count: int) -> "Elements":
+    def __mul__(self, count: float) -> "Elements":
         return Elements(self.full * count, self.shard * count, self.largest, self.gathered * count)
 
 
@@ -71,11 +73,13 @@ class WeightParts(NamedTuple):
         return self.tokens + self.output
 
 
+@averaged
 def resident(config: Config) -> WeightParts:
     """Elements of a config's model on one device, adapters among them."""
     return _resident(_sizes(config), False)
 
 
+@averaged
 def trained(config: Config) -> WeightParts:
     """Elements on one device that are trained."""
     return _resident(_sizes(config), True)
@@ -125,15 +129,16 @@ def layer_weights(config: Config) -> list[Placed]:
 
 
 def _one_layer(sizes: Sizes) -> tuple[Placed, ...]:
-    """Every weight, where each stage has a single layer."""
+    """Every weight, where each stage has a single layer; of a model with one stack."""
     model, mesh, vocab, zero, lora, trainable = sizes
-    return placed(model, mesh, vocab, mesh.pipeline, zero, lora, trainable)
+    return placed(model, mesh, vocab, ((BLOCKS, mesh.pipeline),), zero, lora, trainable)
 
 
 def _sum(parts: Iterable[Elements]) -> Elements:
     return functools.reduce(Elements.__add__, parts, Elements())
 
 
+@averaged
 def optimizer_state(config: Config, layers: int) -> float:
     """Elements of all moments on one device with so many layers; counts and other scalars are left out."""
     block, outer = _moments(config.optimizer, _sizes(config))
@@ -158,11 +163,18 @@ def replicated(config: Config, layers: int) -> dict[tuple[str, int], int]:
     """
     mesh = config.mesh
     counts = dict[tuple[str, int], int]()
-    for weight in (p for p in _one_layer(_sizes(config)) if p.trained):
-        group = {axis: getattr(mesh, axis) for axis in weight.replicated if getattr(mesh, axis) > 1}
-        if group:
-            key = "+".join(group), math.prod(group.values())
-            counts[key] = counts.get(key, 0) + weight.on_rank() * (layers if weight.stacked else 1)
+    several = stack_configs(config)
+    assigned = stages(config)
+    for number, (stack, one) in enumerate(several):
+        places = layers if len(several) == 1 else assigned.places(stack)
+        for weight in (
+            p for p in _one_layer(_sizes(one)) if p.trained and (p.stacked or not number)
+        ):
+            group = {axis: mesh.ways(axis) for axis in weight.replicated if mesh.ways(axis) > 1}
+            if group:
+                key = "+".join(group), math.prod(group.values())
+                each = weight.on_rank() * (places if weight.stacked else 1)
+                counts[key] = counts.get(key, 0) + each
     return counts
 
 

@@ -66,6 +66,12 @@ def experts(
     return y, loss
 
 
+def in_order(parameters: Tree) -> list[tuple[str, int]]:
+    """The stack of each layer, and its place in it: those with a dense MLP come first."""
+    stacks = [name for name in ("dense_blocks", "blocks") if name in parameters]
+    return [(n, i) for n in stacks for i in range(len(parameters[n]["attention"]["q"]))]
+
+
 def run(
     model: reference.Model, moe: Tree, parameters: Tree, batch: Tree
 ) -> tuple[float, Tree, np.ndarray]:
@@ -74,8 +80,7 @@ def run(
 
     Of a batch of tokens, labels [B, T], and perhaps positions, segments (0: padding) and weights.
     """
-    layers = len(parameters["blocks"]["attention"]["q"])
-    counts = np.zeros((layers, moe["experts"]))
+    counts = np.zeros((len(parameters["blocks"]["attention"]["q"]), moe["experts"]))
     weights = batch.get("weights", np.ones(batch["labels"].shape))
     total, drop = weights.sum(), {name: 1.0 for name in ("scores", "attention", "mlp")}
 
@@ -85,13 +90,16 @@ def run(
         routed = routed & (row["weights"].sum() > 0) if "segments" not in row else routed
         positions = jnp.asarray(row.get("positions", np.arange(len(tokens))))
         x, own = parameters["embedding"]["tokens"][tokens], 0.0
-        for layer in range(layers):
-            p = jax.tree.map(lambda a, i=layer: a[i], parameters["blocks"])
+        for layer, (stack, place) in enumerate(in_order(parameters)):
+            p = jax.tree.map(lambda a, i=place: a[i], parameters[stack])
             a = reference.norm(model, p["attention_norm"], x)
             x = x + reference.attention(
                 model, p["attention"], a, positions, row.get("segments"), drop, jnp.int32(layer)
             )
             h = reference.norm(model, p["mlp_norm"], x)
+            if "experts" not in p:
+                x = x + reference.mlp(model, p["mlp"], h)
+                continue
             bias = p["experts"]["load"][: moe["experts"]] if moe["balance"] == "bias" else 0.0
             chosen = chosen_by(
                 moe, jax.lax.stop_gradient(scores_of(moe, h @ p["experts"]["router"])[0] + bias)
@@ -100,7 +108,7 @@ def run(
             if "mlp" in p:  # shared experts
                 y = y + reference.mlp(model, p["mlp"], h)
             x, own = x + y, own + loss
-            np.add.at(counts[layer], chosen[routed].reshape(-1), 1)
+            np.add.at(counts[place], chosen[routed].reshape(-1), 1)
         x = reference.norm(model, parameters["head"]["norm"], x)
         z = x @ parameters["head"]["weight"]
         each = jnp.log(jnp.exp(z).sum(-1)) - z[np.arange(len(tokens)), row["labels"]]

@@ -43,7 +43,7 @@ def place(layout: Layout, canonical: Tree) -> Tree:
     def live(leaf: Placed, x: np.ndarray) -> jax.Array:
         out = np.zeros(leaf.padded, np.float32)
         if leaf.stacked:
-            for at, layer in enumerate(layout.layer_at.reshape(-1)):
+            for at, layer in enumerate(layout.stack(leaf).layer_at.reshape(-1)):
                 if layer >= 0:
                     out[at][tuple(slice(n) for n in x.shape[1:])] = x[layer]
         else:

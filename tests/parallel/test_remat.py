@@ -55,7 +55,7 @@ def kept(remat: str, hooks: Hooks | None = None, **parallel: Any) -> list[tuple[
         )
         zero = jnp.int32(0)
         vjp = stage._trace(
-            stage.layer(Slot(jnp.array(True), zero, zero, zero), stage.segments[0]),
+            stage.stacked_layer(Slot(jnp.array(True), zero, zero, zero), stage.segments[0], 0),
             zero,
             stage.zeros(),
         ).vjp

@@ -115,9 +115,9 @@ class Execution:
             loss, measured = jax.tree.map(lambda like: zeros(like.shape, like), totals)
             stash, w_residuals = stage.stash_shapes(self.table.split)
             edge = stage.model.zero.no_gradients(
-                {**stage.edge.differentiated, "blocks": stage.blocks.differentiated}
+                {**stage.edge.differentiated, **stage.blocks.differentiated}
             )
-            blocks = edge.pop("blocks")
+            blocks = {stack: edge.pop(stack) for stack in stage.of_chunk}
         return Carry(
             forward_received=empty((depths.f_inbox,), x),
             backward_received=empty((depths.b_inbox,), x),

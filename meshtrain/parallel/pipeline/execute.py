@@ -73,7 +73,7 @@ class Executor:
             carry = execution.run(self.phases, carry)
             carry = execution.end(carry)
         totals = sum_at_once(_sum_over_stages, (carry.loss, carry.measured))
-        return LossAndGradients(totals, {**carry.edge, "blocks": carry.blocks})
+        return LossAndGradients(totals, {**carry.edge, **carry.blocks})
 
     def label_losses(self, weights: Weights, batches: Batch) -> LabelLosses:
         """Returns the loss of each label, [M, b, T], on every stage: runs the table's forwards and heads alone."""

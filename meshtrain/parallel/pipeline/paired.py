@@ -23,7 +23,7 @@ from jax import Array, lax
 
 from meshtrain import xla
 from meshtrain.parallel.pipeline.order import ordered
-from meshtrain.parallel.pipeline.stage import Slot, Stage, read, write
+from meshtrain.parallel.pipeline.stage import Slot, Stage, put, read, write
 
 Tree = Any
 
@@ -49,7 +49,9 @@ class PairSlots(NamedTuple):
 
 
 def run_pair(stage: Stage, pair: Pair, slots: PairSlots, split: bool) -> Pair:
-    """Runs the chunks of a pair, or of a backward alone, in one loop. `split`: its backward is an I."""
+    """Runs the chunks of a pair, or of a backward alone, in one loop. `split`: its backward is an I. Segments have one
+    kind each.
+    """
     segments = stage.segments
     edges = {
         0,
@@ -73,13 +75,13 @@ def _turn(stage: Stage, ahead: int, back: int, slots: PairSlots, split: bool) ->
     forward_segment = stage.segments[ahead]
     segment = stage.segments[back]
     if f:
-        ahead_layer = stage.layer(f, forward_segment)
-        f_first = stage.offset(f.chunk, forward_segment)
-    back_layer = stage.layer(b, segment)
-    b_first = stage.offset(b.chunk, segment)
+        ahead_layer = stage.stacked_layer(f, forward_segment, 0)
+        f_first = stage.offset(f.chunk, ahead_layer)
+    back_layer = stage.stacked_layer(b, segment, 0)
+    b_first = stage.offset(b.chunk, back_layer)
     if w:
-        weight_layer = stage.layer(w, segment)
-        w_first = stage.offset(w.chunk, segment)
+        weight_layer = stage.stacked_layer(w, segment, 0)
+        w_first = stage.offset(w.chunk, weight_layer)
 
     def turn(pair: Pair, i: Array) -> tuple[Pair, None]:
         stash = pair.stash
@@ -96,14 +98,14 @@ def _turn(stage: Stage, ahead: int, back: int, slots: PairSlots, split: bool) ->
             if f:
                 with jax.named_scope(xla.FORWARD):
                     x, output = stage.forward_layer(ahead_layer, f_first + ahead_i, x)
-                    stash = _put(stash, ahead, write(stash[ahead], output, f.place, ahead_i))
+                    kept = [write(stash[ahead][0], output, f.place, ahead_i)]
+                    stash = put(stash, ahead, kept)
             with jax.named_scope(xla.BACKWARD):
                 at = b_first + back_i
                 if split:
                     cotangent, output = stage.input_layer(back_layer, at, cotangent, stashed)
-                    w_residuals = _put(
-                        w_residuals, back, write(w_residuals[back], output, b_cot, back_i)
-                    )
+                    kept = [write(w_residuals[back][0], output, b_cot, back_i)]
+                    w_residuals = put(w_residuals, back, kept)
                 else:
                     carry = (cotangent, gradients)
                     (cotangent, gradients), _ = stage.backward_layer(
@@ -121,16 +123,12 @@ def _turn(stage: Stage, ahead: int, back: int, slots: PairSlots, split: bool) ->
     return turn
 
 
-def _put(parts: list[Tree], n: int, part: Tree) -> list[Tree]:
-    return [*parts[:n], part, *parts[n + 1 :]]
-
-
 def _read_first(parts: list[Tree], n: int, *at: Array) -> tuple[list[Tree], Tree]:
     """Barriers: what is at a place of the buffers of a segment is read before anything is written in them, or XLA would
     copy them. Each array has a barrier of its own, since the results of a barrier vary over all axes over which any
     operand does.
     """
-    leaves, tree = jax.tree.flatten(parts[n])
+    leaves, tree = jax.tree.flatten(parts[n][0])
     both = [lax.optimization_barrier((leaf, read(leaf, *at))) for leaf in leaves]
     buffers, values = zip(*both, strict=True) if both else ((), ())
-    return _put(parts, n, jax.tree.unflatten(tree, buffers)), jax.tree.unflatten(tree, values)
+    return put(parts, n, [jax.tree.unflatten(tree, buffers)]), jax.tree.unflatten(tree, values)

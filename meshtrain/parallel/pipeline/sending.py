@@ -47,7 +47,7 @@ class Sending:
         self.table = execution.table
         self.sends = execution.table.sends
         self.zero = execution.stage.model.zero
-        self.layers = execution.stage.layers
+        self.of_chunk = execution.stage.of_chunk
         self.shards = execution.stage.blocks
 
     def run(self) -> Carry:
@@ -57,13 +57,13 @@ class Sending:
             blocks = self.written(blocks, self.gathered(self.shards, chunk), chunk)
         carry = self.replace_blocks(blocks).start()
         like = jax.eval_shape(
-            lambda blocks: self.reduced("blocks", self.slice_chunk(blocks, 0)), carry.blocks
+            lambda blocks: self.reduced(self.slice_chunk(blocks, 0)), carry.blocks
         )
         state = SendState(carry, blocks, empty((self.table.chunks,), like))
         head = None
         for section in sections(self.table, self.phases):
             if section.reduces and head is None:
-                head = self.reduced("head", after(state.carry.edge["head"], state.carry.gx))
+                head = self.reduced({"head": after(state.carry.edge["head"], state.carry.gx)})
             state = self.run_section(section, state)
         carry = self.replace_blocks(state.blocks).end(state.carry)
         reduced = state.reduced
@@ -72,11 +72,11 @@ class Sending:
         for chunk in np.flatnonzero(self.sends[R] < 0):
             reduced = write(
                 reduced,
-                self.reduced("blocks", self.slice_chunk(carry.blocks, chunk)),
+                self.reduced(self.slice_chunk(carry.blocks, chunk)),
                 jnp.int32(chunk),
             )
         stacked = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), reduced)
-        return carry._replace(blocks=stacked, edge=edge if head is None else {**edge, "head": head})
+        return carry._replace(blocks=stacked, edge={**edge, **(head or {})})
 
     def run_section(self, section: ClockSection, state: SendState) -> SendState:
         later = np.arange(section.repeats) * section.clocks
@@ -100,7 +100,7 @@ class Sending:
             weights = self.gathered(after(self.shards, blocks, carry.forward_received), gathers)
         if section.reduces:
             complete = self.slice_chunk(carry.blocks, reduces)
-            gradients = self.reduced("blocks", after(complete, carry.gx))
+            gradients = self.reduced(after(complete, carry.gx))
             # Read before the clocks add to the others, or XLA would copy all chunks to have both.
             carry = carry._replace(blocks=after(carry.blocks, complete))
         carry = self.replace_blocks(blocks).run_rows(zip(section.phases, rows, strict=True), carry)
@@ -133,16 +133,33 @@ class Sending:
         return self.zero.gather_layers(self.slice_chunk(shards, chunk))
 
     @jax.named_scope(xla.ZERO)
-    def reduced(self, part: str, gradients: Tree) -> Tree:
-        return self.zero.reduce_early(part, gradients)
+    def reduced(self, gradients: Tree) -> Tree:
+        return self.zero.reduce_early(gradients)
 
-    def slice_chunk(self, tree: Tree, chunk: Any) -> Tree:
-        """Returns the layers of a chunk, of arrays [layers of all chunks, ..]."""
-        return jax.tree.map(
-            lambda a: lax.dynamic_slice_in_dim(a, chunk * self.layers, self.layers), tree
-        )
+    def slice_chunk(self, stacks: Any, chunk: Any) -> Any:
+        """Returns the layers of a chunk, of arrays [layers of all chunks, ..] by their stacks."""
+        if isinstance(stacks, Weights):
+            return Weights(*(self.slice_chunk(tree, chunk) for tree in stacks))
+        return {
+            stack: jax.tree.map(
+                lambda a, n=self.of_chunk[stack]: lax.dynamic_slice_in_dim(a, chunk * n, n), tree
+            )
+            for stack, tree in stacks.items()
+        }
 
     def written(self, blocks: Weights, weights: Weights, chunk: Any) -> Weights:
         """`blocks` with the `weights` of a chunk's layers."""
-        place = partial(lax.dynamic_update_slice_in_dim, start_index=chunk * self.layers, axis=0)
-        return jax.tree.map(lambda a, b: place(a, b), blocks, weights)
+        first = {stack: chunk * count for stack, count in self.of_chunk.items()}
+
+        def place(stack: str, a: Array, b: Array) -> Array:
+            return lax.dynamic_update_slice_in_dim(a, b, first[stack], axis=0)
+
+        return Weights(
+            *(
+                {
+                    stack: jax.tree.map(partial(place, stack), old[stack], new[stack])
+                    for stack in old
+                }
+                for old, new in zip(blocks, weights, strict=True)
+            )
+        )

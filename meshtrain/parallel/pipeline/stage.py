@@ -15,11 +15,15 @@ The loop reads and writes single layers of a place, so that no place is copied w
 
 A layer has three numbers. The second layer of chunk 1 on stage 1, with 2 stages of 2 chunks of 3 layers:
 
-    i        in its segment               1
-    at       in the stacked weights       chunk 1 * 3 + 1 = 4
+    i        in its segment (its turn)    1
+    at       in its stack's weights       chunk 1 * 3 + 1 = 4
     index    in the model                 virtual stage 3 * 3 + 1 = 10
+
+Weights and their gradients are by stack. A segment has one loop, whose body is a turn: a layer of each place of its
+period (`layout.Segment`). What a place's layers keep is an array of its own.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -56,6 +60,20 @@ class BufferSlot(NamedTuple):
 
     buffers: Sequence[Tree]
     place: Array
+
+
+class StackedLayer(NamedTuple):
+    """The function of one layer at a place of a segment's period, and where its weights are."""
+
+    run: Callable
+    stack: str
+    before: int  # layers of its stack that a chunk has before it
+    step: int  # layers of its stack in a turn
+    skipped: bool  # where it is padding, see `layout.SlotKind`
+
+    def at(self, offset: Array | int, i: Array) -> Array:
+        """Returns the place in its stack of turn i, where the segment's first turn has it at `offset`."""
+        return offset + (i if self.step == 1 else self.step * i)
 
 
 class LayerTrace(NamedTuple):
@@ -95,17 +113,20 @@ class Stage:
         self.edge = weights._replace(
             differentiated={part: weights.differentiated[part] for part in forward.edge_parts}
         )
-        # stacked layers, chunk after chunk
-        self.blocks = weights.part("blocks")
-        # in a chunk
-        self.layers = forward.layout.layer_at.shape[-1]
-        self.segments = forward.layout.segments
-        stacked = jax.tree.leaves(self.blocks)[0]
-        assert len(stacked) == chunks * self.layers
+        layout = forward.layout
+        # stacked layers by stack, chunk after chunk
+        self.blocks = weights.parts(layout.stacks)
+        # slots of a chunk, and how many of them are of each stack
+        self.layers = layout.layer_at.shape[-1]
+        self.of_chunk = {stack: s.index_at.shape[-1] for stack, s in layout.stacks.items()}
+        self.segments = layout.segments
+        for stack, each in self.of_chunk.items():
+            assert len(jax.tree.leaves(self.blocks.part(stack))[0]) == chunks * each
         # index in the model of each stacked layer
-        self.layer_at = _pick(
-            jnp.asarray(forward.layout.layer_at), lax.axis_index(PIPELINE)
-        ).reshape(-1)
+        self.index_at = {
+            stack: _pick(jnp.asarray(s.index_at), lax.axis_index(PIPELINE)).reshape(-1)
+            for stack, s in layout.stacks.items()
+        }
 
     def zeros(self) -> Array:
         """Returns a residual stream of one microbatch, all zeros."""
@@ -211,72 +232,103 @@ class Stage:
     ) -> tuple[Tree, list[Tree]]:
         """Runs `step(layer, at, carry, *values read) -> (carry, values to write)` over the layers of the slot's chunk.
 
-        Segments (neighbouring layers whose products are of one kind) run one after another, each in a loop of its own.
-        `at` is the layer's place in the stacked weights. Returns the last carry, and the buffers of `write_to`.
+        Segments run one after another, each in a loop of its own. `at` is the layer's place in the stacked weights.
+        Returns the last carry, and the buffers of `write_to`.
         """
         written: list[Tree] = [None] * len(self.segments)
         if write_to:
             written = list(write_to.buffers)
         numbered = list(enumerate(self.segments))
         for n, segment in reversed(numbered) if reverse else numbered:
-            layer = self.layer(slot, segment)
-            offset = self.offset(slot.chunk, segment)
-            indices = jnp.arange(segment.behind - segment.first, dtype=jnp.int32)
+            layers = [
+                (p, layer, self.offset(slot.chunk, layer))
+                for p, layer in enumerate(self.period(slot, segment))
+            ]
+            if reverse:
+                layers = layers[::-1]
+            indices = jnp.arange(segment.turns, dtype=jnp.int32)
 
             def body(
                 state: tuple[Tree, Tree],
                 i: Array,
                 n: int = n,
-                layer: Callable = layer,
-                offset: Array = offset,
+                layers: list[tuple[int, StackedLayer, Array]] = layers,
             ) -> tuple[tuple[Tree, Tree], None]:
-                carry, buffer = state
-                inputs = [read(source.buffers[n], source.place, i) for source in read_from]
-                carry, output = step(layer, offset + i, carry, *inputs)
-                if write_to:
-                    buffer = write(buffer, output, write_to.place, i)
-                return (carry, buffer), None
+                carry, buffers = state
+                for p, layer, offset in layers:
+                    inputs = [read(source.buffers[n][p], source.place, i) for source in read_from]
+                    carry, output = step(layer, layer.at(offset, i), carry, *inputs)
+                    if write_to:
+                        buffers = put(buffers, p, write(buffers[p], output, write_to.place, i))
+                return (carry, buffers), None
 
             (carry, written[n]), _ = lax.scan(body, (carry, written[n]), indices, reverse=reverse)
         return carry, written
 
     # --- one layer of each op: (layer, at, carry, *values read) -> (carry, values to write)
 
-    def _run_layer(self, layer: Callable, at: Array, x: Array) -> tuple[Array, None]:
-        weights, index = self._weights(at)
-        return layer(weights.differentiated, x, weights.constant, index), None
+    def _run_layer(self, layer: StackedLayer, at: Array, x: Array) -> tuple[Array, None]:
+        def run(x: Array) -> Array:
+            weights, index = self._weights(layer, at)
+            return layer.run(weights.differentiated, x, weights.constant, index)
 
-    def forward_layer(self, layer: Callable, at: Array, x: Array) -> tuple[Array, Tree]:
+        return self._unless_padding(layer, at, run, lambda x: x, x), None
+
+    def _unless_padding(
+        self, layer: StackedLayer, at: Array, run: Callable, same: Callable, *operands: Any
+    ) -> Any:
+        """Returns `run` of the operands, or `same` where the layer is padding that is skipped.
+
+        All devices of a stage go the same way, so that collectives within it may stand in `run`.
+        """
+        if not layer.skipped:
+            return run(*operands)
+        return lax.cond(self.index_at[layer.stack][at] >= 0, run, same, *operands)
+
+    def forward_layer(self, layer: StackedLayer, at: Array, x: Array) -> tuple[Array, Tree]:
         """Returns a layer's output, and its input and residuals for the stash."""
-        trace = self._trace(layer, at, x)
-        return trace.output, (x, trace.stashed_residuals())
+
+        def run(x: Array) -> tuple[Array, Tree]:
+            trace = self._trace(layer, at, x)
+            return trace.output, (x, trace.stashed_residuals())
+
+        same = lambda x: (x, (x, _zeros(jax.eval_shape(run, x)[1][1])))
+        return self._unless_padding(layer, at, run, same, x)
 
     def backward_layer(
         self,
         active: Array,
-        layer: Callable,
+        layer: StackedLayer,
         at: Array,
         carry: tuple[Array, Tree],
         stashed: Tree,
     ) -> tuple[tuple[Array, Tree], None]:
         """Returns a layer's input gradient, and the gradient sums with its weight gradient added if `active`."""
-        cotangent, gradients = carry
-        gx, gradient = self._gradients(layer, at, stashed, cotangent)
-        return (gx, add(gradients, gradient, at, active=active)), None
+
+        def run(cotangent: Array, gradients: Tree) -> tuple[Array, Tree]:
+            gx, gradient = self._gradients(layer, at, stashed, cotangent)
+            return gx, self._added(gradients, layer, gradient, at, active)
+
+        return self._unless_padding(layer, at, run, lambda *same: same, *carry), None
 
     def input_layer(
-        self, layer: Callable, at: Array, cotangent: Array, stashed: Tree
+        self, layer: StackedLayer, at: Array, cotangent: Array, stashed: Tree
     ) -> tuple[Array, list[Array]]:
         """Returns a layer's input gradient, and the residuals of its weight gradient."""
         x, saved = stashed
-        halves = self._halves(layer, at, x, saved)
-        (gx,), for_w = halves.first(x, saved, cotangent)
-        return gx, for_w
+
+        def run(cotangent: Array) -> tuple[Array, list[Array]]:
+            halves = self._halves(layer, at, x, saved)
+            (gx,), for_w = halves.first(x, saved, cotangent)
+            return gx, for_w
+
+        same = lambda gx: (gx, _zeros(jax.eval_shape(run, gx)[1]))
+        return self._unless_padding(layer, at, run, same, cotangent)
 
     def weight_layer(
         self,
         active: Array,
-        layer: Callable,
+        layer: StackedLayer,
         at: Array,
         gradients: Tree,
         stashed: Tree,
@@ -284,11 +336,22 @@ class Stage:
     ) -> tuple[Tree, None]:
         """Returns the gradient sums with a layer's weight gradient added if `active`."""
         x, saved = stashed
-        halves = self._halves(layer, at, x, saved)
-        leaves = halves.second(for_w, x, saved, None)
-        tree = jax.tree.structure(self.blocks.differentiated)
-        gradient = jax.tree.unflatten(tree, leaves)
-        return add(gradients, gradient, at, active=active), None
+
+        def run(gradients: Tree) -> Tree:
+            halves = self._halves(layer, at, x, saved)
+            leaves = halves.second(for_w, x, saved, None)
+            tree = jax.tree.structure(self.blocks.differentiated[layer.stack])
+            gradient = jax.tree.unflatten(tree, leaves)
+            return self._added(gradients, layer, gradient, at, active)
+
+        return self._unless_padding(layer, at, run, lambda same: same, gradients), None
+
+    def _added(
+        self, gradients: Tree, layer: StackedLayer, gradient: Tree, at: Array, active: Array
+    ) -> Tree:
+        """Returns the gradient sums with that of a layer added if `active`."""
+        total = add(gradients[layer.stack], gradient, at, active=active)
+        return {**gradients, layer.stack: total}
 
     # --- a backward that sends its weight gradients while it goes on
 
@@ -310,16 +373,23 @@ class Stage:
         """
 
         def backward_of(
-            segment: Segment, stash: Tree
-        ) -> Callable[[Array, Array], tuple[Array, Tree]]:
-            layer = self.layer(slot, segment)
+            segment: Segment, stash: list[Tree]
+        ) -> Callable[[Array, Array], tuple[Array, list[Tree]]]:
+            layers = list(enumerate(self.period(slot, segment)))
 
-            def backward_layer(cotangent: Array, at: Array) -> tuple[Array, Tree]:
-                i = at - segment.first if segment.first else at
-                stashed = read(stash, slot.place, i)
-                return self._gradients(layer, at, stashed, cotangent)
+            def backward_turn(cotangent: Array, turn: Array) -> tuple[Array, list[Tree]]:
+                # turns of a segment are counted from its first slot on
+                i = turn - segment.first if segment.first else turn
+                of_places = []
+                for p, layer in layers[::-1]:
+                    follows = layer.step == 1 and layer.before == segment.first
+                    at = turn if follows else layer.at(layer.before, i)
+                    stashed = read(stash[p], slot.place, i)
+                    cotangent, gradient = self._gradients(layer, at, stashed, cotangent)
+                    of_places.append(gradient)
+                return cotangent, of_places[::-1]
 
-            return backward_layer
+            return backward_turn
 
         # One function for all buckets of a segment, whose loops the program then shares.
         pairs = zip(self.segments, stash, strict=True)
@@ -327,22 +397,30 @@ class Stage:
 
         def backward_bucket(gx: Array, first: int, behind: int) -> tuple[Array, Tree]:
             parts = []
-            for segment, backward_layer in last_first:
+            for segment, backward_turn in last_first:
                 start = max(first, segment.first)
                 stop = min(behind, segment.behind)
                 if start < stop:
-                    indices = jnp.arange(start, stop, dtype=jnp.int32)
-                    gx, gradient = lax.scan(backward_layer, gx, indices, reverse=True)
-                    parts.append(gradient)
-            bucket = joined(parts[::-1])
+                    indices = jnp.arange(segment.turn(start), segment.turn(stop), dtype=jnp.int32)
+                    gx, gradient = lax.scan(backward_turn, gx, indices, reverse=True)
+                    parts.append(_by_stack(segment, gradient))
+            bucket = _joined_stacks(parts[::-1])
             if gradients is None:
                 bucket = jax.tree.map(lambda g: g.astype(jnp.float32), bucket)
             else:
-                sums = jax.tree.map(lambda total: total[first:behind], gradients)
+                sums = {
+                    stack: jax.tree.map(
+                        lambda total, stack=stack: total[
+                            self.slots_before(stack, first) : self.slots_before(stack, behind)
+                        ],
+                        gradients[stack],
+                    )
+                    for stack in bucket
+                }
                 bucket = added(sums, bucket)
             return gx, bucket
 
-        last, *earlier = buckets(self.layers)[::-1]
+        last, *earlier = self._buckets()[::-1]
         gx, complete = backward_bucket(cotangent, *last)
         sent = []
         for bucket in earlier:
@@ -351,18 +429,28 @@ class Stage:
             gx, complete = backward_bucket(gx, *bucket)
             complete = after(complete, sent[-1])
         sent.append(send(complete))
-        return gx, joined(sent[::-1])
+        return gx, _joined_stacks(sent[::-1])
+
+    def _buckets(self) -> list[tuple[int, int]]:
+        """Returns the slots (first, one behind the last) of each bucket, which ends where a turn does."""
+        ends = {0}
+        for _, behind in buckets(self.layers):
+            segment = next(s for s in self.segments if behind <= s.behind)
+            inside = (behind - segment.first) % len(segment.period)
+            ends.add(behind - inside)
+        return list(itertools.pairwise(sorted(ends)))
 
     # --- buffers of the layers
 
     def stash_shapes(self, split: bool) -> tuple[list[Tree], list[Tree]]:
-        """Returns two lists of shapes, for a layer of each segment: those that F stashes, and those that I leaves for
+        """Returns two lists of shapes, for a layer of each place of each segment: those that F stashes, and those that I leaves for
         W if the backward is `split`.
         """
         zero = jnp.zeros((), jnp.int32)
 
-        def run_layer(segment: Segment, x: Array) -> tuple[Tree, Tree]:
-            layer = self.layer(Slot(jnp.array(True), zero, zero, zero), segment)
+        def run_layer(segment: Segment, place: int, x: Array) -> tuple[Tree, Tree]:
+            slot = Slot(jnp.array(True), zero, zero, zero)
+            layer = self.stacked_layer(slot, segment, place)
             saved = self._trace(layer, zero, x).stashed_residuals()
             if not split:
                 return (x, saved), []
@@ -370,40 +458,56 @@ class Stage:
             return (x, saved), for_w
 
         x = self.zeros()
-        shapes = [jax.eval_shape(partial(run_layer, segment), x) for segment in self.segments]
-        return [stashed for stashed, _ in shapes], [for_w for _, for_w in shapes]
+        shapes = [
+            [
+                jax.eval_shape(partial(run_layer, segment, place), x)
+                for place in range(len(segment.period))
+            ]
+            for segment in self.segments
+        ]
+        stashed, for_w = ([[kept[i] for kept in places] for places in shapes] for i in range(2))
+        return stashed, for_w
 
     def buffers(self, places: int, of_layers: list[Tree], zero: Array | float = 0) -> list[Tree]:
-        """Returns a buffer of `empty` places for what a layer of each segment has; no trees if there is nothing."""
+        """Returns a buffer of `empty` places for what the layers of each segment have; no trees if there is nothing."""
         return [
-            empty((places, segment.behind - segment.first), like, zero)
+            empty((places, segment.turns), like, zero)
             for segment, like in zip(self.segments, of_layers, strict=bool(of_layers))
         ]
 
     # --- one layer
 
-    def offset(self, chunk: Array, segment: Segment) -> Array:
-        """Returns the place in the stacked weights of a segment's first layer."""
-        offset = chunk * self.layers
-        return offset + segment.first if segment.first else offset
+    def offset(self, chunk: Array, layer: StackedLayer) -> Array:
+        """Returns the place in the stacked weights of a layer in a segment's first turn."""
+        offset = chunk * self.of_chunk[layer.stack]
+        return offset + layer.before if layer.before else offset
+
+    def slots_before(self, stack: str, slot: int) -> int:
+        """Returns how many slots of a stack a chunk has before a slot."""
+        return self.model.layout.stages.slots[:slot].count(stack)
 
     def _batch(self, microbatch: Array) -> Batch:
         """Returns a microbatch; the first one where the slot is idle (-1)."""
         return _pick(self.batches, jnp.maximum(microbatch, 0))
 
-    def layer(self, slot: Slot, segment: Segment) -> Callable:
-        """Returns the function of one layer of a segment, for the microbatch of a slot."""
-        return self.model.layer(
-            self._batch(slot.microbatch), self.key, slot.active, segment.products
-        )
+    def period(self, slot: Slot, segment: Segment) -> list[StackedLayer]:
+        """Returns the layer at each place of a segment's period, for the microbatch of a slot."""
+        return [self.stacked_layer(slot, segment, place) for place in range(len(segment.period))]
 
-    def _weights(self, at: Array) -> tuple[Weights, Array]:
+    def stacked_layer(self, slot: Slot, segment: Segment, place: int) -> StackedLayer:
+        kind = segment.period[place]
+        run = self.model.layer(self._batch(slot.microbatch), self.key, kind, slot.active)
+        before = self.slots_before(kind.stack, segment.first + place)
+        step = [other.stack for other in segment.period].count(kind.stack)
+        return StackedLayer(run, kind.stack, before, step, kind.skipped)
+
+    def _weights(self, layer: StackedLayer, at: Array) -> tuple[Weights, Array]:
         """Returns the weights of a layer, and its index in the model."""
-        return _pick(self.blocks, at), self.layer_at[at]
+        return _pick(self.blocks.part(layer.stack), at), self.index_at[layer.stack][at]
 
-    def _trace(self, layer: Callable, at: Array, x: Array) -> LayerTrace:
-        weights, index = self._weights(at)
-        run = partial(layer, constant=weights.constant, index=index)
+    def _trace(self, layer: StackedLayer, at: Array, x: Array) -> LayerTrace:
+        weights, index = self._weights(layer, at)
+        run = partial(layer.run, constant=weights.constant, index=index)
         y, vjp = jax.vjp(run, weights.differentiated, x)
         constant = {id(w) for w in jax.tree.leaves(weights.constant)}
         # Whatever depends on the microbatch varies over data.
@@ -411,7 +515,7 @@ class Stage:
         return LayerTrace(y, vjp, is_stashed)
 
     def _gradients(
-        self, layer: Callable, at: Array, stashed: Tree, cotangent: Array
+        self, layer: StackedLayer, at: Array, stashed: Tree, cotangent: Array
     ) -> tuple[Array, Tree]:
         """Returns a layer's input gradient, and its weight gradient."""
         x, saved = stashed
@@ -419,7 +523,7 @@ class Stage:
         gradient, gx = vjp(cotangent)
         return gx, gradient
 
-    def _halves(self, layer: Callable, at: Array, x: Array, saved: list[Array]) -> "Halves":
+    def _halves(self, layer: StackedLayer, at: Array, x: Array, saved: list[Array]) -> "Halves":
         """Returns the layer's vjp in two halves, of which the second has no cotangent any more.
 
         Arguments and results:
@@ -445,7 +549,33 @@ def joined(parts: list[Tree]) -> Tree:
     return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
 
 
+def _joined_stacks(parts: list[dict[str, Tree]]) -> dict[str, Tree]:
+    """Concatenates the stacked layers of each stack; a part may have some stacks only."""
+    stacks = dict.fromkeys(stack for part in parts for stack in part)
+    return {stack: joined([part[stack] for part in parts if stack in part]) for stack in stacks}
+
+
+def _by_stack(segment: Segment, of_places: list[Tree]) -> dict[str, Tree]:
+    """Returns the stacked layers of each stack, from those of each place of a period, [turns, ..]."""
+    places: dict[str, list[Tree]] = {}
+    for kind, tree in zip(segment.period, of_places, strict=True):
+        places.setdefault(kind.stack, []).append(tree)
+
+    def in_turn(*arrays: Array) -> Array:
+        return jnp.stack(arrays, 1).reshape(-1, *arrays[0].shape[1:])
+
+    return {
+        stack: trees[0] if len(trees) == 1 else jax.tree.map(in_turn, *trees)
+        for stack, trees in places.items()
+    }
+
+
 # --- buffers
+
+
+def put(parts: list[Tree], n: int, part: Tree) -> list[Tree]:
+    """Returns the list with another part at n."""
+    return [*parts[:n], part, *parts[n + 1 :]]
 
 
 def empty(shape: tuple[int, ...], like: Tree, zero: Array | float = 0) -> Tree:
@@ -459,6 +589,11 @@ def empty(shape: tuple[int, ...], like: Tree, zero: Array | float = 0) -> Tree:
         return vary(filled, (*varying(a), PIPELINE))
 
     return jax.tree.map(zeros, like)
+
+
+def _zeros(like: Tree) -> Tree:
+    """Returns zeros of a result that is not computed."""
+    return jax.tree.map(lambda a: vary(jnp.zeros(a.shape, a.dtype), varying(a)), like)
 
 
 def read(buffers: Tree, *at: Array) -> Tree:

@@ -25,7 +25,7 @@ from jax import lax
 
 from meshtrain.compression import codec_of
 from meshtrain.mesh import AXES, ISLAND, PIPELINE
-from meshtrain.parallel.layout import Layout
+from meshtrain.parallel.layout import Layout, StackLayers
 from meshtrain.parallel.placement import Placed, unused
 from meshtrain.parallel.reduce.exchange import all_reduce
 from meshtrain.parallel.reduce.sizes import chunk_length, message_length
@@ -165,13 +165,16 @@ class Outer:
     # --- fragments of a weight
 
     @cached_property
-    def _rows(self) -> list[np.ndarray | None]:
-        """Returns for each fragment the live places of its layers on each stage, int [pipeline, most]; those that a
-        stage lacks are one past the end.
+    def _rows(self) -> dict[str, list[np.ndarray | None]]:
+        """Returns for each stack and fragment the live places of its layers on each stage, int [pipeline, most]; those
+        that a stage lacks are one past the end.
         """
+        return {name: self._rows_of(stack) for name, stack in self.layout.stacks.items()}
+
+    def _rows_of(self, stack: StackLayers) -> list[np.ndarray | None]:
         if self.sync.fragments == 1:
             return [None]
-        layer_at = self.layout.layer_at.reshape(self.config.mesh.pipeline, -1)
+        layer_at = stack.index_at.reshape(self.config.mesh.pipeline, -1)
         places: list[np.ndarray | None] = []
         for fragment in range(self.sync.fragments):
             here = [
@@ -188,28 +191,28 @@ class Outer:
             )
         return places
 
-    def _places(self, fragment: int) -> jax.Array | None:
-        rows = self._rows[fragment]
+    def _places(self, weight: Placed, fragment: int) -> jax.Array | None:
+        rows = self._rows[weight.stack][fragment]
         return None if rows is None else jnp.asarray(rows)[lax.axis_index(PIPELINE)]
 
     def _take(self, weight: Placed, x: jax.Array, fragment: int) -> jax.Array:
         """The fragment's part of a weight, flat where it has none of it; zeros for layers that this stage lacks."""
         if not has_weight(self.config, fragment, weight):
             return jnp.zeros(0, x.dtype)
-        places = self._places(fragment) if weight.stacked else None
+        places = self._places(weight, fragment) if weight.stacked else None
         return x if places is None else x.at[places].get(mode="fill", fill_value=0)
 
     def _put(self, weight: Placed, x: jax.Array, part: jax.Array, fragment: int) -> jax.Array:
         if not has_weight(self.config, fragment, weight):
             return x
-        places = self._places(fragment) if weight.stacked else None
+        places = self._places(weight, fragment) if weight.stacked else None
         return part if places is None else x.at[places].set(part, mode="drop")
 
     def _elements(self, weight: Placed, fragment: int) -> int:
         elements = weight.on_rank()
         if not has_weight(self.config, fragment, weight):
             return 0
-        rows = self._rows[fragment] if weight.stacked else None
+        rows = self._rows[weight.stack][fragment] if weight.stacked else None
         return (
             elements
             if rows is None

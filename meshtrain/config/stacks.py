@@ -1,0 +1,101 @@
+"""The stacks of a model: its layers by kind, the weights of each kind stacked along a first axis of their own.
+
+    layer                                    0              1              2              3
+    model.dense_layers 1                     dense_blocks   blocks         blocks         blocks
+    model.pattern [linear, full]             linear_blocks  blocks         linear_blocks  blocks
+    both                                     dense_linear_blocks           linear_blocks  ...
+
+A model whose layers are all of one kind has one stack, `blocks`. Which layers are in which stack is a fact of the model,
+whatever the mesh: weights, checkpoints, files, placement, the program and the planner all ask for it here. No JAX.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from meshtrain.registry import Registry
+
+if TYPE_CHECKING:
+    from meshtrain.config.model import ModelConfig
+
+BLOCKS = "blocks"
+DENSE = "dense"
+FULL = "full"
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What a layer of model.pattern has in the place of attention; `full` is attention itself.
+
+    add_weights: (model, add) adds its weights as `model.weights` does, below `blocks.attention`. module: its class, as
+    (name, model, rngs, lora), called as `model.layers.Attention` is; imported when a model has one.
+    """
+
+    name: str
+    add_weights: Any = None
+    module: Any = None
+
+
+KINDS = Registry(LayerKind(FULL))
+
+
+@functools.lru_cache(maxsize=256)
+def stack_of_layers(model: "ModelConfig") -> tuple[str, ...]:
+    """Returns the name of each layer's stack, in the order of the model."""
+    pattern = model.pattern or (FULL,)
+    kinds = [
+        (layer < model.dense_layers, pattern[layer % len(pattern)]) for layer in range(model.layers)
+    ]
+    if len(set(kinds)) == 1:
+        return (BLOCKS,) * model.layers
+    return tuple(
+        f"{DENSE}_" * dense + f"{mixer}_" * (mixer != FULL) + BLOCKS for dense, mixer in kinds
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def layers_of_stacks(model: "ModelConfig") -> dict[str, tuple[int, ...]]:
+    """Returns the layers of each stack, by its name, in the order in which the model has them first."""
+    names = stack_of_layers(model)
+    return {
+        stack: tuple(layer for layer, name in enumerate(names) if name == stack)
+        for stack in dict.fromkeys(names)
+    }
+
+
+@functools.lru_cache(maxsize=256)
+def model_of_stack(model: "ModelConfig", stack: str) -> "ModelConfig":
+    """Returns the model whose layers are all as those of a stack; so many as the whole model has."""
+    if set(stack_of_layers(model)) == {stack}:
+        return model
+    dense, kind = is_dense(stack), stack.removeprefix(f"{DENSE}_").removesuffix(BLOCKS)
+    alike = replace(model, dense_layers=0, pattern=(kind.removesuffix("_"),) if kind else ())
+    if not dense:
+        return alike
+    moe = replace(model.moe, experts=0, shared_experts=0, groups=())
+    return replace(alike, moe=moe, d_ff=model.dense_d_ff)
+
+
+def last_of_stacks(model: "ModelConfig") -> "ModelConfig":
+    """Returns the model whose layers are all as its last one."""
+    return model_of_stack(model, stack_of_layers(model)[-1])
+
+
+def is_dense(stack: str) -> bool:
+    """Returns whether the layers of a stack have an MLP where others have experts."""
+    return stack.startswith(f"{DENSE}_")
+
+
+def expert_layers(model: "ModelConfig") -> list[int]:
+    """Returns the layers that have experts, of a model that has any."""
+    return [layer for layer, stack in enumerate(stack_of_layers(model)) if not is_dense(stack)]
+
+
+def kind_of(model: "ModelConfig") -> str:
+    """Returns the kind of a model's layers, which are all alike (`model_of_stack`)."""
+    return model.pattern[0] if model.pattern else FULL
+
+
+def stack_of(name: str) -> str:
+    """Returns the stack of a weight by its name."""
+    return name.partition(".")[0]
