@@ -241,6 +241,7 @@ def _check_load(model: ModelConfig, source: Source) -> None:
     load = mappings(model).get("blocks.experts.load")
     if (
         load
+        and load.name.layout != "load"
         and model.moe.balance == "bias"
         and any(source(load.weight, n).any() for n in range(load.weight.layers))
     ):

@@ -13,6 +13,7 @@ from meshtrain.step import Program
 GOLDEN = Path(__file__).parents[1] / "adopt" / "golden"
 FAMILIES = (
     "gemma2", "gemma3", "gpt2", "llama3", "mistral", "qwen2", "qwen3", "mixtral", "olmoe", "qwen3_moe", "gpt_oss",
+    "deepseek_v3",
 )  # fmt: skip
 MESHES = {
     "one": ((1, 1, 1), {}),
