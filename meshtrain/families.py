@@ -23,6 +23,8 @@ the largest or only model:
     moonlight  the same with 64 experts, 6 chosen                                                     Liu et al. 2025
     gpt_oss    as llama, with biases, a sink for each head, a window in every second layer,           OpenAI 2025
                beginning with the first; 128 experts, 4 chosen, whose gate and up are clipped
+    glm4_moe   as qwen3_moe (GLM-4.5-Air: norms over heads off), with biases of q, k and v, half of a    GLM Team 2025
+               head's width turned, and first layers whose MLP is dense; routers of sigmoid
 
 Both Gemmas have norms after attention and MLP too, scaled embeddings, and layers that see a window (model.window)
 alternate with ones
@@ -81,6 +83,8 @@ class Family:
     sinks: bool = (
         False  # the softmax of each head has one more score, which is learned and of no key
     )
+    rope_share: float = 1.0  # where model.rope_share is null; so with the next
+    pattern: tuple[str, ...] = ()
     gate_limit: float = 0.0  # a gated MLP is activation(min(gate x, limit)) * (up x within limit, + 1); 0: it is not
     # Images in patches, and classes of them, in the place of tokens.
     images: bool = False
@@ -132,6 +136,9 @@ FAMILIES = Registry(
     replace(
         LLAMA, name="gpt_oss", biased_qkv=True, biased_out=True, biased_experts=True, sinks=True,
         activation=QUICK_GELU, gate_limit=7.0, window=128, global_every=2, experts=128, top_k=4, router="softmax_top_k",
+    ),
+    replace(
+        LLAMA, name="glm4_moe", biased_qkv=True, qk_norm=True, rope_share=0.5, experts=160, top_k=8, router="sigmoid",
     ),
     GPT2,
     GEMMA2,

@@ -10,10 +10,15 @@ import pytest
 import reference
 import reference_experts
 from covering import thorough_but
+from flax import nnx
 from short_runs import canonical_numbers, packed_batch, place, token_batches
 
 import meshtrain as mt
-from meshtrain.config import Config, load
+from meshtrain.config import Config, ConfigError, load
+from meshtrain.config.stacks import KINDS, LayerKind
+from meshtrain.model.decoder import Decoder
+from meshtrain.model.products import make_adapters, make_parameters, project, rows_of
+from meshtrain.parallel.placement import slots_of_stages, stages
 from meshtrain.step import Program
 
 WITHIN = 1e-6
@@ -145,3 +150,174 @@ def test_the_layers_of_a_stack_are_told_by_its_name(dense: int) -> None:
     assert stacks == (
         {"dense_blocks": [0], "blocks": [1, 2, 3, 4]} if dense else {"blocks": [*range(5)]}
     )
+
+
+# --- a pattern of kinds, one of which stands here alone
+
+
+class Gate(nnx.Module):
+    """A stand-in for a layer without attention: y = (silu(x z) * x v) out, each token by itself."""
+
+    z: nnx.Param
+    v: nnx.Param
+    out: nnx.Param
+    float8: Any = None
+
+    def __init__(self, name: str, config: Any, rngs: nnx.Rngs, lora: Any = None) -> None:
+        make_parameters(self, name, config, rngs)
+        make_adapters(self, name, config, rngs, lora)
+
+    def __call__(self, x: Any, sequence: Any, collectives: Any, dropout: Any) -> jax.Array:
+        shape, rows = rows_of(self, x)
+        h = jax.nn.silu(project(self, "z", rows)) * project(self, "v", rows)
+        return collectives.leave(project(self, "out", h).reshape(shape))
+
+
+def add_gate(model: Any, add: Any) -> None:
+    embed, heads, head = (
+        ("embed", model.d_model),
+        ("heads", model.heads),
+        ("head", 2 * model.head_dim),
+    )
+    for name in ("z", "v"):
+        add(f"blocks.attention.{name}", (embed, heads, head), model.init_std)
+    add("blocks.attention.out", (heads, head, embed), model.init_std)
+
+
+@pytest.fixture
+def gate() -> Any:
+    KINDS.register(LayerKind("gate", add_gate, Gate))
+    yield
+    KINDS.forget("gate")
+
+
+# name: pattern, first dense layers, mesh, section parallel
+PATTERNS: dict[str, tuple[list[str], int, dict[str, int], dict[str, Any]]] = {
+    "2 x 2 x 2": (
+        ["gate", "gate", "full"],
+        0,
+        FULL,
+        {"microbatches": 4, "schedule": "1f1b", "zero_stage": 3},
+    ),
+    "interleaved": (
+        ["gate", "full"],
+        0,
+        {"pipeline": 2, "data": 2},
+        {"microbatches": 4, "schedule": "interleaved", "virtual_stages": 2, "remat": "full"},
+    ),
+    "within a period": (
+        ["gate", "gate", "full"],
+        0,
+        {"pipeline": 2, "tensor": 2},
+        {"microbatches": 2, "schedule": "1f1b", "layer_split": [5, 7]},
+    ),
+    "zero bubble": (
+        ["gate", "full"],
+        0,
+        {"pipeline": 2, "data": 2},
+        {"microbatches": 4, "schedule": "zb_h1"},
+    ),
+    "paired": (
+        ["gate", "gate", "full"],
+        0,
+        {"pipeline": 2},
+        {"microbatches": 4, "schedule": "paired"},
+    ),
+    "dense first": (
+        ["gate", "gate", "full"],
+        1,
+        {"pipeline": 2, "data": 2},
+        {"microbatches": 4, "schedule": "1f1b", "zero_stage": 2},
+    ),
+    "dense first, zero bubble, paired": (
+        ["gate", "full"],
+        1,
+        {"pipeline": 2},
+        {"microbatches": 4, "schedule": "zb_paired"},
+    ),
+}
+
+
+def pattern_config(name: str, placed: bool) -> Config:
+    pattern, dense, mesh, parallel = PATTERNS[name]
+    model: dict[str, Any] = {
+        "layers": 12,
+        "pattern": pattern,
+        "d_model": 24,
+        "heads": 4,
+        "kv_heads": 2,
+        "vocab_size": 61,
+    }
+    experts = {"experts": 4, "top_k": 2, "d_ff": 20, "balance": "sequence"}
+    model |= {"dense_layers": 1, "dense_d_ff": 40, "moe": experts} if dense else {"d_ff": 40}
+    return load(
+        {
+            "model": model,
+            "train": {"global_batch_size": 8, "sequence_length": 24, "steps": 4},
+            "parallel": parallel if placed else {},
+            "mesh": mesh if placed else {},
+        }
+    )
+
+
+@pytest.mark.parametrize("name", thorough_but(list(PATTERNS), lambda _: False, ["2 x 2 x 2"]))
+def test_a_pattern_of_kinds_has_the_gradients_of_one_device(name: str, gate: None) -> None:
+    alone = pattern_config(name, placed=False)
+    numbers = canonical_numbers(Program(alone).layout)
+    loss, gradients = gradients_of(alone, numbers, batch_of(False))
+    mesh_loss, on_mesh = gradients_of(pattern_config(name, placed=True), numbers, batch_of(False))
+    assert mesh_loss == pytest.approx(loss, rel=WITHIN)
+    apart = jax.tree.map(lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b), on_mesh, gradients)
+    assert max(jax.tree.leaves(apart)) < 4 * WITHIN
+
+
+def test_a_pattern_runs_its_layers_in_their_order(gate: None) -> None:
+    config = pattern_config("2 x 2 x 2", placed=False)
+    program = Program(config)
+    layout = program.layout
+    assert [len(segment.period) for segment in layout.segments] == [3]
+    numbers = canonical_numbers(layout)
+    tokens = batch_of(False)["tokens"]
+    found = program.logits(place(layout, numbers), jnp.asarray(tokens))
+    decoder = Decoder(config.model, nnx.Rngs(0))
+    nnx.update(decoder, jax.tree.map(jnp.asarray, numbers))
+    np.testing.assert_allclose(found, decoder(jnp.asarray(tokens)), rtol=1e-4, atol=1e-4)
+
+
+def test_stages_are_cut_at_periods_and_share_their_slots_elsewhere(gate: None) -> None:
+    whole = stages(pattern_config("2 x 2 x 2", placed=True))
+    assert whole.counts == (6, 6)
+    assert whole.slots == ("gate_blocks", "gate_blocks", "blocks") * 2
+    within = pattern_config("within a period", placed=True)
+    assert stages(within).counts == (5, 7)
+    rows = slots_of_stages(within)
+    assert [[layer for layer in row if layer >= 0] for row in rows] == [
+        [*range(5)],
+        [*range(5, 12)],
+    ]
+
+
+def test_a_pattern_of_attention_alone_is_the_program_without_one() -> None:
+    texts = []
+    for pattern in ([], ["full"], ["full", "full"]):
+        model = {"layers": 4, "pattern": pattern, "d_model": 24, "heads": 4, "d_ff": 40}
+        parallel = {"microbatches": 2, "schedule": "1f1b"}
+        config = load({"model": model, "mesh": {"pipeline": 2}, "parallel": parallel})
+        texts.append(Program(config).lower().as_text())
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        ({"dense_layers": 1}, "model.dense_layers is 1, but without model.moe.experts all"),
+        ({"dense_layers": 4, "moe": {"experts": 4}}, "legal are at most 3"),
+        ({"pattern": ["ful"]}, "model.pattern has 'ful'; legal are full; did you mean full?"),
+        ({"pattern": ["full"] * 5}, "model.pattern has 5 kinds, but there are model.layers 4"),
+    ],
+)
+def test_layers_that_cannot_be_are_refused_in_a_sentence(
+    model: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence.replace("?", r"\?")):
+        load({"model": {"layers": 4, **model}})

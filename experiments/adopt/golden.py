@@ -106,7 +106,31 @@ def models() -> Iterator[tuple[str, Any]]:
         "gpt_oss",
         with_large_gates(hf.GptOssForCausalLM(hf.GptOssConfig(**oss, rope_parameters=yarn))),
     )
+    glm = dict(
+        head_dim=8,
+        attention_bias=True,
+        use_qk_norm=True,
+        first_k_dense_replace=1,
+        moe_intermediate_size=12,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=2.5,
+        num_mtp_layers=0,
+        pad_token_id=None,
+    )
+    yield "glm4_moe", with_biased_scores(hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(**SIZES, **glm)))
     yield "deepseek_v3", deepseek()
+
+
+def with_biased_scores(model: Any) -> Any:
+    """The model with biases that choose other experts than scores alone."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(std=0.3)
+    return model
 
 
 def deepseek() -> Any:

@@ -38,7 +38,7 @@ from meshtrain.hf.hf_directory import (
     config_of,
     preprocessor_json,
 )
-from meshtrain.hf.mapping import ABSENT, Source, TensorMapping, mappings
+from meshtrain.hf.mapping import ABSENT, NoTensor, Source, TensorMapping, mappings
 from meshtrain.hf_families import (
     CONFIG,
     check_exportable,
@@ -240,8 +240,7 @@ def _check_load(model: ModelConfig, source: Source) -> None:
     """ConfigError where the scores of a router have a bias, which chooses other experts than their class would."""
     load = mappings(model).get("blocks.experts.load")
     if (
-        load
-        and load.name.layout != "load"
+        isinstance(load, NoTensor)
         and model.moe.balance == "bias"
         and any(source(load.weight, n).any() for n in range(load.weight.layers))
     ):

@@ -85,8 +85,11 @@ def problems(model: "ModelConfig") -> Iterator[str]:
     if model.heads % model.kv_heads:
         legal = listed_divisors(model.heads)
         yield f"model.kv_heads {model.kv_heads} does not divide model.heads {model.heads}; legal are {legal}."
-    if family.rotary and model.head_dim % 2:
-        yield f"model.head_dim is {model.head_dim}; rotary positions turn pairs of numbers, so it must be even."
+    if family.rotary and model.head_dim * model.rope_share % 2:
+        yield (
+            f"model.head_dim {model.head_dim} times model.rope_share {model.rope_share:g} is "
+            f"{model.head_dim * model.rope_share:g}; rotary positions turn pairs of numbers, so it must be even."
+        )
     if model.window and not family.causal:
         but = f"but in {family.name} attention goes both ways, and a window reaches back only"
         yield f"model.window is {model.window}, {but}; leave it out."
@@ -293,8 +296,9 @@ class ModelConfig:
         0, "first layers that have a dense MLP where the others have experts", least=0, most=65536, resume=SHAPE
     )
     pattern: tuple[str, ...] = key(
-        (), "kinds of layers in turn, over and over: full (attention), or a kind that was registered; empty: all full",
-        resume=SHAPE
+        None, "kinds of layers in turn, over and over: full (attention), or a kind that was registered; empty: all "
+              "full; null: as the family has it",
+        follows=_family_default("pattern"), resume=SHAPE
     )
     d_model: int = key(256, "width of the residual stream", least=1, most=2**24, resume=SHAPE)
     heads: int = key(8, "query heads", least=1, resume=SHAPE)
@@ -356,6 +360,10 @@ class ModelConfig:
     rope_theta: float = key(
         10000.0, "base of the rotary frequencies, where positions are rotary",
         above=1.0, resume=SHAPE
+    )
+    rope_share: float = key(
+        None, "share of a head's width, its first part, that is turned; null: as the family has it",
+        above=0.0, most=1.0, follows=_family_default("rope_share"), resume=SHAPE
     )
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] = key(
         "none", "how rotary frequencies are stretched for sequences longer than those of the first training",
@@ -453,11 +461,6 @@ class ModelConfig:
     def expert_width(self) -> int:
         """Hidden width of one expert."""
         return self.moe.d_ff or FAMILIES[self.family].d_ff(self.d_model)
-
-    @property
-    def rotary_width(self) -> int:
-        """Width of the part of a head that rotary positions turn."""
-        return self.mla.rope or self.head_dim
 
     @property
     def value_width(self) -> int:

@@ -19,14 +19,16 @@ Options of a model that a class cannot hold are refused by name, and not left ou
     qwen3_moe    no                  yes              yes      yes                                   no
     olmoe        no                  all heads'       no       shared keys                           no
     deepseek_v3  no                  no               no       latent attention                      no
+    glm4_moe     either              either           no       yes                                   no
     gpt_oss      yes                 no               by turns yes                                   no
     gpt2         yes                 no               no       no                                    no
     gemma2       no                  no               always   yes                                   but another base
     gemma3       no                  yes              always   yes                                   but capped scores
     vit          either              no               no       no                                    no
 
-Classes with experts have them in every layer, without shared ones, and routers of softmax; but DeepSeek's, whose first
-layers are dense and whose router is of sigmoid. Moonlight and Kimi-K2 are its class by other numbers. Gemma's are norms by 1 +
+Classes with experts have them in every layer, without shared ones, and routers of softmax; but DeepSeek's and GLM's,
+whose first layers are dense and whose router is of sigmoid. Moonlight and Kimi-K2 are DeepSeek's class by other numbers;
+GLM turns a part of a head. Gemma's are norms by 1 +
 scale, also behind attention and MLP, and scaled embeddings, all three always; the scores' own scale, capped scores and
 logits, layers that see all by turns, and another rotary base for those that do not. Read in transformers 5.23
 (models/*/modeling_*.py). Each holds any of our functions in its MLP, and a head that is tied or is not. No JAX.
@@ -40,6 +42,7 @@ from meshtrain.families import FAMILIES
 from meshtrain.hf_families.deepseek import DEEPSEEK_V3, FP8, MOONLIGHT
 from meshtrain.hf_families.family import HfFamily, WeightName
 from meshtrain.hf_families.gemma import GEMMA2, GEMMA3
+from meshtrain.hf_families.glm import GLM4_MOE
 from meshtrain.hf_families.gpt2 import GPT2
 from meshtrain.hf_families.gpt_oss import GPT_OSS, MXFP4
 from meshtrain.hf_families.json_fields import Json, check_types, read_json, refuse_unless
@@ -70,6 +73,7 @@ HF_FAMILIES = {
         OLMOE,
         DEEPSEEK_V3,
         MOONLIGHT,
+        GLM4_MOE,
         GPT_OSS,
         GPT2,
         GEMMA2,
@@ -185,6 +189,9 @@ def _problem(family: HfFamily, model: Json) -> str | None:
     required |= {} if family.window_by_turns else {"global_every": 0}
     required |= {} if family.score_cap else {"score_cap": 0.0}
     required |= {} if family.local_theta else {"rope_theta_local": 0.0}
+    required |= {} if family.part_turned else {"rope_share": 1.0}
+    required |= {} if family.dense_first else {"dense_layers": 0}
+    required |= {"pattern": ()}
     return _other_than(required, model)
 
 
@@ -203,7 +210,7 @@ def _expert_problem(family: HfFamily, moe: Any) -> str | None:
     if bool(moe.experts) != bool(family.router):
         return f"model.moe.experts {moe.experts}"
     legal: dict[str, Any] = {"router": family.router}
-    legal |= {} if family.latent else {"shared_experts": 0, "route_scale": 1.0, "groups": ()}
+    legal |= {} if family.dense_first else {"shared_experts": 0, "route_scale": 1.0, "groups": ()}
     legal |= {} if family.normalize is None else {"normalize": family.normalize}
     wrong = (name for name, value in legal.items() if moe.experts and getattr(moe, name) != value)
     return next((f"model.moe.{name} {short(getattr(moe, name))}" for name in wrong), None)

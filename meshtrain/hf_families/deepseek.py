@@ -153,6 +153,7 @@ def _family(name: str) -> HfFamily:
         window=False,
         router="sigmoid",
         normalize=None,
+        dense_first=True,
         latent=True,
     )
 

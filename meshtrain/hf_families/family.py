@@ -53,7 +53,7 @@ class HfFamily:
         "model."  # before the names of all but the head; the class without a head has them without
     )
     qkv_bias: bool | None = False  # None: either
-    qk_norm: bool = False
+    qk_norm: bool | None = False  # None: either
     window: bool = True  # there may be one
     shared_heads: bool = True  # query heads may share keys and values
     wide_heads: bool = True  # heads may be wider than d_model / heads
@@ -64,4 +64,7 @@ class HfFamily:
     gemma: bool = False
     score_cap: bool = False  # there may be one
     local_theta: bool = False  # there may be one
-    latent: bool = False  # its attention is latent, and its routers have groups, shared experts, a scale and a bias
+    # its first layers may be dense, and its routers have groups, shared experts, a scale and a bias
+    dense_first: bool = False
+    part_turned: bool = False  # a part of a head's width may be turned
+    latent: bool = False  # its attention is latent

@@ -40,7 +40,7 @@ class Rope(NamedTuple):
 
 def rope(model: ModelConfig) -> Rope:
     """The frequencies of a resolved config's model."""
-    width = model.rotary_width
+    width = _width(model)
     pairs = np.arange(0, width, 2, dtype=np.float32)
     frequency = np.float32(model.rope_theta) ** (-pairs / np.float32(width))
     factor = model.rope_factor
@@ -70,7 +70,12 @@ def rope(model: ModelConfig) -> Rope:
 def _pair(model: ModelConfig, turns: float) -> float:
     """The pair, a fraction, that goes round so often in the length of before."""
     ratio = model.rope_original / (turns * 2 * math.pi)
-    return model.rotary_width * math.log(ratio) / (2 * math.log(model.rope_theta))
+    return _width(model) * math.log(ratio) / (2 * math.log(model.rope_theta))
+
+
+def _width(model: ModelConfig) -> int:
+    """Returns the width of a head that is turned."""
+    return model.mla.rope or round(model.head_dim * model.rope_share)
 
 
 def angles(positions: Array, rope: Rope) -> tuple[Array, Array]:
@@ -85,7 +90,11 @@ def rotary_table(config: ModelConfig, positions: Array) -> tuple[Array, Array] |
 
 
 def _turned(x_BTHK: Array, cos: Array, sin: Array) -> Array:
-    """Turns the pairs (x[i], x[i + K/2]) by the angles of their positions."""
+    """Turns the pairs (x[i], x[i + R/2]) of the first R numbers by the angles of their positions."""
+    width = 2 * cos.shape[-1]
+    if width < x_BTHK.shape[-1]:
+        turned = _turned(x_BTHK[..., :width], cos, sin)
+        return jnp.concatenate([turned, x_BTHK[..., width:]], axis=-1)
     cos = cos[..., None, :].astype(x_BTHK.dtype)
     sin = sin[..., None, :].astype(x_BTHK.dtype)
     low, high = jnp.split(x_BTHK, 2, axis=-1)

@@ -14,6 +14,7 @@ from meshtrain.model.kernels import Kernel, attention_kernel, block_size
 from meshtrain.model.weights import adapted, all_weights, is_trained
 from meshtrain.parallel.placement import local_kv_heads
 from meshtrain.plan import experts, float8, shapes
+from meshtrain.plan.by_stack import averaged, stack_configs
 
 FLOAT32 = 4  # bytes
 
@@ -229,12 +230,14 @@ def named(w: Widths, name: str, size: int) -> float:
     }[name]
 
 
+@averaged
 def kept(config: Config, remat: str) -> float:
     """Bytes that one layer keeps of one microbatch on the device, under a remat mode."""
     shards = float8.kept_shards(config) if remat == "none" else 0.0
     return _bytes(config, remat, config.parallel.names_kept) + shards
 
 
+@averaged
 def offloaded(config: Config) -> float:
     """Bytes that one layer sends to the host of one microbatch, and has back for its backward."""
     names = config.parallel.remat_offload
@@ -273,6 +276,7 @@ def _bytes(config: Config, remat: str, names: tuple[str, ...]) -> float:
     return shapes.tokens(config) * held + of_experts
 
 
+@averaged
 def weight_grad_residuals(config: Config) -> float:
     """Bytes that the input gradient of a layer and a microbatch leaves for the weight gradient
     (`parallel.pipeline.split_backward`): cotangents of what the products give, and where the layer was computed again
@@ -305,8 +309,12 @@ def work(config: Config, platform: str) -> float:
     """Bytes that one layer's backward has at hand when it is in the MLP: hidden activations and their cotangents, and
     the residual stream in the forms that the products and the attention want it in. Where attention runs in blocks also
     some of scores; if the layer is computed again its forward's beside its backward's, and with dropout what the random
-    numbers are made of.
+    numbers are made of. Of several kinds of layers the most.
     """
+    return max(_work(one, platform) for _, one in stack_configs(config))
+
+
+def _work(config: Config, platform: str) -> float:
     w = widths(config.model, config.mesh.tensor, config.parallel.sequence_parallel)
     pieces = splits_kernel_calls(config)
     length = shapes.length(config) // 2 if pieces else config.train.sequence_length

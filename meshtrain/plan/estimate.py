@@ -291,7 +291,7 @@ def _step_time(
     m = config.parallel.microbatches
     layer = costs.layer
     edge = costs.edge
-    layers = m * stages(config).on_device
+    layers = m * costs.layers * costs.chunks
     useful = layer.forward + layer.backward + layer.recompute * -1.0
     data, optimizer, host, *rollout = outside_seconds(config, cluster, profile)
     sends = layer.forward_sends + layer.backward_sends

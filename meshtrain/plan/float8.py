@@ -21,6 +21,7 @@ from meshtrain.families import FAMILIES
 from meshtrain.parallel.float8 import float8_share, groups_of, is_held
 from meshtrain.parallel.placement import Placed
 from meshtrain.plan import experts, shapes
+from meshtrain.plan.by_stack import averaged
 from meshtrain.plan.compute import Seconds, head_products, product, trained_share
 
 TRANSPOSED = 2  # bytes of an element
@@ -154,6 +155,7 @@ def entering_size(config: Config) -> float:
     return kept_size(config) + float8_share(config) * scales.get(precision.float8_recipe, 0.0)
 
 
+@averaged
 def weight_size(config: Config) -> float:
     """Returns the bytes of an element of a layer's weights that is gathered where it is used, on the mean of all."""
     size = shapes.itemsize(config.precision.compute)
@@ -165,6 +167,7 @@ def weight_size(config: Config) -> float:
     return size - (size - 1) * saved / every
 
 
+@averaged
 def saved(config: Config) -> tuple[float, float]:
     """Returns the bytes that a layer's frozen weights take less on one device where a state has them in float8:
     gathered, and as they are held.

@@ -293,7 +293,8 @@ def _scatters(
         yield "", shard, 1
     elif weight.stacked:
         stage = stages(config)
-        yield " of a layer", shard // stage.on_device, stage.longest * iterations.backward
+        layers = stage.slots.count(weight.stack)
+        yield " of a layer", shard // (layers * stage.chunks), layers * iterations.backward
     else:
         part, _, name = weight.name.partition(".")
         # A tied weight is used twice, and its gradients are scattered one by one.

@@ -15,9 +15,11 @@ from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config
 from meshtrain.config.reduce import gathers_at_use
 from meshtrain.config.rl import has_reference
+from meshtrain.config.stacks import stack_of_layers
 from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import stages
 from meshtrain.plan import activations, compute, float8, shapes
+from meshtrain.plan.by_stack import averaged, stack_configs
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile, Layer, LayerShape, Seconds
 from meshtrain.plan.context import context_seconds
 from meshtrain.plan.experts import EXPOSED, add_experts, expert_seconds
@@ -62,10 +64,11 @@ class LayerPart(NamedTuple):
     backward: Seconds = Seconds()
 
 
+@averaged
 def layer_cost(
     config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE
 ) -> LayerCost:
-    """Returns the costs of a microbatch in one layer."""
+    """Returns the costs of a microbatch in one layer, of several kinds in the mean over a stage's slots."""
     device = cluster.accelerator
     layer = _time_layer(config, cluster, profile)
     parts = _layer_parts(config, device, layer, profile)
@@ -111,6 +114,29 @@ def layer_cost(
         * pairs,
         backward_hidden=min(backward_sends - EXPOSED * expert[1], forward.total) * pairs,
     )
+
+
+def stage_layers(
+    config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE
+) -> tuple[float, ...]:
+    """Returns how many layers of the mean cost each virtual stage computes: where they are of one kind, its own."""
+    assigned = stages(config)
+    several = stack_configs(config)
+    if len(several) == 1:
+        return assigned.counts
+
+    def seconds(config: Config) -> float:
+        cost = layer_cost(config, cluster, profile)
+        sends = cost.forward_sends + cost.backward_sends
+        return cost.forward.total + cost.backward.total + sends
+
+    of_kinds = {stack: seconds(one) for stack, one in several}
+    mean = sum(map(of_kinds.__getitem__, assigned.slots)) / assigned.longest
+    work = []
+    kinds = iter(stack_of_layers(config.model))
+    for count in assigned.counts:
+        work.append(sum(of_kinds[next(kinds)] for _ in range(count)) / mean)
+    return tuple(work)
 
 
 def _time_layer(config: Config, cluster: Cluster, profile: FrameworkProfile) -> Layer:

@@ -27,6 +27,7 @@ from meshtrain.plan import (
     rollouts,
     shapes,
 )
+from meshtrain.plan.by_stack import last_config, stack_configs
 from meshtrain.plan.shapes import Elements
 from meshtrain.schedule.buffers import Depths
 from meshtrain.schedule.facts import ScheduleFacts
@@ -322,8 +323,10 @@ def _sets_early(config: Config, platform: str) -> bool:
 
 def _layer_items(config: Config) -> list[MemoryItem]:
     """Returns the items for a layer's weights as they are gathered, and for its gradients before they are scattered."""
+    kinds = [one for _, one in stack_configs(config)]
     weights = gathers_at_use(config) * _itemsize(config) * shapes.resident(config).block.largest
-    gradients = scatters_at_use(config) * 4 * shapes.trained(config).block.full
+    full = max(shapes.trained(one).block.full for one in kinds)
+    gradients = scatters_at_use(config) * 4 * full
     return [
         MemoryItem("gathered weights of a layer", "parameters", weights),
         MemoryItem("gradients of a layer, to be scattered", "gradients", gradients),
@@ -358,7 +361,7 @@ def _pipelined_moments(
     # in another order.
     degree = zero_ways(config)
     gathers = degree > 1 and not gathers_at_use(config)
-    weight = size * _gathered(config).largest * stage.on_device if gathers else 0
+    weight = size * _largest_gathered(config, stage) if gathers else 0
     gathering = MemoryItem(
         "a weight as it is gathered, its shard", "parameters", weight * (1 + 2 / degree)
     )
@@ -372,6 +375,15 @@ def _pipelined_moments(
         return moments
     weights, *sent = _sent_items(config, stage)
     return moments | {"gathering": [weights, work], "reducing": [*sent, work, pair]}
+
+
+def _largest_gathered(config: Config, stage: Any) -> Any:
+    """Returns the elements of the weight of a stack that is the largest, all its layers on a device together."""
+    several = stack_configs(config)
+    if len(several) == 1:
+        return _gathered(config).largest * stage.on_device
+    places = stages(config).places
+    return max(_gathered(one).largest * places(stack) for stack, one in several)
 
 
 def _gathered(config: Config) -> Any:
@@ -401,8 +413,9 @@ def _predictions(config: Config, platform: str) -> list[MemoryItem]:
     """Returns the items for further predictions while the loss is computed: what they keep, and the work of a layer."""
     if not config.model.mtp:
         return []
-    kept = prediction.kept_bytes(config)
-    work = activations.work(config, platform)
+    last = last_config(config)
+    kept = prediction.kept_bytes(last)
+    work = activations.work(last, platform)
     trained = shapes.trained(config)
     size = _itemsize(config)
     # of each depth a gradient of the embedding in float32, and of the head

@@ -106,10 +106,9 @@ def durations(
 
     Virtual stages are as long as they have layers.
     """
-    stage = stages(config)
     share: PerChunk = 1.0  # of the longest virtual stage's layers
-    if len(set(stage.counts)) > 1:
-        share = np.array(stage.counts) / stage.longest
+    if len(set(costs.of_stages)) > 1:
+        share = np.array(costs.of_stages) / costs.layers
     spread = config.parallel.vocab == "spread"
     return Durations(
         forward=costs.chunk_forward * share,

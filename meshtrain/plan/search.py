@@ -20,12 +20,13 @@ from meshtrain.config.check import float8_problems
 from meshtrain.config.follow import followed, microbatch_rows, put, runs_table
 from meshtrain.config.mesh import AXES
 from meshtrain.config.reduce import keeps_feedback
+from meshtrain.config.stacks import layers_of_stacks
 from meshtrain.parallel.placement import Stages
 from meshtrain.parallel.placement import stages as stages_of
 from meshtrain.plan import choices, memory, pipeline, rollouts, shapes
 from meshtrain.plan.compute import Seconds
 from meshtrain.plan.estimate import PART_NAMES, Plan, estimate, outside_seconds
-from meshtrain.plan.layer_costs import LayerCost, layer_cost
+from meshtrain.plan.layer_costs import LayerCost, layer_cost, stage_layers
 from meshtrain.plan.memory import spared
 from meshtrain.plan.seconds import (
     EdgeCost,
@@ -209,7 +210,7 @@ def _groups(
                 tables[rows] = _tables(cut, named_schedules)
             zeros = _zeros(cut, cluster)
             state = None
-            outside: dict[tuple[int, ZeroKeys], float] = {}
+            outside: dict[tuple, float] = {}
             for split in splits:
                 split_config = put(cut, parallel={"sequence_parallel": split})
                 key = sizes["context"], tensor, split, stages == 1, microbatch_rows(split_config)
@@ -288,9 +289,7 @@ class _Group:
     zeros: list[ZeroKeys]
     nbytes: np.ndarray  # [rows, columns], infinite where nothing is looked at
     fits: np.ndarray
-    outside: dict[
-        tuple[int, ZeroKeys], float
-    ]  # seconds outside the microbatches, which groups share
+    outside: dict[tuple, float]  # seconds outside the microbatches, which groups share
 
     def least(self) -> float:
         """Seconds that each layout that fits takes at least: of its table where head and messages between stages take
@@ -298,35 +297,34 @@ class _Group:
         Answers are drawn beside nothing.
         """
         seconds = []
-        layers = dict[int, LayerCost]()
+        layers = dict[Any, LayerCost]()
         for i in np.flatnonzero(self.fits.any(axis=1)):
             scheduled = put(self.config, parallel=self.tables.keys[i])
             stage = self.tables.stages[i]
-            if (key := _varies_with_depth(self.config) * stage.longest) not in layers:
+            if (key := stage.slots if _varies_with_depth(self.config) else ()) not in layers:
                 layers[key] = layer_cost(scheduled, self.cluster)
-            costs = MicrobatchCosts(
-                layers[key], FREE_EDGE, FREE_MESSAGE, stage.longest, stage.chunks
-            )
+            most = max(stage_layers(scheduled, self.cluster))
+            costs = MicrobatchCosts(layers[key], FREE_EDGE, FREE_MESSAGE, most, stage.chunks)
             seconds.append(pipeline.quick(scheduled, self.tables.facts[i], costs))
         return min(seconds) + rollouts.seconds(self.config, self.cluster)[1]
 
     def candidates(self, chosen: np.ndarray) -> Iterator[Candidate]:
         """Yields the layouts of [rows, columns], with their seconds."""
         costs: dict[
-            int, MicrobatchCosts
+            Any, MicrobatchCosts
         ] = {}  # their chunks count only where there is one stage, of one chunk
         for i in np.flatnonzero(chosen.any(axis=1)):
             scheduled = put(self.config, parallel=self.tables.keys[i])
             stage = self.tables.stages[i]
-            if stage.longest not in costs and self.fits[i].any():
-                costs[stage.longest] = microbatch_costs(scheduled, self.cluster)
+            if stage.slots not in costs and self.fits[i].any():
+                costs[stage.slots] = microbatch_costs(scheduled, self.cluster)
             for j in np.flatnonzero(chosen[i]):
                 zero = self.zeros[j]
                 seconds = math.inf
                 if self.fits[i, j]:
                     config = _set_zero(scheduled, zero)
-                    cost = costs[stage.longest]
-                    if (key := (stage.on_device, zero)) not in self.outside:
+                    cost = costs[stage.slots]
+                    if (key := (stage.slots, stage.chunks, zero)) not in self.outside:
                         self.outside[key] = sum(outside_seconds(config, self.cluster))
                     seconds = (
                         pipeline.quick(scheduled, self.tables.facts[i], cost) + self.outside[key]
@@ -336,8 +334,10 @@ class _Group:
 
 
 def _varies_with_depth(config: Config) -> bool:
-    """Returns whether a layer's costs depend on how many layers a chunk has: the choice of those in float8 does."""
-    return config.precision.matmul == "float8"
+    """Returns whether a layer's costs depend on how many layers a chunk has: the choice of those in float8 does, and the
+    mean of several kinds.
+    """
+    return config.precision.matmul == "float8" or len(layers_of_stacks(config.model)) > 1
 
 
 def _bytes(
@@ -393,7 +393,7 @@ def _state(
     """
     rows = []
     for keys, stage in zip(tables.keys, tables.stages, strict=True):
-        key = config.parallel.vocab, config.parallel.microbatches > 1, stage.on_device
+        key = config.parallel.vocab, config.parallel.microbatches > 1, stage.slots, stage.chunks
         if key not in known:
             scheduled = put(config, parallel=keys)
             layouts = [_set_zero(scheduled, zero) for zero in zeros]

@@ -26,8 +26,9 @@ from meshtrain.config.rl import has_reference
 from meshtrain.parallel.placement import buckets, stages
 from meshtrain.parallel.sync.when import summed_axes
 from meshtrain.plan import compute, float8, gradient_traffic, programs, shapes
+from meshtrain.plan.by_stack import last_config
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile, Seconds
-from meshtrain.plan.layer_costs import LayerCost, layer_cost
+from meshtrain.plan.layer_costs import LayerCost, layer_cost, stage_layers
 from meshtrain.plan.prediction import join_seconds
 from meshtrain.plan.traffic import BOTH, edge_transfers
 
@@ -62,8 +63,10 @@ class MicrobatchCosts:
     layer: LayerCost
     edge: EdgeCost
     message: MessageCost
-    layers: int  # of a chunk, as long as the longest virtual stage
+    layers: float  # of a chunk, as long as the longest virtual stage
     chunks: int  # of a stage
+    # those of each virtual stage; of several kinds as many of the mean cost as take its seconds
+    of_stages: tuple[float, ...] = ()
 
     @property
     def stage(self) -> float:
@@ -103,12 +106,14 @@ def microbatch_costs(
 ) -> MicrobatchCosts:
     """Costs of one microbatch on one device of a cluster."""
     stage = stages(config)
+    of_stages = stage_layers(config, cluster, profile)
     return MicrobatchCosts(
         layer=layer_cost(config, cluster, profile),
         edge=edge_cost(config, cluster, profile),
         message=message_cost(config, cluster, profile),
-        layers=stage.longest,
+        layers=max(of_stages),
         chunks=stage.chunks,
+        of_stages=of_stages,
     )
 
 
@@ -133,7 +138,7 @@ def edge_cost(
             head += compute.head_forward(*sizes)
     sends, forward = _edge_sends(config, cluster)
     if model.mtp:
-        layer = layer_cost(config, cluster, profile)
+        layer = layer_cost(last_config(config), cluster, profile)
         again = layer.forward + layer.backward + join_seconds(config, cluster.accelerator)
         head = (head + again) * model.mtp + head
         of_edge = {axis: (1 + model.mtp) * seconds for axis, seconds in sends.items()}

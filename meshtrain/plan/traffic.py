@@ -27,6 +27,7 @@ from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import expert_axes, stages
 from meshtrain.parallel.sync.when import summed_axes
 from meshtrain.plan import float8, shapes
+from meshtrain.plan.by_stack import last_config, stack_configs
 from meshtrain.plan.compute import FrameworkProfile
 from meshtrain.plan.context import context_transfers
 from meshtrain.plan.experts import expert_transfers
@@ -83,10 +84,23 @@ def by_axis(transfers: list[Transfer]) -> dict[str, float]:
 
 
 def _multiply(config: Config, iterations: Iterations) -> list[Transfer]:
-    layer = [*layer_transfers(config), *context_transfers(config), *expert_transfers(config)]
     edge = edge_transfers(config)
-    transfers = [*layer, *edge, *prediction_transfers(config, layer, edge)]
+    transfers = [*edge]
+    assigned = stages(config)
+    for stack, one in stack_configs(config):
+        of_layers = _of_layers(one)
+        # theirs are of as many layers as a chunk of such layers alone has
+        here, alone = assigned.slots.count(stack), stages(one).longest
+        transfers += [
+            (moment, replace(t, count=t.count // alone * here)) for moment, t in of_layers
+        ]
+    last = last_config(config)
+    transfers += prediction_transfers(last, _of_layers(last), edge)
     return [replace(t, count=t.count * iterations.passes(moment)) for moment, t in transfers]
+
+
+def _of_layers(config: Config) -> list["Moment"]:
+    return [*layer_transfers(config), *context_transfers(config), *expert_transfers(config)]
 
 
 Moment = tuple[str, Transfer]  # a pass (see Iterations.passes), and what is sent in it

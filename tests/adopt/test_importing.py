@@ -84,7 +84,7 @@ def test_a_run_begins_with_it_at_step_0_and_with_a_fresh_state(out, tmp_path, we
     for weight in weights(config.model):
         live = np.asarray(found[weight.name])
         if weight.stacked:
-            live = live[program.layout.places]
+            live = live[program.layout.stacks["blocks"].places]
             theirs = np.stack([read(weight, layer) for layer in range(weight.layers)])
         else:
             theirs = read(weight, None)

@@ -56,7 +56,7 @@ def numbered(program, seed=0):
         if x is None:
             return None
         real = np.zeros(x.shape[1:], bool)
-        places = program.layout.places if weight.stacked else slice(weight.shape[0])
+        places = program.layout.stack(weight).places if weight.stacked else slice(weight.shape[0])
         real[(places, *map(slice, weight.shape[1:]))] = True
         return jax.device_put(
             np.where(real, random.standard_normal(x.shape), 0).astype(np.float32), x.sharding
@@ -77,7 +77,9 @@ def owed(program, state):
     for weight, x in zip(program.layout.flat, flat, strict=True):
         if x is not None:
             whole = np.asarray(x, np.float64).sum(0)
-            places = program.layout.places if weight.stacked else slice(weight.shape[0])
+            places = (
+                program.layout.stack(weight).places if weight.stacked else slice(weight.shape[0])
+            )
             found[weight.name] = whole[(places, *map(slice, weight.shape[1:]))]
     return found
 

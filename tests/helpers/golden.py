@@ -12,7 +12,7 @@ from meshtrain.step import Program
 
 GOLDEN = Path(__file__).parents[1] / "adopt" / "golden"
 FAMILIES = (
-    "gemma2", "gemma3", "gpt2", "llama3", "mistral", "qwen2", "qwen3", "mixtral", "olmoe", "qwen3_moe", "gpt_oss",
+    "gemma2", "gemma3", "gpt2", "llama3", "mistral", "qwen2", "qwen3", "mixtral", "olmoe", "qwen3_moe", "gpt_oss", "glm4_moe",
     "deepseek_v3",
 )  # fmt: skip
 MESHES = {

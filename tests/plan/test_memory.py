@@ -140,7 +140,7 @@ def traced_residuals(config) -> float:
         key = jax.random.key(0) if config.model.dropout else None
         x = program.local.forward.embed(weights, batch, None)
         layer, layer_at = (
-            program.local.forward.layer(batch, key),
+            program.local.forward.layer(batch, key, program.layout.segments[0].period[0]),
             jnp.asarray(program.layout.layer_at[0, 0]),
         )
 
