@@ -18,6 +18,9 @@ the largest or only model:
     qwen3_moe  as qwen3; 128 experts, 8 chosen                                                        Yang et al. 2025
     olmoe      as llama, with an RMSNorm over all heads' q, and all k, together; 64 experts, 8      Muennighoff 2024
                chosen, whose weights are not divided by their sum
+    deepseek_v3  as llama, with latent attention (model.mla), first layers that are dense, a router   DeepSeek-AI 2024
+                 of sigmoid; 256 experts, 8 chosen. Kimi-K2 has 384
+    moonlight  the same with 64 experts, 6 chosen                                                     Liu et al. 2025
     gpt_oss    as llama, with biases, a sink for each head, a window in every second layer,           OpenAI 2025
                beginning with the first; 128 experts, 4 chosen, whose gate and up are clipped
     glm4_moe   as qwen3_moe (GLM-4.5-Air: norms over heads off), with biases of q, k and v, half of a    GLM Team 2025
@@ -119,6 +122,12 @@ ACTIVATIONS = dict.fromkeys(("silu", "gelu", EXACT_GELU, QUICK_GELU, "relu"))
 
 four_times = lambda d_model: 4 * d_model
 
+
+def yarn_amplitude(factor: float, share: float = 1.0) -> float:
+    """Returns by how much queries and keys grow in sequences that are longer by a factor (Peng et al. 2023, 3.4)."""
+    return 0.1 * share * math.log(factor) + 1
+
+
 # fmt: off
 LLAMA = Family(
     "llama", centred_norms=False, positions="rotary", gated=True, activation="silu", biases=False, tied_head=False,
@@ -144,6 +153,8 @@ FAMILIES = Registry(
     replace(LLAMA, name="mixtral", experts=8),
     replace(LLAMA, name="qwen3_moe", qk_norm=True, experts=128, top_k=8),
     replace(LLAMA, name="olmoe", qk_norm=True, joint_qk_norm=True, experts=64, top_k=8, normalize=False),
+    replace(LLAMA, name="deepseek_v3", experts=256, top_k=8, router="sigmoid"),
+    replace(LLAMA, name="moonlight", experts=64, top_k=6, router="sigmoid"),
     replace(
         LLAMA, name="gpt_oss", biased_qkv=True, biased_out=True, biased_experts=True, sinks=True,
         activation=QUICK_GELU, gate_limit=7.0, window=128, global_every=2, experts=128, top_k=4, router="softmax_top_k",

@@ -317,12 +317,21 @@ class Program(Shown):
         shards = jax.tree.map(
             lambda x: x.sharding.spec, self.layout.only_trained(self.layout.masters)
         )
-        return jax.shard_map(
+        mapped = jax.shard_map(
             self.local.gradients,
             mesh=self.mesh,
             in_specs=(self.layout.shards, self.rows, everywhere, everywhere, specs),
             out_specs=Gradients(everywhere, shards, specs, everywhere, everywhere, maxima=maxima),
         )
+        if not self.config.model.mtp:
+            return mapped
+        from meshtrain.parallel.predictions import add_ahead
+
+        def gradients(params: Tree, batch: Batch, *more: Any) -> Gradients:
+            order = self.column_order(inputs(batch).shape[1])
+            return mapped(params, add_ahead(batch, order, self.config.model.mtp), *more)
+
+        return gradients
 
     def _train(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         gradients = self._gradients(

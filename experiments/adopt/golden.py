@@ -123,6 +123,7 @@ def models() -> Iterator[tuple[str, Any]]:
     )
     yield "glm4_moe", with_biased_scores(hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(**SIZES, **glm)))
     yield from hybrids()
+    yield "deepseek_v3", deepseek()
 
 
 def with_biased_scores(model: Any) -> Any:
@@ -159,6 +160,43 @@ def hybrids() -> Iterator[tuple[str, Any]]:
         "qwen3_5_moe",
         hf.Qwen3_5MoeForCausalLM(hf.Qwen3_5MoeTextConfig(**of_experts, **experts)),
     )
+
+
+def deepseek() -> Any:
+    """A model of a dense layer and two of experts in groups, whose router has biases."""
+    yarn = dict(
+        rope_type="yarn",
+        rope_theta=10000.0,
+        factor=4.0,
+        original_max_position_embeddings=16,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        mscale=1.0,
+        mscale_all_dim=0.8,
+    )
+    sizes = dict(
+        SIZES,
+        num_key_value_heads=4,
+        q_lora_rank=10,
+        kv_lora_rank=12,
+        qk_nope_head_dim=6,
+        qk_rope_head_dim=8,
+        v_head_dim=5,
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=3,
+        moe_intermediate_size=12,
+        n_shared_experts=1,
+        routed_scaling_factor=1.7,
+        first_k_dense_replace=1,
+        num_mtp_layers=0,
+    )
+    model = hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**sizes, rope_parameters=yarn))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.2 * torch.randn_like(buffer))
+    return model
 
 
 def main() -> None:

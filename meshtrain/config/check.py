@@ -98,6 +98,7 @@ def _model_problems(config: Config) -> Iterator[str]:
         yield f"mesh.tensor {tensor} does not divide {heads}; legal are {legal}."
     yield from context_problems(config)
     yield from _expert_problems(config)
+    yield from _prediction_problems(config)
     if config.parallel.sequence_parallel and length % tensor:
         legal = listed_divisors(math.gcd(length, model.heads))
         patches = length - 1
@@ -130,6 +131,23 @@ def _expert_problems(config: Config) -> Iterator[str]:
             "summed over other ranks "
             "than those of the other weights, and a residual of each would be kept; leave one of them out."
         )
+
+
+def _prediction_problems(config: Config) -> Iterator[str]:
+    model = config.model
+    if not model.mtp:
+        return
+    others = {
+        f"train.objective {config.train.objective}": config.train.objective != "next_token",
+        f"lora.rank {config.lora.rank}": config.lora.rank > 0,
+        f"model.dropout {model.dropout}": model.dropout > 0,
+        f"parallel.sync.every {config.parallel.sync.every}": config.parallel.sync.every > 0,
+    }
+    for other in (name for name, given in others.items() if given):
+        yield f"model.mtp is {model.mtp}, which has no form with {other}; leave one of them out."
+    if 2 * model.d_model % config.mesh.tensor:
+        twice = f"twice model.d_model {model.d_model}, which model.mtp {model.mtp} needs"
+        yield f"mesh.tensor {config.mesh.tensor} does not divide {twice}; legal are {listed_divisors(model.d_model)}."
 
 
 def context_problems(config: Config) -> Iterator[str]:
@@ -382,10 +400,22 @@ def float8_problems(config: Config) -> Iterator[str]:
             f"precision.float8_skip {list(skip)} leaves none of model.layers {model.layers} in float8; legal are "
             "fewer in all."
         )
+    mla = model.mla
+    own = {
+        "model.kv_heads x model.head_dim": (model.kv_heads * model.head_dim, 1),
+    }
+    if mla.kv_rank:
+        own = {
+            "model.mla.q_rank": (mla.q_rank, 1),
+            "model.mla.kv_rank": (mla.kv_rank, 1),
+            "model.mla.rope": (mla.rope, 1),
+            "model.heads x model.mla.nope": (model.heads * mla.nope, tensor),
+            "model.heads x model.mla.value": (model.heads * mla.value, tensor),
+        }
     widths: tuple[tuple[str, int, int], ...] = (
         ("model.d_model", model.d_model, 1),
         ("model.heads x model.head_dim", model.heads * model.head_dim, tensor),
-        ("model.kv_heads x model.head_dim", model.kv_heads * model.head_dim, 1),
+        *((name, *width) for name, width in own.items()),
         ("model.d_ff", model.d_ff, tensor),
     )
     if LINEAR in model.pattern:

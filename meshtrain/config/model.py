@@ -8,7 +8,7 @@ from meshtrain.config.key import Resume, key
 from meshtrain.config.stacks import KINDS, LINEAR
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import ACTIVATIONS as FUNCTIONS
-from meshtrain.families import FAMILIES, period_of
+from meshtrain.families import FAMILIES, period_of, yarn_amplitude
 
 REFUSED = Resume.REFUSED
 SHAPE = Resume.SHAPE
@@ -18,10 +18,14 @@ FUNCTION = Resume.FUNCTION
 
 # What LoRA may adapt, in the order in which a layer has it.
 PROJECTIONS = ("q", "k", "v", "out", "gate", "up", "down")
+# Those of latent attention, in which the weights of a product are followed by others'.
+LATENT_PROJECTIONS = ("q_down", "q_up", "kv_down", "k_up", "v_up")
 
 
 def _head_dim(config: Any) -> int:
     model = config.model
+    if model.mla.kv_rank:
+        return int(model.mla.nope + model.mla.rope)
     if model.d_model % model.heads:
         raise ConfigError(
             f"model.d_model {model.d_model} does not divide into model.heads {model.heads}; "
@@ -40,11 +44,22 @@ def _pattern(config: Any) -> tuple[str, ...]:
     return period_of(pattern) if pattern else ()
 
 
+def _query_scalar(config: Any) -> float:
+    """As published for latent attention, yarn makes scores larger and not cos and sin (DeepSeek-V2, section 3.1.4)."""
+    model = config.model
+    stretched = model.mla.kv_rank and model.rope_scaling == "yarn"
+    return float(model.head_dim / (yarn_amplitude(model.rope_factor) ** 4 if stretched else 1.0))
+
+
 _of_images = _family_default("images")
 
 
 def _has_experts(config: Any) -> bool:
     return config.model.moe.experts > 0
+
+
+def _is_latent(config: Any) -> bool:
+    return config.model.mla.kv_rank > 0
 
 
 def patches_of(model: "ModelConfig") -> tuple[int, int]:
@@ -71,6 +86,7 @@ def problems(model: "ModelConfig") -> Iterator[str]:
     family = FAMILIES[model.family]
     positions = positions_of(model)
     yield from _expert_problems(model)
+    yield from _latent_problems(model)
     yield from _stack_problems(model)
     if model.heads % model.kv_heads:
         legal = listed_divisors(model.heads)
@@ -92,8 +108,37 @@ def problems(model: "ModelConfig") -> Iterator[str]:
         yield f"model.max_positions is {model.max_positions}, {but}; leave it out, and it follows."
 
 
+def _latent_problems(model: "ModelConfig") -> Iterator[str]:
+    mla = model.mla
+    family = FAMILIES[model.family]
+    if not mla.kv_rank:
+        if given := [f"{name} {n}" for name, n in vars(mla).items() if n]:
+            yield f"model.mla has {given[0]}, but no kv_rank, by which attention is latent; give it, or leave mla out."
+        return
+    if not family.rotary or family.biases or family.biased_out or family.sinks:
+        yield f"model.mla.kv_rank is {mla.kv_rank}, which model.family {family.name} has no form of; leave it out."
+    if missing := [name for name in ("nope", "rope", "value") if not getattr(mla, name)]:
+        yield f"model.mla.kv_rank is {mla.kv_rank}, but model.mla.{missing[0]} is 0; give it at least 1."
+    if mla.rope % 2:
+        yield f"model.mla.rope is {mla.rope}; rotary positions turn pairs of numbers, so it must be even."
+    legal = {
+        "head_dim": mla.nope + mla.rope,
+        "kv_heads": model.heads,
+        "qkv_bias": False,
+        "qk_norm": False,
+    }
+    for name, value in legal.items():
+        if getattr(model, name) != value:
+            yield (
+                f"model.{name} is {str(getattr(model, name)).lower()}, but with model.mla.kv_rank {mla.kv_rank} it is "
+                f"{str(value).lower()}; leave it out."
+            )
+
+
 def projections(model: "ModelConfig") -> list[str]:
-    """Returns the projections of a layer that may have adapters: of experts those that every token is computed by."""
+    """Returns the projections of a layer that may have adapters: of experts those that every token is computed by, of
+    latent attention what no other product with the same weight follows.
+    """
     lacks = (
         {"gate"}
         if not FAMILIES[model.family].gated
@@ -101,6 +146,8 @@ def projections(model: "ModelConfig") -> list[str]:
         if model.d_ff or model.dense_layers
         else {"gate", "up", "down"}
     )
+    if model.mla.kv_rank:
+        lacks = {"k", "v", *lacks, *(("q",) if model.mla.q_rank else ())}
     return [name for name in PROJECTIONS if name not in lacks]
 
 
@@ -257,6 +304,24 @@ class LinearConfig:
 
 
 @dataclass(frozen=True)
+class MlaConfig:
+    q_rank: int = key(
+        0, "numbers that a token's queries are made of; 0: of the stream itself", least=0, resume=SHAPE,
+        counts=_is_latent
+    )
+    kv_rank: int = key(
+        0, "multi-head latent attention (DeepSeek-V2, section 2.1): numbers that a token's keys and values of all heads "
+           "are made of; 0: plain attention", least=0, resume=SHAPE
+    )
+    nope: int = key(0, "width of a head's queries and keys without position", least=0, resume=SHAPE, counts=_is_latent)
+    rope: int = key(
+        0, "width of their part with rotary positions, which of keys all heads share", least=0, resume=SHAPE,
+        counts=_is_latent
+    )
+    value: int = key(0, "width of a head's values", least=0, resume=SHAPE, counts=_is_latent)
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     family: str = key(
         "llama",
@@ -282,7 +347,11 @@ class ModelConfig:
         None, "key/value heads (grouped-query attention); null: as many as heads",
         least=1, follows=lambda c: c.model.heads, resume=SHAPE
     )
-    head_dim: int = key(None, "width of one head; null: d_model / heads", least=1, follows=_head_dim, resume=SHAPE)
+    mla: MlaConfig = field(default_factory=MlaConfig)
+    head_dim: int = key(
+        None, "width of one head's queries and keys; null: d_model / heads, with mla nope + rope",
+        least=1, follows=_head_dim, resume=SHAPE
+    )
     # before what follows from it
     moe: MoeConfig = field(default_factory=MoeConfig)
     linear: LinearConfig = field(default_factory=LinearConfig)
@@ -353,7 +422,7 @@ class ModelConfig:
         above=0.0, follows=lambda c: 32.0 if c.model.rope_scaling == "yarn" else 4.0, resume=SHAPE
     )
     rope_amplitude: float = key(
-        0.0, "yarn: cos and sin are larger by this; 0: 0.1 ln(rope_factor) + 1",
+        0.0, "yarn: cos and sin are larger by this; 0: 0.1 ln(rope_factor) + 1, with mla 1",
         least=0.0, resume=SHAPE
     )
     rope_truncate: bool = key(True, "yarn: the ramp begins and ends at whole pairs", resume=SHAPE)
@@ -361,6 +430,13 @@ class ModelConfig:
         None, "rows of the position table, where positions are learned; null: train.sequence_length",
         least=1, follows=lambda c: positions_of(c.model) or c.train.sequence_length, resume=SHAPE,
         counts=lambda c: FAMILIES[c.model.family].positions == "learned"
+    )
+    mtp: int = key(
+        0, "tokens beyond the next that are predicted too, by a layer more each (DeepSeek-V3, section 2.2)",
+        least=0, most=16, resume=SHAPE
+    )
+    mtp_weight: float = key(
+        0.3, "weight of the mean of their losses", least=0.0, counts=lambda c: c.model.mtp > 0
     )
     norm_eps: float = key(1e-5, "added to the variance in the norms", above=0.0, resume=SHAPE)
     init_std: float = key(0.02, "standard deviation of the initial weights; projections into the residual stream get "
@@ -377,9 +453,10 @@ class ModelConfig:
         None, "embeddings are multiplied by the root of d_model; null: as the family has it",
         follows=_family_default("scaled_embedding"), resume=SHAPE
     )
-    query_scalar: int = key(
-        None, "scores are divided by the root of this; null: head_dim",
-        least=1, follows=lambda c: c.model.head_dim, resume=SHAPE
+    query_scalar: float = key(
+        None, "scores are divided by the root of this; null: head_dim, with mla and yarn head_dim / (0.1 ln(rope_factor) "
+              "+ 1)^4",
+        above=0.0, follows=_query_scalar, resume=SHAPE
     )
     score_cap: float = key(
         None, "scores are kept within this of 0, smoothly (c tanh(x / c)); 0: they are not; null: as the family has it",
@@ -426,6 +503,11 @@ class ModelConfig:
     def expert_width(self) -> int:
         """Hidden width of one expert."""
         return self.moe.d_ff or FAMILIES[self.family].d_ff(self.d_model)
+
+    @property
+    def value_width(self) -> int:
+        """Width of one head's values."""
+        return self.mla.value or self.head_dim
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,11 @@ def model_of_stack(model: "ModelConfig", stack: str) -> "ModelConfig":
     return replace(alike, moe=moe, d_ff=model.dense_d_ff)
 
 
+def last_of_stacks(model: "ModelConfig") -> "ModelConfig":
+    """Returns the model whose layers are all as its last one."""
+    return model_of_stack(model, stack_of_layers(model)[-1])
+
+
 def is_dense(stack: str) -> bool:
     """Returns whether the layers of a stack have an MLP where others have experts."""
     return stack.startswith(f"{DENSE}_")

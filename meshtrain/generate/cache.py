@@ -27,18 +27,21 @@ from meshtrain.parallel.placement import local_kv_heads
 
 
 class LayerCache(NamedTuple):
-    """Keys and values of one layer, [S, G, P, K] each, in the compute dtype."""
+    """Keys and values of one layer, [S, G, P, K] each, in the compute dtype.
+
+    Of latent attention both are made of what stands in the place of keys, [S, 1, P, kv_rank + rope].
+    """
 
     keys: jax.Array
-    values: jax.Array
+    values: jax.Array | None
 
     def put(self, new: "LayerCache", slot: jax.Array, length: jax.Array) -> "LayerCache":
         """Returns the cache with the first `length` positions of one sequence in a slot."""
-        return LayerCache(*(written(a, b, slot, length) for a, b in zip(self, new, strict=True)))
+        return jax.tree.map(lambda old, new: written(old, new, slot, length), self, new)
 
     def laid_out(self, lengths: jax.Array, positions: int) -> "LayerCache":
         """Returns the keys and values of sequences, [B, T, G, K], as those of slots."""
-        return LayerCache(*(laid_out(x, lengths, positions) for x in self))
+        return jax.tree.map(lambda x: laid_out(x, lengths, positions), self)
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,13 @@ class OwnGroups:
         """Returns int [H]: which of the cached ones each query head from `first` on reads."""
         group = self.heads // self.groups
         return (first + jnp.arange(self.heads // self.ranks)) // group - first // group
+
+
+def cache_heads(model: ModelConfig, tensor: int) -> tuple[int, int, int]:
+    """Returns the heads that a tensor rank caches, the width of their keys, and that of their values, 0 for none."""
+    if model.mla.kv_rank:
+        return 1, model.mla.kv_rank + model.mla.rope, 0
+    return OwnGroups(model.heads, model.kv_heads, tensor).each, model.head_dim, model.head_dim
 
 
 def written(cache: jax.Array, new_STGK: jax.Array, slot: jax.Array, length: jax.Array) -> jax.Array:
@@ -166,6 +176,7 @@ class DecodeAttention:
     ) -> jax.Array:
         first = collectives.first_head(q.shape[2])
         keys = appended(self.cache.keys, self.groups.select(k, first), self.positions)
+        assert self.cache.values is not None
         values = appended(self.cache.values, self.groups.select(v, first), self.positions)
         self.cache = LayerCache(keys, values)
         visible = seen(self.positions, keys.shape[2], self.model.window, local)
@@ -202,6 +213,7 @@ def against(
     slots, _, heads, width = q_S1HK.shape
     keys = cache.keys
     values = cache.values
+    assert values is not None
     cap = model.score_cap
     groups = keys.shape[1]
     q = (q_S1HK * model.query_scalar**-0.5).reshape(slots, groups, heads // groups, width)

@@ -10,6 +10,7 @@ A second mesh would not do: a program takes no arrays of devices in another orde
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -80,6 +81,14 @@ class DecodingForward:
         self.kinds = kinds_of_layers(sizes)
         self.groups = OwnGroups(sizes.heads, sizes.kv_heads, self.config.mesh.tensor)
         self.dtype = jnp.dtype(self.config.precision.compute)
+        prompt: type[PromptAttention] = PromptAttention
+        self._decode: type[DecodeAttention] = DecodeAttention
+        if sizes.mla.kv_rank:
+            from meshtrain.generate.latent import LatentDecode, LatentPrompt
+
+            prompt = LatentPrompt
+            self._decode = LatentDecode
+        self._prompt = partial(prompt, self.parts.attention, self.groups)
 
     def bucket(self, tokens: int) -> int:
         """Returns the length that a prompt is padded to."""
@@ -113,7 +122,7 @@ class DecodingForward:
         layers = [
             DecodeMix(cache)
             if isinstance(cache, LinearCache)
-            else DecodeAttention(model, self.groups, cache, positions)
+            else self._decode(model, self.groups, cache, positions)
             for cache in caches
         ]
         x, experts = self._stream(weights, tokens[:, None], positions[:, None], layers)
@@ -123,9 +132,7 @@ class DecodingForward:
     def _prompt_mixers(self, lengths: jax.Array | None = None) -> Sequence[Mixer]:
         """Returns what mixes the tokens of prompts in each layer, and keeps their cache."""
         return [
-            PromptMix(self.config.model.linear.chunk, lengths)
-            if kind == LINEAR
-            else PromptAttention(self.parts.attention, self.groups)
+            PromptMix(self.config.model.linear.chunk, lengths) if kind == LINEAR else self._prompt()
             for kind in self.kinds
         ]
 

@@ -37,7 +37,7 @@ from meshtrain.data.template import find_template
 from meshtrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import FAMILIES
-from meshtrain.generate.cache import OwnGroups
+from meshtrain.generate.cache import cache_heads
 from meshtrain.generate.held import KINDS, round_weights
 from meshtrain.generate.programs import Decoding
 from meshtrain.generate.request import Sampling
@@ -69,10 +69,8 @@ def memory_needs(config: Config, slots: int, length: int) -> MemoryNeeds:
     mesh = config.mesh
     size = itemsize(config.precision.compute)
     placed = [weight.on_device() * size for weight in all_placed(config)]
-    groups = OwnGroups(model.heads, model.kv_heads, mesh.tensor).each
-    cache = (
-        2 * model.layers * math.ceil(slots / mesh.data) * groups * length * model.head_dim * size
-    )
+    heads, *widths = cache_heads(model, mesh.tensor)
+    cache = model.layers * math.ceil(slots / mesh.data) * heads * length * sum(widths) * size
     # the stream and what its branches make of it; logits are of one position
     hidden = model.d_ff + (model.moe.top_k * model.expert_width if model.moe.experts else 0)
     of_token = 8 * model.d_model + 3 * math.ceil(hidden / mesh.tensor)

@@ -28,7 +28,7 @@ from meshtrain.compat import vary, varying
 from meshtrain.config import ConfigError
 from meshtrain.config.stacks import LINEAR
 from meshtrain.generate import held
-from meshtrain.generate.cache import LayerCache
+from meshtrain.generate.cache import LayerCache, cache_heads
 from meshtrain.generate.forward import DecodingForward
 from meshtrain.generate.linear_cache import no_memory
 from meshtrain.generate.request import MOST_LIKELY, Sampling
@@ -109,17 +109,17 @@ class Decoding:
 
     def _nothing(self) -> Slots:
         model = self.config.model
-        shape = (
-            self.slots,
-            self.forward.groups.each * self.config.mesh.tensor,
-            self.length,
-            model.head_dim,
-        )
-        zeros = lambda: jnp.zeros(shape, self.forward.dtype)
+        tensor = self.config.mesh.tensor
+        heads, keys, values = cache_heads(model, tensor)
+
+        def zeros(width: int) -> jax.Array:
+            shape = (self.slots, heads * tensor, self.length, width)
+            return jnp.zeros(shape, self.forward.dtype)
+
         cache = tuple(
             no_memory(model.linear, self.slots, self.forward.dtype)
             if kind == LINEAR
-            else LayerCache(zeros(), zeros())
+            else LayerCache(zeros(keys), zeros(values) if values else None)
             for kind in self.forward.kinds
         )
         greedy = jax.tree.map(

@@ -26,7 +26,7 @@ from meshtrain.config.follow import put
 from meshtrain.errors import ConfigError, not_installed, short
 from meshtrain.families import FAMILIES
 from meshtrain.files import check_regular
-from meshtrain.hf import mxfp4
+from meshtrain.hf import fp8, mxfp4
 from meshtrain.hf_families import BY_MODEL_TYPE, CONFIG, is_hf_directory, read_json
 
 ENDING = ".safetensors"
@@ -90,8 +90,11 @@ class TensorFiles:
 
     @property
     def names(self) -> list[str]:
-        """Their names; of what is in MXFP4 that of the matrices, in the place of its two tensors."""
+        """Their names; of what is in MXFP4 that of the matrices, in the place of its two tensors; no scales of what is
+        in float8.
+        """
         parts = {f"{name}{end}" for name in self._mxfp4 for end in (mxfp4.BLOCKS, mxfp4.SCALES)}
+        parts |= {f"{name}{fp8.SCALES}" for name in self._file}
         return [*(name for name in self._file if name not in parts), *sorted(self._mxfp4)]
 
     def metadata(self) -> dict[str, str]:
@@ -105,17 +108,24 @@ class TensorFiles:
 
     def dtype(self, name: str) -> str:
         """Returns the name that safetensors has: F32, BF16 ...; of MXFP4 that of the narrowest dtype which holds it
-        exactly.
+        exactly, of float8 with scales that of what its models are kept in.
         """
-        if name in self._mxfp4:
+        if name in self._mxfp4 or self._is_scaled(name):
             return "BF16"
         return str(self._slice(name).get_dtype())
+
+    def _is_scaled(self, name: str) -> bool:
+        return f"{name}{fp8.SCALES}" in self._file
 
     def read(self, name: str, box: tuple[slice, ...]) -> np.ndarray:
         """Returns a box of a tensor, in its own dtype."""
         if name in self._mxfp4:
             return mxfp4.read(self.read, name, box)
         try:
+            if self._is_scaled(name):
+                path = self.directory / self._file[name]
+                numbers = fp8.read_bytes(path, self._theirs[name], box)
+                return fp8.read(numbers, self.read, name, box)
             return self._slice(name)[box]
         except Exception as error:
             where = short(self.directory / self._file[name])

@@ -12,9 +12,13 @@ numbers lie in it.
     stacked    [E, out, in] of all experts                     [E, in, out]
     half k     [E, 2 out, in]: the k-th half                   [E, in, out]
     rows       [heads x rows of a head, (1,) in]: some of each  [in, H, K], [in, H]
+    turned k   linear, whose last k outputs (of each head) are  [in, out], [in, H, K]
+               pairs (2i, 2i + 1)
+    joined k   [H (K + V), in]: of each head the keys' rows,    [in, H, K], [in, H, V]
+               then the values'
 
-RoPE turns the pairs (i, i + K/2) in their files as it does here, so nothing is ever permuted (Llama's own release has
-them otherwise).
+RoPE turns the pairs (i, i + K/2) in their files as it does here, so nothing is permuted but DeepSeek's (Llama's own
+release has them otherwise).
 No JAX: `meshtrain.hf.loading` reads boxes of these, `meshtrain.adopt.exporting` writes them.
 """
 
@@ -30,6 +34,7 @@ from meshtrain.hf.hf_directory import TensorFiles
 from meshtrain.hf_families import WeightName, hf_family
 from meshtrain.model.weights import COUNTED, Weight, weights
 
+LINEAR = ("linear", "turned")
 ABSENT = -1
 Box = tuple[slice, ...]  # of one layer's weight, a slice a dimension
 Source = Callable[
@@ -73,9 +78,7 @@ class TensorMapping:
         if self.name.layout == "third":
             last *= 3
         return (
-            (last, *inner)
-            if self.name.layout == "linear"
-            else (1,) * self.name.ones + (*inner, last)
+            (last, *inner) if self.name.layout in LINEAR else (1,) * self.name.ones + (*inner, last)
         )
 
     def box(self, box: Box) -> Box:
@@ -89,7 +92,7 @@ class TensorMapping:
         if self.name.layout == "third":
             before = self.name.part * math.prod(self._sides()[-1])
             slices[-1] = slice(before + slices[-1].start, before + slices[-1].stop)
-        if self.name.layout == "linear":
+        if self.name.layout in LINEAR:
             return tuple(reversed(slices))
         return (slice(0, 1),) * self.name.ones + tuple(slices)
 
@@ -97,7 +100,7 @@ class TensorMapping:
         """Returns our dimensions that are the outer ones of theirs: boxes along the last of them are contiguous in
         their file.
         """
-        return (len(self._sides()[0]) if self.name.layout == "linear" else 0,)
+        return (len(self._sides()[0]) if self.name.layout in LINEAR else 0,)
 
     def cut(self, box: Box, tensor: np.ndarray) -> np.ndarray:
         """Returns a box of our weight from the slices of the tensor that `self.box(box)` names."""
@@ -107,14 +110,14 @@ class TensorMapping:
             first = box[len(rest)]
             shape += [first.stop - first.start, *side[1:]]
             rest += [slice(None), *box[len(rest) + 1 : len(rest) + len(side)]]
-        return (tensor.T if self.name.layout == "linear" else tensor).reshape(shape)[tuple(rest)]
+        return (tensor.T if self.name.layout in LINEAR else tensor).reshape(shape)[tuple(rest)]
 
     def converted(self, ours: np.ndarray, tensor: int = 0) -> np.ndarray:
         """Returns one of the tensors of one layer's full weight; of thirds this one alone."""
         array = ours.reshape([math.prod(side) for side in self._sides()])
         return (
             array.T
-            if self.name.layout == "linear"
+            if self.name.layout in LINEAR
             else array.reshape((1,) * self.name.ones + array.shape)
         )
 
@@ -283,6 +286,56 @@ class RowsMapping(TensorMapping):
         return np.concatenate(arrays, 1).reshape(self.shape())
 
 
+@dataclass(frozen=True)
+class TurnedMapping(TensorMapping):
+    """A product whose last outputs are turned in neighbouring pairs in their files, here in pairs half a width apart:
+    of each head, where there are heads.
+    """
+
+    @property
+    def order(self) -> np.ndarray:
+        """The place in their tensor of each of our outputs along the last dimension."""
+        width = self.weight.dims[-1][1]
+        turned = np.arange(width - self.name.part, width)
+        return np.concatenate([np.arange(width - self.name.part), turned[::2], turned[1::2]])
+
+    def read(self, files: TensorFiles, layer: int | None, box: Box) -> np.ndarray:
+        all_outputs = (*box[:-1], slice(0, self.weight.dims[-1][1]))
+        return super().read(files, layer, all_outputs)[..., self.order[box[-1]]]
+
+    def converted(self, ours: np.ndarray, tensor: int = 0) -> np.ndarray:
+        return super().converted(ours[..., np.argsort(self.order)])
+
+
+@dataclass(frozen=True)
+class JoinedMapping(TensorMapping):
+    """Keys or values from latents, whose rows lie beside one another in their tensor, head by head."""
+
+    widths: tuple[int, int] = (0, 0)  # of a head's keys and values there
+
+    def read(self, files: TensorFiles, layer: int | None, box: Box) -> np.ndarray:
+        (name,) = self.tensors(layer)
+        latents, heads, own = box
+        both = sum(self.widths)
+        rows = files.read(name, (slice(heads.start * both, heads.stop * both), latents))
+        before = self.name.part * self.widths[0]
+        by_head = rows.reshape(-1, both, rows.shape[-1])[:, before + own.start : before + own.stop]
+        return by_head.transpose(2, 0, 1)
+
+    def shape(self) -> tuple[int, ...]:
+        (_, latents), (_, heads), _ = self.weight.dims
+        return (heads * sum(self.widths), latents)
+
+    def outer(self) -> tuple[int, ...]:
+        return (1,)
+
+    def converted(self, ours: np.ndarray, tensor: int = 0) -> np.ndarray:
+        return ours.transpose(1, 2, 0)
+
+    def joined(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate(arrays, 1).reshape(self.shape())
+
+
 class LoadMapping(TensorMapping):
     """The load of a layer's experts, of which their files have the bias that is added to scores."""
 
@@ -309,6 +362,7 @@ MAPPINGS = {
     "alternating": MergedMapping,
     "stacked": StackedMapping,
     "half": StackedMapping,
+    "turned": TurnedMapping,
     "load": LoadMapping,
 }
 
@@ -340,14 +394,15 @@ def mappings(model: ModelConfig, files: TensorFiles | None = None) -> dict[str, 
     def mapping(weight: Weight) -> TensorMapping:
         stack, _, ours = weight.name.partition(".")
         layers = stacks.get(stack, ())
-        if weight.counts and f"{BLOCKS}.{ours}" not in by_stack[stack]:
+        by_name = by_stack[stack] if layers else next(iter(by_stack.values()))
+        known = f"{BLOCKS}.{ours}" if layers else weight.name
+        if weight.counts and known not in by_name:
             return NoTensor(weight, WeightName(weight.name, ""), layers)
-        if layers:
-            name = by_stack[stack][f"{BLOCKS}.{ours}"]
-        else:
-            name = next(iter(by_stack.values()))[weight.name]
+        name = by_name[known]
         if name.layout == "patches":
             return PatchMapping(weight, name, layers, model.patch_size)
+        if name.layout == "joined":
+            return JoinedMapping(weight, name, layers, (model.mla.nope, model.mla.value))
         return MAPPINGS.get(name.layout, TensorMapping)(weight, name, layers)
 
     return {weight.name: mapping(weight) for weight in weights(model)}

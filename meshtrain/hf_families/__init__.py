@@ -5,7 +5,7 @@ weights.
 
 An entry a class. A family with new computations is an entry in `meshtrain.families` too; one that only has other names
 or fields stands
-here alone: `llama` (Llama, Mistral, Qwen), `gemma`, `gpt2`, `vit`. `family` says what an entry holds, `json_fields`
+here alone: `llama` (Llama, Mistral, Qwen), `gemma`, `gpt2`, `deepseek`, `vit`. `family` says what an entry holds, `json_fields`
 reads config.json.
 
 Options of a model that a class cannot hold are refused by name, and not left out in silence:
@@ -18,6 +18,7 @@ Options of a model that a class cannot hold are refused by name, and not left ou
     mixtral      no                  no               yes      yes                                   no
     qwen3_moe    no                  yes              yes      yes                                   no
     olmoe        no                  all heads'       no       shared keys                           no
+    deepseek_v3  no                  no               no       latent attention                      no
     glm4_moe     either              either           no       yes                                   no
     gpt_oss      yes                 no               by turns yes                                   no
     gpt2         yes                 no               no       no                                    no
@@ -25,8 +26,9 @@ Options of a model that a class cannot hold are refused by name, and not left ou
     gemma3       no                  yes              always   yes                                   but capped scores
     vit          either              no               no       no                                    no
 
-Classes with experts have them in every layer, without shared ones, and routers of softmax; but GLM's, whose first layers
-are dense, whose router is of sigmoid, and which turns a part of a head. Gemma's are norms by 1 +
+Classes with experts have them in every layer, without shared ones, and routers of softmax; but DeepSeek's and GLM's,
+whose first layers are dense and whose router is of sigmoid. Moonlight and Kimi-K2 are DeepSeek's class by other numbers;
+GLM turns a part of a head. Gemma's are norms by 1 +
 scale, also behind attention and MLP, and scaled embeddings, all three always; the scores' own scale, capped scores and
 logits, layers that see all by turns, and another rotary base for those that do not. Read in transformers 5.23
 (models/*/modeling_*.py). Each holds any of our functions in its MLP, and a head that is tied or is not. No JAX.
@@ -37,6 +39,7 @@ from typing import Any
 
 from meshtrain.errors import ConfigError, short
 from meshtrain.families import FAMILIES
+from meshtrain.hf_families.deepseek import DEEPSEEK_V3, FP8, MOONLIGHT
 from meshtrain.hf_families.family import HfFamily, WeightName
 from meshtrain.hf_families.gemma import GEMMA2, GEMMA3
 from meshtrain.hf_families.glm import GLM4_MOE
@@ -69,6 +72,8 @@ HF_FAMILIES = {
         MIXTRAL,
         QWEN3_MOE,
         OLMOE,
+        DEEPSEEK_V3,
+        MOONLIGHT,
         GLM4_MOE,
         GPT_OSS,
         QWEN3_NEXT,
@@ -80,8 +85,12 @@ HF_FAMILIES = {
         VIT,
     )
 }
-BY_MODEL_TYPE = {family.model_type or name: family for name, family in HF_FAMILIES.items()}
-MODEL_TYPES = {family.name: model_type for model_type, family in BY_MODEL_TYPE.items()}
+MODEL_TYPES = {name: family.model_type or name for name, family in HF_FAMILIES.items()}
+# of several families that are one class the first
+BY_MODEL_TYPE = {
+    model_type: HF_FAMILIES[next(name for name, of in MODEL_TYPES.items() if of == model_type)]
+    for model_type in MODEL_TYPES.values()
+} | {"kimi_k2": DEEPSEEK_V3}
 
 
 def is_hf_directory(directory: Path) -> bool:
@@ -111,9 +120,8 @@ def model_section(config: Json, where: str) -> dict[str, Any]:
     family = BY_MODEL_TYPE[model_type]
     section = family.section(config, where)
     quantized = config.get("quantization_config")
-    if not (
-        family is GPT_OSS and isinstance(quantized, dict) and quantized.get("quant_method") == MXFP4
-    ):
+    of_hub = {GPT_OSS.name: MXFP4, DEEPSEEK_V3.name: FP8}.get(family.name)
+    if not (isinstance(quantized, dict) and of_hub and quantized.get("quant_method") == of_hub):
         refuse_unless(where, config, "quantization_config", None)
     return {"family": family.name} | section
 
@@ -178,7 +186,11 @@ def _problem(family: HfFamily, model: Json) -> str | None:
         return problem
     if family.window_by_turns and not model["window"] and model["global_every"] != 1:
         return "model.window 0"
-    required = {} if family.gemma else {"query_scalar": model["head_dim"], "logit_cap": 0.0}
+    if bool(model["mla"].kv_rank) != family.latent:
+        return f"model.mla.kv_rank {model['mla'].kv_rank}"
+    scaled = family.gemma or (family.latent and model["rope_scaling"] == "yarn")
+    required = {} if scaled else {"query_scalar": model["head_dim"]}
+    required |= {} if family.gemma else {"logit_cap": 0.0}
     required |= {} if family.window_by_turns else {"global_every": 0}
     required |= {} if family.score_cap else {"score_cap": 0.0}
     required |= {} if family.local_theta else {"rope_theta_local": 0.0}

@@ -23,9 +23,11 @@ class WeightName(NamedTuple):
         "stacked",
         "half",
         "rows",
+        "turned",
+        "joined",
         "load",
     ] = "plain"
-    part: int = 0  # which third or half, or which of the two that alternate
+    part: int = 0  # which third or half, or of the two that alternate or are joined; turned: how many outputs
     ones: int = 0  # plain: leading dimensions of size 1 of their tensor
     # rows: heads whose rows lie beside one another, the rows of each, and the first of those that are ours
     rows: tuple[int, int, int] = (1, 0, 0)
@@ -71,3 +73,4 @@ class HfFamily:
     # its first layers may be dense, and its routers have groups, shared experts, a scale and a bias
     dense_first: bool = False
     part_turned: bool = False  # a part of a head's width may be turned
+    latent: bool = False  # its attention is latent

@@ -108,7 +108,7 @@ def config(model: Json, length: int) -> dict[str, Any]:
         window["sliding_window_pattern"] = model["global_every"] or model["layers"] + 1
     window |= {
         "layer_types": layer_types(model["layers"], model["global_every"]),
-        "query_pre_attn_scalar": model["query_scalar"],
+        "query_pre_attn_scalar": round(model["query_scalar"]),
         "attn_logit_softcapping": model["score_cap"] or None,
         "final_logit_softcapping": model["logit_cap"] or None,
         "hidden_activation": function,

@@ -20,11 +20,14 @@ from meshtrain.config import ModelConfig
 from meshtrain.families import FAMILIES
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import NO_DROPOUT, Dropout, drop
-from meshtrain.model.kernels import MASKED, Kernel, attention_kernel, block_size
+from meshtrain.model.kernels import MASKED, WIDTHS_APART, Kernel, attention_kernel, block_size
 
 
 class Heads(NamedTuple):
-    """Queries [B, T, H, K], and the keys and values [B, T, G, K] that they attend to."""
+    """Queries [B, T, H, K], and the keys [B, T, G, K] and values [B, T, G, V] that they attend to.
+
+    Values are as wide as keys, but for latent attention's (`model.latent`).
+    """
 
     q: jax.Array
     k: jax.Array
@@ -36,7 +39,7 @@ class Outputs(NamedTuple):
     scores, float32.
     """
 
-    out: jax.Array  # [B, T, H, K]
+    out: jax.Array  # [B, T, H, V]
     log_sum: jax.Array  # [B, H, T]
     top: jax.Array | None = None  # [B, H, T]
 
@@ -50,7 +53,7 @@ class Residuals(NamedTuple):
     q: jax.Array  # [B, G, R, T, K] queries (scaled) for R heads a group
     k: jax.Array  # [B, G, T, K]
     v: jax.Array
-    out: jax.Array  # [B*T, H*K]
+    out: jax.Array  # [B*T, H*V]
     log_sum: jax.Array  # [B, G, R, T] log of each query's softmax denominator, float32
 
 
@@ -127,7 +130,7 @@ def attend(
     With a `window` a query sees no more than so many positions: its own and those before it (Beltagy et al. 2020), in
     all layers or where `local`, a boolean on the device, is true. `scale` is 1 / √K unless given; with a `cap` scores
     stay `within` it. `sinks` [H] are scores of no key, one more in each head's softmax (Xiao et al. 2024; OpenAI 2025).
-    Returns `[B*T, H*K]` in q's dtype, the rows of the output projection; the softmax is in float32. With `counted`, a
+    Returns `[B*T, H*V]` in q's dtype, the rows of the output projection; the softmax is in float32. With `counted`, a
     boolean for each token [B, T], also the largest score of each head [H] at the queries where it is true.
     """
     _, length, heads, width = q_BTHK.shape
@@ -151,7 +154,7 @@ def attend(
     kernel = attention_kernel(
         collectives.platform,
         q_BTHK.dtype.name,
-        width,
+        max(width, v_BTGK.shape[-1]),
         length,
         packed=segments_BT is not None,
         dropout=drops,
@@ -265,7 +268,8 @@ def _kernel_backward(
     cotangents: tuple[jax.Array, Any],
 ) -> tuple[Heads, None, jax.Array | None]:
     (q, k, v, rows, log_sum), masks, sinks = residuals
-    given = Outputs(rows.reshape(q.shape), log_sum), cotangents[0].reshape(q.shape)
+    shape = output_shape(q, v)
+    given = Outputs(rows.reshape(shape), log_sum), cotangents[0].reshape(shape)
     run = partial(backward, kernel)
     d_heads = run_windowed(scoring, masks.local, run, Heads(q, k, v), masks, *given)
     return Heads(*d_heads), None, sink_gradients(sinks, *given)
@@ -274,11 +278,19 @@ def _kernel_backward(
 run_kernel.defvjp(_kernel_forward, _kernel_backward)
 
 
+def output_shape(q: jax.Array, v: jax.Array) -> tuple[int, ...]:
+    """Returns the shape of the output, [B, T, H, V]."""
+    return (*q.shape[:-1], v.shape[-1])
+
+
 def forward(kernel: Kernel, scoring: Scoring, heads: Heads, masks: MaskArrays) -> Outputs:
     """Returns the outputs of any kernel."""
     if kernel == "blocks":
         return _join_groups(heads, *_forward_blocks(scoring, *_group_heads(scoring, heads), masks))
-    return Outputs(*_imported(kernel).forward(scoring, heads, masks))
+    width = heads.v.shape[-1]
+    wide = Heads(*_as_wide(kernel, *heads))
+    out, *of_queries = _imported(kernel).forward(scoring, wide, masks)
+    return Outputs(_cut(out, width), *of_queries)
 
 
 def backward(
@@ -301,7 +313,28 @@ def backward(
         return _backward_blocks(
             scoring, Residuals(*grouped, rows, sums), masks, cotangent.reshape(rows.shape)
         )
-    return _imported(kernel).backward(scoring, heads, masks, outputs, cotangent)
+    *given, out, d_out = _as_wide(kernel, *heads, outputs.out, cotangent)
+    outputs = Outputs(out, outputs.log_sum)
+    cotangents = _imported(kernel).backward(scoring, Heads(*given), masks, outputs, d_out)
+    return tuple(_cut(d, x.shape[-1]) for d, x in zip(cotangents, heads, strict=True))
+
+
+def _as_wide(kernel: Kernel, *arrays: jax.Array) -> list[jax.Array]:
+    """Returns arrays [.., K] and [.., V] as a kernel takes them: with zeros up to the wider of the two, where it knows
+    of one width.
+    """
+    wide = max(x.shape[-1] for x in arrays)
+    if kernel in WIDTHS_APART:
+        return list(arrays)
+    return [_padded(x, wide - x.shape[-1]) for x in arrays]
+
+
+def _padded(x: jax.Array, more: int) -> jax.Array:
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
+
+
+def _cut(x: jax.Array, width: int) -> jax.Array:
+    return x if x.shape[-1] == width else x[..., :width]
 
 
 def _imported(kernel: str) -> AttentionKernel:
@@ -350,7 +383,7 @@ def _join_groups(heads: Heads, out: jax.Array, *of_queries: jax.Array | None) ->
     """Returns outputs from those of `_forward_blocks`."""
     batch, length, queries, _ = heads.q.shape
     by_head = jax.tree.map(lambda x: x.reshape(batch, queries, length), of_queries)
-    return Outputs(out.reshape(heads.q.shape), *by_head)
+    return Outputs(out.reshape(output_shape(heads.q, heads.v)), *by_head)
 
 
 def _group_heads(scoring: Scoring, heads: Heads) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -418,11 +451,12 @@ def _backward_blocks(
     """Returns the cotangents of q, k and v, in the shapes of the arguments."""
     q, k, v, out, log_sum = residuals
     batch, groups, _, length, width = q.shape
+    values = v.shape[-1]
     rows = jnp.sum(
-        (out * cotangent).astype(jnp.float32).reshape(batch, length, -1, width), axis=-1
+        (out * cotangent).astype(jnp.float32).reshape(batch, length, -1, values), axis=-1
     )  # [B, T, H]
     rows = rows.transpose(0, 2, 1).reshape(log_sum.shape)
-    d_out = cotangent.reshape(batch, length, groups, -1, width).transpose(0, 2, 3, 1, 4)
+    d_out = cotangent.reshape(batch, length, groups, -1, values).transpose(0, 2, 3, 1, 4)
     dq: list[jax.Array] = []
     dk = dv = jnp.zeros(())
     for start, stop in reversed(_blocks(length)):

@@ -91,6 +91,12 @@ class Collectives:
         """
         return jax.numpy.arange(length)
 
+    def gather_row(self, latents: Any) -> Any:
+        """Returns arrays of a row's tokens [B, T, ...] as attention takes them to make keys and values of: of all
+        ranks, [N, B, T, ...], where keys and values would be gathered.
+        """
+        return latents
+
     def attend_in_zigzag(
         self,
         kernel: Any,

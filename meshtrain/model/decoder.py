@@ -218,6 +218,10 @@ class Decoder(nnx.Module):
             own = keys if len(stacks) == 1 else keys[np.array(layers)]
             setattr(self, stack, nnx.vmap(make, in_axes=0, out_axes=0)(own))
         self.head = Head(config, nnx.Rngs(params=jax.random.fold_in(root, 2)))
+        if config.mtp:
+            from meshtrain.model.prediction import Predictions
+
+            self.mtp = Predictions(config, nnx.Rngs(params=jax.random.fold_in(root, 3)))
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Logits [B, T, V] of tokens [B, T], or [B, 1, V] of patches [B, N, P], on one device, for notebooks and

@@ -34,6 +34,7 @@ from meshtrain.model.attention import (
     Outputs,
     Scoring,
     cap_slope,
+    output_shape,
     within,
 )
 from meshtrain.model.dropout import keep_mask
@@ -70,26 +71,27 @@ class Backward(NamedTuple):
 # jit, since before 0.12 a kernel call that nothing reads stays in a program, as where remat keeps what it returned
 @partial(jax.jit, static_argnums=0)
 def forward(scoring: Scoring, given: Heads, arrays: MaskArrays) -> tuple[jax.Array, ...]:
-    """Returns the output [B, T, H, K] and float32 log of sums [B, H, T]; with `scoring.tops` also largest scores."""
+    """Returns the output [B, T, H, V] and float32 log of sums [B, H, T]; with `scoring.tops` also largest scores."""
     q, k, v = given
-    batch, length, heads, width = q.shape
+    batch, length, heads, _ = q.shape
+    values = v.shape[3]
     block, (q, k, v) = _padded(q * scoring.scale, k, v)
     masks = _masks(block, length, arrays, of_keys=False)
-    _, padded, _, wide = q.shape
+    padded = q.shape[1]
     repeats = heads // k.shape[2]
-    rows = pl.BlockSpec((None, block, None, wide), lambda i, h, b: (b, i, h, 0))
-    all_keys = pl.BlockSpec((None, padded, None, wide), lambda i, h, b: (b, 0, h // repeats, 0))
+    rows = partial(_rows, block)
+    all_keys = partial(_all_keys, repeats)
     sums = pl.BlockSpec((None, None, block), lambda i, h, b: (b, h, i))
     number = struct_like((batch, heads, padded), jnp.float32, q)
     numbers = 1 + scoring.tops
     out, *by_query = _call(
         partial(_forward_kernel, scoring, length),
         (padded // block, heads, batch),
-        [Heads._make([rows, all_keys, all_keys]), _specs(masks, lambda i, h, b: (b, h))],
-        [rows, *[sums] * numbers],
-        [struct_like(q.shape, q.dtype, q), *[number] * numbers],
+        [Heads._make([rows(q), all_keys(k), all_keys(v)]), _specs(masks, lambda i, h, b: (b, h))],
+        [rows(v), *[sums] * numbers],
+        [struct_like(output_shape(q, v), q.dtype, q), *[number] * numbers],
     )(Heads(q, k, v), masks)
-    return out[:, :length, :, :width], *(x[..., :length] for x in by_query)
+    return out[:, :length, :, :values], *(x[..., :length] for x in by_query)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -101,56 +103,71 @@ def backward(
     out, log_sum, _ = outputs
     # [B, H, T], sums over the width
     rows = jnp.sum((out * d_out).astype(jnp.float32), axis=-1).transpose(0, 2, 1)
-    batch, length, heads, width = q.shape
+    batch, length, heads, _ = q.shape
     size, (q, k, v, d_out) = _padded(q * scoring.scale, k, v, d_out)
     masks = _masks(size, length, arrays, of_keys=False)
     padded = q.shape[1]
-    wide = q.shape[3]
     log_sum, rows = (jnp.pad(a, ((0, 0), (0, 0), (0, padded - length))) for a in (log_sum, rows))
     groups = k.shape[2]
     repeats = heads // groups
-    block = pl.BlockSpec((None, size, None, wide), lambda i, h, b: (b, i, h, 0))
-    all_keys = pl.BlockSpec((None, padded, None, wide), lambda i, h, b: (b, 0, h // repeats, 0))
+    block = partial(_rows, size)
+    all_keys = partial(_all_keys, repeats)
     sums = pl.BlockSpec((None, None, size), lambda i, h, b: (b, h, i))
     dq = _call(
         partial(_query_kernel, scoring, length),
         (padded // size, heads, batch),
         [
-            Heads._make([block, all_keys, all_keys]),
+            Heads._make([block(q), all_keys(k), all_keys(v)]),
             _specs(masks, lambda i, h, b: (b, h)),
-            Backward(sums, sums, block),
+            Backward(sums, sums, block(d_out)),
         ],
-        block,
+        block(q),
         struct_like(q.shape, q.dtype, q),
     )(Heads(q, k, v), masks, Backward(log_sum, rows, d_out))
     masks = _masks(size, length, arrays, of_keys=True)
-    of_group = pl.BlockSpec((None, padded, repeats, wide), lambda j, g, b: (b, 0, g, 0))
+
+    def of_group(x: jax.Array) -> pl.BlockSpec:
+        return pl.BlockSpec((None, padded, repeats, x.shape[3]), lambda j, g, b: (b, 0, g, 0))
+
     sums = pl.BlockSpec((None, repeats, padded), lambda j, g, b: (b, g, 0))
     dk, dv = _call(
         partial(_key_kernel, scoring, length),
         (padded // size, groups, batch),
         [
-            Heads._make([of_group, block, block]),
+            Heads._make([of_group(q), block(k), block(v)]),
             _specs(masks, lambda j, g, b: (b, g), repeats),
-            Backward(sums, sums, of_group),
+            Backward(sums, sums, of_group(d_out)),
         ],
-        [block, block],
+        [block(k), block(v)],
         [struct_like(k.shape, k.dtype, q), struct_like(v.shape, v.dtype, q)],
     )(Heads(q, k, v), masks, Backward(log_sum, rows, d_out))
-    dq, dk, dv = (a[:, :length, :, :width] for a in (dq, dk, dv))
+    dq, dk, dv = (a[:, :length, :, : x.shape[3]] for a, x in zip((dq, dk, dv), given, strict=True))
     return dq * scoring.scale, dk, dv
 
 
+def _rows(block: int, x: jax.Array) -> pl.BlockSpec:
+    """Returns the part of [B, T, H, K] that a program of a block and a head reads or writes."""
+    return pl.BlockSpec((None, block, None, x.shape[3]), lambda i, h, b: (b, i, h, 0))
+
+
+def _all_keys(repeats: int, x: jax.Array) -> pl.BlockSpec:
+    """Returns all keys of [B, T, G, K] that `repeats` heads share."""
+    wide = (None, x.shape[1], None, x.shape[3])
+    return pl.BlockSpec(wide, lambda i, h, b: (b, 0, h // repeats, 0))
+
+
 def _padded(*arrays: jax.Array) -> tuple[int, list[jax.Array]]:
-    """A block's positions, and arrays [B, T, ., K] with whole blocks for T and for K a power of two, as Triton's
-    products want
-    it: behind are zeros that nothing sees.
+    """A block's positions, and arrays [B, T, ., K] with whole blocks for T and for each K a power of two, as Triton's
+    products want it: behind are zeros that nothing sees.
     """
-    _, length, _, width = arrays[0].shape
-    wide = max(16, pl.next_power_of_2(width))
-    block = max(16, min(LARGEST, BYTES // (wide * arrays[0].dtype.itemsize)))
-    behind = (0, -length % block), (0, wide - width)
-    return block, [jnp.pad(a, ((0, 0), behind[0], (0, 0), behind[1])) for a in arrays]
+    length = arrays[0].shape[1]
+    wide = [max(16, pl.next_power_of_2(a.shape[3])) for a in arrays]
+    block = max(16, min(LARGEST, BYTES // (max(wide) * arrays[0].dtype.itemsize)))
+    behind = (0, -length % block)
+    return block, [
+        jnp.pad(a, ((0, 0), behind, (0, 0), (0, w - a.shape[3])))
+        for a, w in zip(arrays, wide, strict=True)
+    ]
 
 
 def _masks(block: int, length: int, arrays: MaskArrays, of_keys: bool) -> Masks:
@@ -206,7 +223,7 @@ def _forward_kernel(
         return out, higher, total * correction + jnp.sum(p, axis=1)
 
     zeros = jnp.zeros(block, jnp.float32)
-    none = jnp.zeros(q.shape, jnp.float32), zeros + MASKED, zeros
+    none = jnp.zeros((block, heads.v.shape[1]), jnp.float32), zeros + MASKED, zeros
     out, top, total = jax.lax.fori_loop(*_keys(scoring, length, block, i, masks), step, none)
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
     log_sum_ref[...] = top + jnp.log(total)
@@ -266,8 +283,8 @@ def _key_kernel(
         ds = _through_cap(scoring, scores, p * (dp - given.rows[head, at][:, None]))
         return dk + triton.dot(ds.astype(q.dtype).T, q), dv
 
-    none = jnp.zeros(k.shape, jnp.float32)
-    sums = jax.lax.fori_loop(0, repeats * blocks, step, (none, none))
+    none = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
+    sums = jax.lax.fori_loop(0, repeats * blocks, step, none)
     for ref, total in zip(gradients, sums, strict=True):
         ref[...] = total.astype(ref.dtype)
 

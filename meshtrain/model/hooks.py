@@ -31,7 +31,7 @@ from meshtrain.config import Config, ConfigError
 from meshtrain.config.check import hooks
 from meshtrain.errors import name_of
 from meshtrain.families import FAMILIES
-from meshtrain.model.attention import attend, attention_arguments
+from meshtrain.model.attention import attend, attention_arguments, output_shape
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
 from meshtrain.model.layers import Block
@@ -218,7 +218,7 @@ class ModelParts:
         if hook is None:
             return self._attend(*arguments, local=local, sinks=sinks, counted=counted)
         out = hook(*arguments)
-        batch, length, heads, width = q.shape
+        batch, length, heads, width = output_shape(q, v)
         wanted = jax.ShapeDtypeStruct((batch * length, heads * width), q.dtype)
         _check_result(
             "attention",

@@ -13,6 +13,9 @@ BLOCKS = 8
 # The widest head of the fused kernel: wider ones leave no room for blocks.
 FUSED_WIDTH = 256
 
+# Kernels that take values of another width than keys; the others get both as wide as the wider one.
+WIDTHS_APART = ("fused", "blocks")
+
 # Splash attention's blocks are whole lanes of a TPU's vector registers; larger ones are faster.
 SPLASH_BLOCKS = (512, 256, 128)
 

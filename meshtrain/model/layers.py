@@ -128,6 +128,32 @@ class Attention(nnx.Module):
         self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives, dropout: Dropout
     ) -> jax.Array:
         (shape, rows) = rows_of(self, x_BTD)
+        more = {} if self.sinks is None else {"sinks": self.sinks[...]}
+        if sequence.maxima is not None:
+            more["counted"] = sequence.maxima.counted_BT
+        a = self.attended(shape, rows, sequence, collectives, dropout, local=sequence.local, **more)
+        if sequence.maxima is not None:
+            a = sequence.maxima.record(*a)
+        if self.z is not None:
+            z = checkpoint_name(project(self, "z", rows), "qkv")
+            a = keeping_arguments(gated)(a, z)
+        y = project(self, "out", a).reshape(shape)
+        if self.out_bias is not None:
+            y = y + collectives.share(self.out_bias[...])
+        return checkpoint_name(collectives.leave(y), "attention_out")
+
+    def attended(
+        self,
+        shape: tuple[int, ...],
+        rows: Any,
+        sequence: Sequence,
+        collectives: Collectives,
+        *more: Any,
+        **how: Any,
+    ) -> jax.Array:
+        """Returns what attention makes of rows [N, D] as products take them, [N, H*K]; the rest of its arguments are
+        those of `attend`.
+        """
         heads_of = []
         for name in "qkv":
             weight = getattr(self, name)
@@ -157,20 +183,16 @@ class Attention(nnx.Module):
             q = keep(q)
             k = keep(k)
         v = keep(v)
-        more = {} if self.sinks is None else {"sinks": self.sinks[...]}
-        if sequence.maxima is not None:
-            more["counted"] = sequence.maxima.counted_BT
-        a = self.attend(
-            q, k, v, sequence.segments_BT, collectives, dropout, local=sequence.local, **more
-        )
-        if sequence.maxima is not None:
-            a = sequence.maxima.record(*a)
-        if self.z is not None:
-            a = keeping_arguments(gated)(a, keep(project(self, "z", rows)))
-        y = project(self, "out", a).reshape(shape)
-        if self.out_bias is not None:
-            y = y + collectives.share(self.out_bias[...])
-        return checkpoint_name(collectives.leave(y), "attention_out")
+        return self.attend(q, k, v, sequence.segments_BT, collectives, *more, **how)
+
+
+def attention_of(config: ModelConfig) -> type[Attention]:
+    """Returns the class of a model's attention."""
+    if not config.mla.kv_rank:
+        return Attention
+    from meshtrain.model.latent import LatentAttention
+
+    return LatentAttention
 
 
 def gated(x: jax.Array, z: jax.Array) -> jax.Array:
@@ -233,10 +255,12 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None) -> None:
         self.attention_norm = Norm("blocks.attention_norm", config, rngs)
-        mixer: Any = Attention
+        mixer: Any
         if (kind := kind_of(config)) == LINEAR:
             from meshtrain.model.linear_attention import LinearAttention as mixer
-        elif kind != FULL:
+        elif kind == FULL:
+            mixer = attention_of(config)
+        else:
             mixer = KINDS[kind].module
         self.attention = mixer("blocks.attention", config, rngs, lora)
         self.mlp_norm = Norm("blocks.mlp_norm", config, rngs)

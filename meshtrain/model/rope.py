@@ -28,13 +28,13 @@ import numpy as np
 from jax import Array
 
 from meshtrain.config import ModelConfig
-from meshtrain.families import FAMILIES
+from meshtrain.families import FAMILIES, yarn_amplitude
 
 
 class Rope(NamedTuple):
     """The values from which the angles follow."""
 
-    frequency: np.ndarray  # [K / 2] radians a position, float32
+    frequency: np.ndarray  # [K / 2], K the width that is turned: radians a position, float32
     amplitude: float = 1.0  # of cos and sin
 
 
@@ -61,7 +61,8 @@ def rope(model: ModelConfig) -> Rope:
     low = max(low, 0)
     high = min(high, width - 1)
     stretched = np.clip((pairs / 2 - low) / max(high - low, 0.001), 0, 1)
-    amplitude = model.rope_amplitude or 0.1 * math.log(factor) + 1
+    usual = 1.0 if model.mla.kv_rank else yarn_amplitude(factor)
+    amplitude = model.rope_amplitude or usual
     frequency = frequency * (1 - stretched) + slow * stretched
     return Rope(frequency.astype(np.float32), amplitude)
 
@@ -74,7 +75,7 @@ def _pair(model: ModelConfig, turns: float) -> float:
 
 def _width(model: ModelConfig) -> int:
     """Returns the width of a head that is turned."""
-    return round(model.head_dim * model.rope_share)
+    return model.mla.rope or round(model.head_dim * model.rope_share)
 
 
 def angles(positions: Array, rope: Rope) -> tuple[Array, Array]:

@@ -25,6 +25,7 @@ from meshtrain.config.stacks import (
     KINDS,
     LINEAR,
     kind_of,
+    last_of_stacks,
     layers_of_stacks,
     model_of_stack,
 )
@@ -179,6 +180,15 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
         add("head.weight", (embed, vocab), std)
     if family.head_bias:
         add("head.bias", (vocab,))
+    of_layer = _of_layer(last_of_stacks(model))
+    for depth in range(model.mtp):
+        at = f"mtp.depth_{depth}"
+        for name in ("embedding_norm", "stream_norm", "norm"):
+            table.norm(f"{at}.{name}")
+        add(f"{at}.project", (("joined", 2 * model.d_model), embed), std)
+        table.weights += [
+            replace(w, name=f"{at}.block{w.name.removeprefix(BLOCKS)}") for w in of_layer
+        ]
     return tuple(table.weights)
 
 
@@ -267,10 +277,14 @@ def _add_attention(model: ModelConfig, add: Callable[..., None]) -> None:
     groups = ("kv_heads", model.kv_heads)
     head = ("head", model.head_dim)
     one = 0.0 if model.norm_plus_one else 1.0
-    add("blocks.attention.q", (embed, heads, head), std)
-    add("blocks.attention.k", (embed, groups, head), std)
-    add("blocks.attention.v", (embed, groups, head), std)
-    add("blocks.attention.out", (heads, head, embed), std / (2 * model.layers) ** 0.5)
+    if model.mla.kv_rank:
+        _add_latent(model, add)
+    else:
+        add("blocks.attention.q", (embed, heads, head), std)
+        add("blocks.attention.k", (embed, groups, head), std)
+        add("blocks.attention.v", (embed, groups, head), std)
+    width = ("head", model.value_width)
+    add("blocks.attention.out", (heads, width, embed), std / (2 * model.layers) ** 0.5)
     if model.qkv_bias:
         add("blocks.attention.q_bias", (heads, head))
         add("blocks.attention.k_bias", (groups, head))
@@ -285,6 +299,32 @@ def _add_attention(model: ModelConfig, add: Callable[..., None]) -> None:
         each = not family.joint_qk_norm
         add("blocks.attention.q_norm.scale", (head,) if each else (heads, head), fill=one)
         add("blocks.attention.k_norm.scale", (head,) if each else (groups, head), fill=one)
+
+
+def _add_latent(model: ModelConfig, add: Callable[..., None]) -> None:
+    """Adds the weights of latent attention but for its output's: down to what all heads share, and up to each head.
+
+    q_down  [embed, latent]   q_norm  [latent]   q_up  [latent, heads, nope + rope]    or q where q_rank is 0
+    kv_down [embed, latent + rope]   kv_norm [latent]   k_up [latent, heads, nope]   v_up [latent, heads, value]
+    """
+    mla = model.mla
+    embed = ("embed", model.d_model)
+    heads = ("heads", model.heads)
+    head = ("head", model.head_dim)
+    one = 0.0 if model.norm_plus_one else 1.0
+    at = "blocks.attention."
+    if mla.q_rank:
+        latent = ("latent", mla.q_rank)
+        add(f"{at}q_down", (embed, latent), model.init_std)
+        add(f"{at}q_norm.scale", (latent,), fill=one)
+        add(f"{at}q_up", (latent, heads, head), model.init_std)
+    else:
+        add(f"{at}q", (embed, heads, head), model.init_std)
+    latent = ("latent", mla.kv_rank)
+    add(f"{at}kv_down", (embed, ("latent", mla.kv_rank + mla.rope)), model.init_std)
+    add(f"{at}kv_norm.scale", (latent,), fill=one)
+    add(f"{at}k_up", (latent, heads, ("head", mla.nope)), model.init_std)
+    add(f"{at}v_up", (latent, heads, ("head", mla.value)), model.init_std)
 
 
 def _add_linear_attention(model: ModelConfig, add: Callable[..., None]) -> None:

@@ -87,7 +87,7 @@ def accumulate_overlapped(
     reduce_early = forward.zero.reduce_early
     gx, blocks = stage.backward_sending(stash, cotangent, blocks, slot, reduce_early)
     embedding = stage.add_embedding_gradient(edge, last, gx)["embedding"]
-    return LossAndGradients(totals, {"embedding": embedding, **blocks, **head})
+    return LossAndGradients(totals, {**edge, "embedding": embedding, **blocks, **head})
 
 
 def accumulate_in_place(

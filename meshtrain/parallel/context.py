@@ -52,6 +52,7 @@ from meshtrain.model.attention import (
     add_sinks,
     backward,
     forward,
+    output_shape,
     run_windowed,
     sink_gradients,
 )
@@ -120,6 +121,10 @@ class ContextCollectives(MeshCollectives):
 
     def column_order(self, length: int) -> np.ndarray:
         return column_order(length, self.context, self.by_heads)
+
+    def gather_row(self, latents: Any) -> Any:
+        gathers = self.context > 1 and not (self.rings or self.by_heads)
+        return _gathered(latents) if gathers else latents
 
     def attend_in_zigzag(
         self, kernel: Any, scoring: Any, heads: Heads, masks: Any, sinks: Any = None
@@ -228,8 +233,7 @@ def _forward(
         of_queries = jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), early[1:], late[1:])
         return Outputs(out.astype(q.dtype), *of_queries)
 
-    own = (k, v, masks.segments)
-    sent = own if rings else _gathered(own)
+    sent = (k, v, masks.segments) if rings else _gathered_heads(k, v, masks.segments)
     out, log_sum, top = add_sinks(run_windowed(scoring, masks.local, attend, sent), sinks)
     rows = out.reshape(q.shape[0] * q.shape[1], -1)
     rows, log_sum = (checkpoint_name(a, "attention") for a in (rows, log_sum))
@@ -243,8 +247,9 @@ def _backward(
     (q, k, v), masks, sinks, rows, log_sum = residuals
     ranks = lax.axis_size(CONTEXT)
     rank = lax.axis_index(CONTEXT)
-    out = rows.reshape(q.shape)
-    d_out = cotangent.reshape(q.shape)
+    shape = output_shape(q, v)
+    out = rows.reshape(shape)
+    d_out = cotangent.reshape(shape)
     of_queries = q, out, d_out, log_sum.transpose(0, 2, 1)
 
     def run(scoring: Scoring, queries: _Chunk, keys: _Chunk) -> tuple[Array, ...]:
@@ -291,10 +296,9 @@ def _backward(
         d_q, d_kv = go(step, causal_step, sent)
         return jnp.concatenate(d_q, axis=SEQUENCE).astype(q.dtype), d_kv
 
-    own = (k, v, masks.segments)
-    sent = own if rings else _gathered(own)
+    sent = (k, v, masks.segments) if rings else _gathered_heads(k, v, masks.segments)
     d_q, d_kv = run_windowed(scoring, masks.local, cotangents, sent)
-    if not rings:
+    if not rings and k.ndim == 4:
         d_kv = jax.tree.map(lambda x: lax.psum_scatter(x, CONTEXT), d_kv)
     d_k, d_v = (x.astype(k.dtype) for x in d_kv)
     d_sinks = sink_gradients(sinks, Outputs(out, log_sum), d_out)
@@ -362,6 +366,13 @@ Step = Callable[[Any, Any, Any], Any]
 def _gathered(sent: Any) -> Any:
     """Returns the arrays of every rank, [N, B, T/N, ...]."""
     return jax.tree.map(lambda x: lax.all_gather(x, CONTEXT), sent)
+
+
+def _gathered_heads(k: Array, v: Array, segments: Array | None) -> Any:
+    """Returns those of keys and values, which latent attention has made of gathered latents, and documents' ids."""
+    if k.ndim > 4:
+        return k, v, _gathered(segments)
+    return _gathered((k, v, segments))
 
 
 def _arrays_here(number: Any, gathered: Any) -> Any:
@@ -508,7 +519,7 @@ def attend_by_heads(
         sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(CONTEXT) * own, own)
     attended = attend(q, k, v, segments, outer, dropout, sinks=sinks, counted=counted)
     rows, *largest = (attended,) if counted is None else attended
-    out = lax.all_to_all(rows.reshape(q.shape), CONTEXT, SEQUENCE, HEADS, tiled=True)
+    out = lax.all_to_all(rows.reshape(output_shape(q, v)), CONTEXT, SEQUENCE, HEADS, tiled=True)
     rows = out.reshape(out.shape[0] * out.shape[1], -1)
     return (rows, _among_others(*largest)) if largest else rows
 

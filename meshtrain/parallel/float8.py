@@ -5,7 +5,7 @@ has its own. `float8_storage` makes the arrays.
 """
 
 from meshtrain.config import Config
-from meshtrain.config.model import PROJECTIONS
+from meshtrain.config.model import LATENT_PROJECTIONS, PROJECTIONS
 from meshtrain.config.schema import FLOAT8_BLOCK
 from meshtrain.parallel.placement import Placed, stages
 
@@ -42,7 +42,11 @@ def groups_of(weight: Placed, recipe: str) -> tuple[int, ...] | None:
     scales of its own.
     """
     *parents, name = weight.name.split(".")
-    if parents[-1] not in MODULES or name not in PROJECTIONS:
+    if (
+        not weight.stacked
+        or parents[-1] not in MODULES
+        or name not in (*PROJECTIONS, *LATENT_PROJECTIONS)
+    ):
         return None
     each = 1 + (weight.axes[1] == "experts")
     lead = (1,) * (each - 1)

@@ -10,7 +10,7 @@ differentiated times a `seed`, which holds that divisor and the loss scale.
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,9 @@ from meshtrain.parallel.layout import Layout, Segment, SlotKind
 from meshtrain.parallel.remat import checkpointed
 from meshtrain.parallel.tensor import MeshCollectives
 from meshtrain.parallel.zero import Weights, Zero
+
+if TYPE_CHECKING:
+    from meshtrain.parallel.predictions import PredictionLosses
 
 Tree = Any
 # tokens, labels and, where needed, positions, segments, weights, pairs, reference: [.., b, T]; rows: [.., b]. Images
@@ -65,6 +68,8 @@ class LossAndGradients(NamedTuple):
 class Forward:
     """Embedding, layers and loss on one device of the mesh, from its weights as `zero.gather_params` returns them."""
 
+    predictions: "PredictionLosses | None" = None  # of further tokens, where there are any
+
     def __init__(
         self, layout: Layout, zero: Zero, collectives: MeshCollectives, parts: ModelParts
     ) -> None:
@@ -88,12 +93,21 @@ class Forward:
             stack: nnx.split(getattr(decoder, stack))[0] for stack in layout.stacks
         }
         self.head_graph, _ = nnx.split(decoder.head)
+        if layout.config.model.mtp:
+            from meshtrain.parallel.predictions import PredictionLosses
+
+            self.predictions = PredictionLosses(self, decoder.mtp)
 
     def disable_adapters(self) -> "Forward":
         """Returns the same with LoRA's adapters off."""
         other = copy.copy(self)
         other.adapters = False
         return other
+
+    @property
+    def edge_parts(self) -> tuple[str, ...]:
+        """The parts of the weights that embedding and loss work with."""
+        return ("embedding", "head", *["mtp"] * (self.predictions is not None))
 
     @property
     def stream_axes(self) -> tuple[str, ...]:
@@ -105,7 +119,7 @@ class Forward:
         """Returns the residual stream of tokens [b, T], or patches: [b, T, D], or T / tensor if sequence parallel."""
         embedding = self._embedding(weights.part("embedding"))
         dropout = self._dropout(key, batch)
-        x = embedding(inputs(batch), self._positions(batch), self.collectives, dropout)
+        x = embedding(inputs(batch), self.positions(batch), self.collectives, dropout)
         return vary(x.astype(self.zero.compute), self.stream_axes)
 
     def add_embedding_gradient(
@@ -128,7 +142,7 @@ class Forward:
             differentiated = {**part.differentiated, **others}
             embedding = self._embedding(part._replace(differentiated=differentiated))
             dropout = self._dropout(key, batch)
-            x = embedding.stream(looked_up, self._positions(batch), self.collectives, dropout)
+            x = embedding.stream(looked_up, self.positions(batch), self.collectives, dropout)
             return vary(x.astype(self.zero.compute), self.stream_axes)
 
         # The stream is linear in the rows: zeros have the same gradient.
@@ -161,8 +175,8 @@ class Forward:
         which stack it is of and what its matrix products are. If a stage is not `active`, x belongs to no microbatch, and
         no expert computes it.
         """
-        sequence_at = sequences(self.config.model, self._positions(batch), batch.get("segments"))
-        routing_at = self._routing(batch, active)
+        sequence_at = sequences(self.config.model, self.positions(batch), batch.get("segments"))
+        routing_at = self.routing(batch, active)
         dropout = self._dropout(key, batch)
         adapter_dropout = Dropout(self.config.lora.dropout, key, batch["rows"]).at(ADAPTER_SITE)
 
@@ -217,12 +231,15 @@ class Forward:
 
     def logits(self, weights: Weights, x: Array, here: Array) -> Array:
         """Returns this device's share of the logits, float32 [b, T, V share]; x counts on the stage where `here`."""
-        own, tied = self._head(weights)
+        return self._logits(self.head_weights(weights), x, here)
+
+    def _logits(self, weights: tuple[Tree, Array | None], x: Array, here: Array) -> Array:
+        own, tied = weights
         head = nnx.merge(self.head_graph, own)
         x = self.collectives.share_last_stage(head.read(x), here)
         return head(x, tied, self.collectives)
 
-    def _head(self, weights: Weights) -> tuple[Tree, Array | None]:
+    def head_weights(self, weights: Weights) -> tuple[Tree, Array | None]:
         """Returns the head's own weights, and the table of the embedding if it is tied to that."""
         own = self.zero.gather_at_use("head", weights.part("head"))
         if not self.config.model.tied_head:
@@ -232,7 +249,7 @@ class Forward:
 
     def _losses(
         self,
-        weights: Weights,
+        head: tuple[Tree, Array | None],
         x: Array,
         batch: Batch,
         here: Array,
@@ -240,14 +257,15 @@ class Forward:
     ) -> tuple[Array | None, LabelLosses]:
         """Returns the sum of the labels' losses, each times its `counts`, and these losses, float32 [b, T].
 
-        The sum is None unless one loop over chunks makes it with its gradient. x counts on the stage where `here`.
+        The sum is None unless one loop over chunks makes it with its gradient. x counts on the stage where `here`;
+        `head` as `head_weights` gives it.
         """
         labels = batch[LABELS]
         ranks = self.collectives.vocabulary_ranks
         shard = -(-self.config.model.vocab_size // ranks)
         chunk = loss_chunk(self.config, labels.size, shard)
         if chunk is None:
-            logits = self.logits(weights, x, here)
+            logits = self._logits(head, x, here)
             return None, self.parts.loss(logits, labels, _mixed(batch))
         from meshtrain.model.chunked_loss import chunk_losses, sum_chunk_losses
 
@@ -256,7 +274,6 @@ class Forward:
             logits = nnx.merge(self.head_graph, own)(x, tied, self.collectives)
             return self.parts.loss(logits, labels)
 
-        head = self._head(weights)
         x = self.collectives.share_last_stage(x, here)
         if counts is None:
             return None, chunk_losses(loss, head, x, labels, chunk)
@@ -269,21 +286,36 @@ class Forward:
         """Returns `seed` times the loss of a microbatch, to be differentiated, and its `total`. Both are zeros where
         not `here`, unless the stages share the vocabulary.
         """
+        head = self.head_weights(weights)
+        seeded, total, measured = self.seeded_loss(head, x, batch, here, seed)
+        if self.predictions is not None:
+            more, ahead = self.predictions.seeded(weights, head, x, batch, here, seed)
+            seeded = seeded + more
+            measured = {**measured, "mtp_loss": ahead}
+        return _where(here, (seeded, (total, measured)))
+
+    def seeded_loss(
+        self,
+        head: tuple[Tree, Array | None],
+        x: Array,
+        batch: Batch,
+        here: Array,
+        seed: Array,
+    ) -> tuple[Array, Array, dict[str, Array]]:
+        """Returns `seed` times the loss of a microbatch, and its `total`, wherever x is from."""
         counts = None
         # What a label counts is only known when its loss is: of dpo also its pair's, of grpo its answer's.
         if self.config.train.objective not in ("dpo", "grpo"):
             counts = seed * batch.get(WEIGHTS, jnp.ones(batch[LABELS].shape))
-        seeded, losses = self._losses(weights, x, batch, here, counts)
+        seeded, losses = self._losses(head, x, batch, here, counts)
         total, measured = self.total(losses, batch)
-        if seeded is None:
-            seeded = seed * total
-        return _where(here, (seeded, (total, measured)))
+        return seed * total if seeded is None else seeded, total, measured
 
     @jax.named_scope(xla.HEAD)
     def label_losses(self, weights: Weights, x: Array, batch: Batch, here: Array) -> LabelLosses:
         """Returns the loss of each label; of an image also whether the argmax is its class."""
         if not self.of_images:
-            return _where(here, self._losses(weights, x, batch, here)[1])
+            return _where(here, self._losses(self.head_weights(weights), x, batch, here)[1])
         logits = self.logits(weights, x, here)
         losses = self.parts.loss(logits, batch[LABELS], _mixed(batch))
         correct = self.parts.vocabulary.argmax(logits) == batch[LABELS]
@@ -319,12 +351,12 @@ class Forward:
         """Returns the positions of a row, or of the part of it that is here."""
         return positions_of(self.config.model) or batch[TOKENS].shape[-1]
 
-    def _positions(self, batch: Batch) -> Array:
+    def positions(self, batch: Batch) -> Array:
         if "positions" in batch:
             return batch["positions"]
         return self.collectives.positions(self.length(batch))
 
-    def _routing(self, batch: Batch, active: Array | None) -> Callable[[Array], Routing] | None:
+    def routing(self, batch: Batch, active: Array | None) -> Callable[[Array], Routing] | None:
         """Returns the function (a layer's index) -> which tokens its experts compute; None without experts.
 
         They do not compute padding: tokens in no document, or behind the last one that weighs; nor the tokens of an

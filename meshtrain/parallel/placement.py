@@ -6,6 +6,7 @@ divide, ZeRO over data.
     heads      tensor                                        never: tensor divides them
     kv_heads   tensor, or nothing where it does not divide   never
     mlp        tensor                                        to a multiple
+    joined     tensor                                        never: tensor divides them
     vocab      pipeline x tensor, or tensor (vocab: edge)    to a multiple
     patch      as vocab                                      to a multiple
     experts    expert, context, tensor (see expert_axes)     never: they divide them
@@ -153,6 +154,7 @@ def splits(
         "heads": (TENSOR,),
         "kv_heads": (TENSOR,) if split_kv else (),
         "mlp": (TENSOR,),
+        "joined": (TENSOR,),
         "vocab": vocabulary,
         "patch": vocabulary,
         "experts": experts or mesh.expert_axes,

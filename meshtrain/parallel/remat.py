@@ -29,19 +29,23 @@ FLOAT8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
 def checkpointed(
-    layer: Callable, parallel: ParallelConfig, gathers: bool, rank: int = 0
+    layer: Callable,
+    parallel: ParallelConfig,
+    gathers: bool,
+    rank: int = 0,
+    looped: bool = True,
 ) -> Callable:
     """`layer` under the policy of `parallel.remat`; `gathers`: it gathers weights or activations, which are never among
-    what is kept; `rank`: of its adapters, 0 without.
+    what is kept; `rank`: of its adapters, 0 without; `looped`: it is called in a loop over layers.
     """
     if parallel.remat == "none" and not gathers:
         return layer
-    # Nothing that XLA could merge stands beside it: a loop over layers lies between what is computed and what is
+    # In a loop nothing that XLA could merge stands beside it: the loop lies between what is computed and what is
     # computed again.
     return jax.checkpoint(
         layer,
         policy=_all_but_gathered if parallel.remat == "none" else _policy(parallel, rank),
-        prevent_cse=False,
+        prevent_cse=not looped,
     )
 
 

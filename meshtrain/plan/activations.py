@@ -33,13 +33,20 @@ class Widths(NamedTuple):
     matrices: int  # products into `hidden`
     normed: int  # queries and keys before their own norms, where they have them
     behind: float  # what a norm behind attention or the MLP takes, where there is one
+    value: int  # values as attention takes them
+    out: int  # attention's output
+    made: int  # what attention's first products give, by the name qkv
+    products: int  # what all of its products into heads give
+    latent: int = 0  # what products out of latents take
     gate: int = 0  # of attention's output, where it has one
     state: int = 0  # of linear attention, of a row: all of what is below `query` is then what `linear_widths` says
 
 
 @functools.lru_cache(maxsize=4096)
-def widths(model: ModelConfig, tensor: int, sequence_parallel: bool) -> Widths:
-    """The widths of a model's layers, which are all alike, over `tensor` devices."""
+def widths(model: ModelConfig, tensor: int, sequence_parallel: bool, gathered: int = 1) -> Widths:
+    """The widths of a model's layers, which are all alike, over `tensor` devices; `gathered`: of how many context ranks
+    latent attention has the keys and values.
+    """
     if kind_of(model) == LINEAR:
         return linear_widths(model, tensor, sequence_parallel)
     heads = model.heads // tensor
@@ -51,18 +58,38 @@ def widths(model: ModelConfig, tensor: int, sequence_parallel: bool) -> Widths:
     normed = (heads + own) * k if model.qk_norm else 0
     behind = stream if model.post_norms else 0
     matrices = 1 + FAMILIES[model.family].gated
+    made = heads * k + (own if normed else groups) * k + groups * k
+    values = groups * k
+    out = heads * k
+    gate = heads * k * FAMILIES[model.family].gated_attention
+    products = (heads + 2 * own) * k
+    latent = 0
+    if mla := model.mla if model.mla.kv_rank else None:
+        values = heads * mla.value
+        out = values
+        down = mla.kv_rank + mla.rope + (mla.q_rank or heads * k)
+        up = heads * mla.nope + values
+        latent = mla.q_rank + gathered * mla.kv_rank
+        normed = mla.q_rank + mla.kv_rank + latent
+        made = down
+        products = down + gathered * up + (heads * k if mla.q_rank else 0)
     return Widths(
         stream,
         model.d_model,
         heads,
         heads * k,
         own * k,
-        groups * k,
+        gathered * groups * k,
         hidden,
         matrices,
         normed,
         behind,
-        heads * k * FAMILIES[model.family].gated_attention,
+        gathered * values,
+        out,
+        made + gate,
+        products + gate,
+        latent,
+        gate,
     )
 
 
@@ -81,6 +108,10 @@ def linear_widths(model: ModelConfig, tensor: int, sequence_parallel: bool) -> W
         own=(projected - values) // 2,
         key=projected // 2,
         normed=0,
+        value=projected // 2,
+        out=values,
+        made=projected,
+        products=projected,
         gate=0,
         state=heads * sizes.key_dim * sizes.value_dim,
     )
@@ -100,7 +131,7 @@ def kernel(config: Config, platform: str) -> Kernel:
     return attention_kernel(
         platform,
         dtype,
-        model.head_dim,
+        max(model.head_dim, model.value_width),
         length,
         is_packed(config),
         _model_drops(config),
@@ -123,6 +154,12 @@ def makes_attention_again(config: Config) -> bool:
         *parallel.names_kept,
         *parallel.remat_offload,
     )
+
+
+def gathered_ranks(config: Config) -> int:
+    """Returns of how many context ranks latent attention has the keys and values, which it makes of gathered latents."""
+    gathers = config.model.mla.kv_rank and config.parallel.context_strategy == "all_gather"
+    return config.mesh.context if gathers else 1
 
 
 def splits_kernel_calls(config: Config) -> bool:
@@ -171,25 +208,23 @@ def residuals(
     size: int,
     tuned: Tuned = ALL,
     given: float = 0.0,
+    gathered: int = 1,
 ) -> float:
     """Bytes a token that one layer keeps for its backward: what `jax.vjp` of `model.layers.Block` holds besides
     weights.
 
     Counts of [token, width] arrays: `tests/plan/test_memory.py` compares them with the traced model. `names` are those
-    that
-    remat: names keeps, `size` is of an element, `given` of one that is kept for a weight's gradient alone (0: the
-    same).
+    that remat: names keeps, `size` is of an element, `given` of one that is kept for a weight's gradient alone (0: the
+    same), `gathered` as in `widths`.
     """
-    w = widths(model, tensor, sequence_parallel)
+    w = widths(model, tensor, sequence_parallel, gathered)
     if remat == "full":
         return size * w.stream
     if remat in ("names", "selective"):
         return size * w.stream + sum(named(w, name, size) for name in names)
     if remat == "dots":  # layer input, attention's output (and the MLP's); up (and gate); q, k, v
-        gathered = w.full * (1 + model.post_norms)
-        return size * (
-            w.stream + gathered + w.matrices * w.hidden + w.query + 2 * w.own + w.gate + tuned.ranks
-        )
+        entered = w.full * (1 + model.post_norms)
+        return size * (w.stream + entered + w.matrices * w.hidden + w.products + tuned.ranks)
     # twice: a norm's input, and its output, which the products take as it is or, with sequence parallelism, gather
     # again
     given = given or size
@@ -200,8 +235,10 @@ def residuals(
     sums = 4 * w.heads
     products = (
         (tuned.hidden * given / size + w.matrices) * w.hidden
-        + 2 * w.query
-        + 2 * w.key
+        + w.query
+        + w.key
+        + w.value
+        + w.out
         + 2 * w.gate
         + w.normed
         + tuned.ranks
@@ -215,10 +252,9 @@ def named(w: Widths, name: str, size: int) -> float:
     Only a norm behind the MLP reads mlp_out again.
     """
     # a norm of its own takes keys before they are spread out
-    projected = w.query + w.gate + (w.own if w.normed else w.key) + w.key
     return {
-        "qkv": size * (2 * w.key if w.state else projected),
-        "attention": size * w.query + 4 * w.heads,
+        "qkv": size * w.made,
+        "attention": size * w.out + 4 * w.heads,
         "attention_out": size * w.stream,
         "dispatched": 0,
         "mlp_in": size * w.matrices * w.hidden,
@@ -248,7 +284,15 @@ def _bytes(config: Config, remat: str, names: tuple[str, ...]) -> float:
     idle_dropout = config.model.dropout > 0 and not drops(config)
     trained = replace(config.model, dropout=0.0) if idle_dropout else config.model
     held = residuals(
-        trained, tensor, split, remat, names, size, tuned(config), float8.kept_size(config)
+        trained,
+        tensor,
+        split,
+        remat,
+        names,
+        size,
+        tuned(config),
+        float8.kept_size(config),
+        gathered_ranks(config),
     )
     if (
         config.mesh.context > 1
@@ -256,7 +300,7 @@ def _bytes(config: Config, remat: str, names: tuple[str, ...]) -> float:
         and remat == "none"
     ):
         # the output in the order of the tokens too
-        held += size * widths(config.model, tensor, split).query
+        held += size * widths(config.model, tensor, split).out
     if remat == "none" or "attention" in names:
         held += _states(config) / shapes.tokens(config)
     of_experts = (
@@ -286,10 +330,12 @@ def weight_grad_residuals(config: Config) -> float:
     model = config.model
     tensor = config.mesh.tensor
     parallel = config.parallel
-    w = widths(model, tensor, parallel.sequence_parallel)
-    width: float = 2 * w.full + w.matrices * w.hidden + w.query + 2 * w.own + w.gate
+    w = widths(model, tensor, parallel.sequence_parallel, gathered_ranks(config))
+    width: float = 2 * w.full + w.matrices * w.hidden + w.products
+    if parallel.remat != "none":
+        width += w.latent
     if parallel.remat == "dots":
-        width += w.stream + w.query + FAMILIES[model.family].biases * w.hidden
+        width += w.stream + w.out + FAMILIES[model.family].biases * w.hidden
         # what the norm behind the rule takes
         width += w.query * (w.state > 0)
     elif parallel.remat != "none":
@@ -302,7 +348,7 @@ def weight_grad_residuals(config: Config) -> float:
             width += ("mlp_in" not in names and "mlp_hidden" not in names) * w.matrices * w.hidden
         # the product out of attention takes what a gate has made of it
         again = "qkv" not in names and (w.gate > 0 or w.state > 0)
-        width += ("attention" not in names or again) * w.query
+        width += ("attention" not in names or again) * w.out
     # cotangents of the products with A
     width += tuned(config).ranks
     return shapes.itemsize(config.precision.compute) * shapes.tokens(config) * width
@@ -326,11 +372,17 @@ def _work(config: Config, platform: str) -> float:
     # what is gathered is also copied, from [rank, sequence] to [sequence]
     copies = 6 if config.parallel.sequence_parallel else 4
     mlp = size * (2 * w.matrices * w.hidden + copies * w.full + 3 * w.stream + 3 * w.query)
+    scores = 0.0
     if how == "blocks":
         block = 4 * w.heads * min(length, block_size(length)) / (1 + pieces)
         if config.parallel.remat == "none":
             return shapes.tokens(config) * max(mlp, 6 * block + 2 * size * w.full)
-        mlp += size * w.matrices * w.hidden + (10 if _model_drops(config) else 3) * block
+        scores = (10 if _model_drops(config) else 3) * block
+        mlp += size * w.matrices * w.hidden + scores
+    if w.latent:
+        # all heads' and their cotangents, which blocks have in another order too
+        heads = (2 + (how == "blocks")) * (w.query + w.key + w.value + w.out)
+        mlp = max(mlp, size * (heads + 4 * w.full) + scores)
     across = _rule(config) if w.state else _across(config, w, size)
     # Under the messages of a ring XLA puts what the MLP leaves, the products that give its weights' gradients; with
     # tensor parallelism these are under the MLP's own messages.
@@ -362,7 +414,6 @@ def _across(config: Config, w: Widths, size: int) -> float:
     if n == 1:
         return 0.0
     if config.parallel.context_strategy == "ulysses":
-        return own + size * (4 * w.query + 4 * w.key)
-    return own + (2 if config.parallel.context_strategy == "ring" else n) * 2 * w.key * (
-        size + FLOAT32
-    )
+        return own + size * (4 * w.query + 2 * (w.key + w.value))
+    ranks = 2 if config.parallel.context_strategy == "ring" else n
+    return own + ranks * (w.key + w.value) * (size + FLOAT32)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from meshtrain.config import Config
-from meshtrain.config.stacks import BLOCKS, layers_of_stacks, model_of_stack
+from meshtrain.config.stacks import BLOCKS, layers_of_stacks, model_of_stack, stack_of_layers
 from meshtrain.model.weights import is_trained, weights
 from meshtrain.parallel.placement import stages
 
@@ -31,6 +31,12 @@ def stack_configs(config: Config) -> list[StackConfig]:
     if len(stacks) == 1:
         return [StackConfig(BLOCKS, config)]
     return [StackConfig(stack, _config_of(config, stack)) for stack in stacks]
+
+
+def last_config(config: Config) -> Config:
+    """Returns the config whose layers are all as the last one."""
+    last = stack_of_layers(config.model)[-1]
+    return dict(stack_configs(config))[last]
 
 
 def _config_of(config: Config, stack: str) -> Config:

@@ -16,6 +16,7 @@ from meshtrain.config.model import LoraConfig, patches_of
 from meshtrain.config.reduce import gathers_at_use
 from meshtrain.config.stacks import LINEAR, kind_of
 from meshtrain.families import FAMILIES
+from meshtrain.model.kernels import BLOCK, WIDTHS_APART, attention_kernel
 from meshtrain.model.weights import adapters as lora_weights
 from meshtrain.model.weights import is_trained, weights
 from meshtrain.parallel.placement import local_kv_heads, stages
@@ -177,6 +178,23 @@ class LayerShape(NamedTuple):
     sequence_parallel: bool = False
     context: int = 1
     kernel_length: int = 0
+    gathered: int = 1  # context ranks of whose latents keys and values are made here
+
+
+def head_products(model: ModelConfig, tensor: int, gathered: int = 1) -> list[tuple[int, int]]:
+    """Returns the inputs and outputs of a layer's products into heads, on a tensor rank; of latents of several context
+    ranks, which are as many rows more, as many outputs more.
+    """
+    heads = model.heads // tensor
+    mla = model.mla
+    into = [(model.d_model, heads * model.head_dim)]
+    if not mla.kv_rank:
+        groups = local_kv_heads(model.kv_heads, tensor)
+        return [*into, (model.d_model, 2 * groups * model.head_dim)]
+    if mla.q_rank:
+        into = [(model.d_model, mla.q_rank), (mla.q_rank, heads * model.head_dim)]
+    up = gathered * heads * (mla.nope + mla.value)
+    return [*into, (model.d_model, mla.kv_rank + mla.rope), (mla.kv_rank, up)]
 
 
 @functools.lru_cache(maxsize=65536)
@@ -236,11 +254,12 @@ def _attention_mixer(
     passes = Seconds(memory=shapes.itemsize(shape.dtype) * n * moved / accelerator.memory_rate)
     return {
         "qkv": products(
-            *[(n, model.d_model, heads * k)] * (1 + gated), (n, model.d_model, 2 * groups * k)
+            *((n, *sides) for sides in head_products(model, shape.tensor, shape.gathered)),
+            *[(n, model.d_model, heads * k)] * gated,
         )
         + passes,
         "attention": _merged_attention(shape, accelerator, profile),
-        "attention_out": products((n, heads * k, model.d_model)),
+        "attention_out": products((n, heads * model.value_width, model.d_model)),
     }
 
 
@@ -290,12 +309,13 @@ def _merged_attention(
     model = shape.model
     n = shape.sequences * shape.length // shape.context
     heads = model.heads // shape.tensor
-    k = model.head_dim
     length = shape.kernel_length or shape.length
     scores = n * heads * shapes.seen(model, shape.length)
     causal = FAMILIES[model.family].causal
-    seconds = attention(accelerator, shape.dtype, k, length, scores, profile, causal)
+    width = multiplied_width(model, accelerator.platform)
+    seconds = attention(accelerator, shape.dtype, width, length, scores, profile, causal)
     if length < shape.length:
+        k = model.value_width
         seconds += Seconds(memory=MERGED * n * heads * k * shape.context / accelerator.memory_rate)
     return seconds
 
@@ -303,7 +323,7 @@ def _merged_attention(
 def attention(
     accelerator: Accelerator,
     dtype: str,
-    width: int,
+    width: float,
     length: int,
     scores: float,
     profile: FrameworkProfile,
@@ -328,6 +348,15 @@ def attention(
     moved = scores * (15 * size + 2) / 3
     spent = scores / length**2 * 2 * product(accelerator, dtype, length, width, length)
     return Seconds(attention=spent, memory=moved / accelerator.memory_rate)
+
+
+def multiplied_width(model: ModelConfig, platform: str) -> float:
+    """Returns the mean width of keys and values as attention's products take them: of a kernel that knows of one width
+    the larger.
+    """
+    both = model.head_dim, model.value_width
+    kernel = attention_kernel(platform, "bfloat16", max(both), BLOCK, False, False)
+    return sum(both) / 2 if kernel in WIDTHS_APART else max(both)
 
 
 def looped(length: int, causal: bool) -> int:

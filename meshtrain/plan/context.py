@@ -3,6 +3,7 @@
     strategy     forward                           backward                                   what hides it
     ring         N-1 messages of K and V           as many, and of their float32 cotangents   a step of attention each
     all_gather   K and V gathered                  the same, and their cotangents scattered   nothing
+                 (of latent attention the latents, whose cotangents are in the compute dtype)
     ulysses      Q, K, V and the output swapped    their cotangents                           nothing
 
 K and V are those of the tokens of one of the N ranks.
@@ -15,6 +16,7 @@ from meshtrain.cluster.algorithms import ALL_GATHER, ALL_TO_ALL, PERMUTE, REDUCE
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config
 from meshtrain.config.mesh import CONTEXT
+from meshtrain.config.reduce import gathers_at_use
 from meshtrain.config.stacks import LINEAR, kind_of
 from meshtrain.parallel.placement import MOST_GATHERED, stages
 from meshtrain.plan import activations, shapes
@@ -40,8 +42,8 @@ def context_transfers(config: Config) -> list[tuple[str, Transfer]]:
     w = activations.widths(config.model, mesh.tensor, parallel.sequence_parallel)
     ids = FLOAT32 * tokens if activations.is_packed(config) else 0
     # of one rank
-    pairs = 2 * size * tokens * w.key
-    sums = 2 * FLOAT32 * tokens * w.key
+    pairs = size * tokens * (w.key + w.value)
+    sums = FLOAT32 * tokens * (w.key + w.value)
     # They are the same for all layers.
     documents = "forward", Transfer(CONTEXT, ALL_GATHER, "documents' ids gathered", n * ids, 1, n)
 
@@ -63,6 +65,15 @@ def context_transfers(config: Config) -> list[tuple[str, Transfer]]:
             ),
             transfer("backward", PERMUTE, "cotangents of keys and values sent round", sums, n - 1),
         ]
+    if activations.gathered_ranks(config) > 1:
+        latents = n * size * tokens * (config.model.mla.kv_rank + config.model.mla.rope)
+        again = parallel.remat != "none" or gathers_at_use(config) or parallel.sequence_parallel
+        return [
+            transfer("forward", ALL_GATHER, "latents gathered", latents),
+            *[documents] * (ids > 0),
+            transfer("backward", ALL_GATHER, "latents gathered again", latents, int(again)),
+            transfer("backward", REDUCE_SCATTER, "cotangents of latents scattered", latents),
+        ]
     if parallel.context_strategy == "all_gather":
         return [
             transfer("forward", ALL_GATHER, "keys and values gathered", n * pairs),
@@ -72,8 +83,8 @@ def context_transfers(config: Config) -> list[tuple[str, Transfer]]:
                 "backward", REDUCE_SCATTER, "cotangents of keys and values scattered", n * sums
             ),
         ]
-    repeated = w.key * (n // math.gcd(n, w.key // config.model.head_dim))
-    swapped = 2 * size * tokens * (w.query + repeated)
+    repeats = n // math.gcd(n, w.key // config.model.head_dim)
+    swapped = size * tokens * (w.query + w.out + repeats * (w.key + w.value))
     again = parallel.remat != "none"
     return [
         transfer("forward", ALL_TO_ALL, "tokens swapped for heads", swapped),

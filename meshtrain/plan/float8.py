@@ -19,10 +19,10 @@ from meshtrain.config.reduce import gathers_at_use
 from meshtrain.config.schema import FLOAT8_BLOCK
 from meshtrain.families import FAMILIES
 from meshtrain.parallel.float8 import float8_share, groups_of, is_held
-from meshtrain.parallel.placement import Placed, local_kv_heads
+from meshtrain.parallel.placement import Placed
 from meshtrain.plan import experts, shapes
 from meshtrain.plan.by_stack import averaged
-from meshtrain.plan.compute import Seconds, product, trained_share
+from meshtrain.plan.compute import Seconds, head_products, product, trained_share
 
 TRANSPOSED = 2  # bytes of an element
 
@@ -50,21 +50,18 @@ def differences(config: Config, device: Accelerator) -> Differences:
     size = shapes.itemsize(dtype)
     d = model.d_model
     f = -(-model.d_ff // tensor)
-    k = model.head_dim
-    heads = model.heads // tensor
-    groups = local_kv_heads(model.kv_heads, tensor)
+    out = model.heads // tensor * model.value_width
     into = 1 + FAMILIES[model.family].gated
     dots = [
-        (d, heads * k),
-        (d, 2 * groups * k),
-        (heads * k, d),
+        *head_products(model, tensor),
+        (out, d),
         *[(d, f)] * into * (f > 0),
         *[(f, d)] * (f > 0),
     ]
     gain = sum(
         _product(device, dtype, recipe, n, *dot) - product(device, dtype, n, *dot) for dot in dots
     )
-    inputs = n * (2 * d + heads * k + f)
+    inputs = n * (2 * d + model.mla.q_rank + model.mla.kv_rank + out + f)
     outputs = n * sum(width for _, width in dots)
     weights = sum(a * b for a, b in dots)
     rounds = 2 * size + 1

@@ -299,11 +299,13 @@ def _scatters(
         part, _, name = weight.name.partition(".")
         # A tied weight is used twice, and its gradients are scattered one by one.
         tied = config.model.tied_head and name == "tokens"
-        for at in (part, "head") if tied else (part,):
+        # So are those of an embedding that further predictions use.
+        again = ("head",) * config.model.mtp if part == "embedding" else ()
+        for at in (part, "head", *again) if tied else (part, *again):
             yield (
                 f" of the {at}",
                 shard,
-                iterations.passes("head" if at == "head" else "unembedding"),
+                iterations.passes("head" if at in ("head", "mtp") else "unembedding"),
             )
 
 

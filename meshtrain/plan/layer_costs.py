@@ -50,6 +50,11 @@ class LayerCost:
     forward_hidden: float
     backward_hidden: float
 
+    @property
+    def sends(self) -> float:
+        """Both."""
+        return self.forward_sends + self.backward_sends
+
 
 class LayerPart(NamedTuple):
     """One contribution to the compute time of a layer."""
@@ -155,6 +160,7 @@ def _time_layer(config: Config, cluster: Cluster, profile: FrameworkProfile) -> 
         config.parallel.sequence_parallel,
         config.mesh.context,
         _kernel_length(config),
+        activations.gathered_ranks(config),
     )
     layer = compute.layer(shape, cluster.accelerator, profile)
     return add_experts(config, layer, cluster, profile) if config.model.moe.experts else layer

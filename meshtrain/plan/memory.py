@@ -18,8 +18,16 @@ from meshtrain.config.rl import has_reference
 from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import stages, zero_ways
 from meshtrain.parallel.reduce.sizes import feedback_bytes
-from meshtrain.plan import activations, float8, gradient_traffic, orthogonal, rollouts, shapes
-from meshtrain.plan.by_stack import stack_configs
+from meshtrain.plan import (
+    activations,
+    float8,
+    gradient_traffic,
+    orthogonal,
+    prediction,
+    rollouts,
+    shapes,
+)
+from meshtrain.plan.by_stack import last_config, stack_configs
 from meshtrain.plan.shapes import Elements
 from meshtrain.schedule.buffers import Depths
 from meshtrain.schedule.facts import ScheduleFacts
@@ -298,7 +306,7 @@ def _unpipelined_moments(config: Config, platform: str) -> dict[str, list[Memory
     weights, scattered = _layer_items(config)
     work = MemoryItem("work of one layer", "activations", activations.work(config, platform))
     return {
-        "loss": [logits, *head, gathered, _summed(config), *early],
+        "loss": [logits, *head, gathered, _summed(config), *early, *_predictions(config, platform)],
         "loss head": [*head, gathered, *(new if several and not waits else [largest]), *early],
         "backward": [*gradients, *new, weights, work, scattered, *(head if waits else [])],
     }
@@ -360,7 +368,7 @@ def _pipelined_moments(
     # While a pair's backward is in the MLP: the stream as a product of the forward takes it, and gives it.
     stream = 2 * size * shapes.tokens(config) * config.model.d_model * facts.paired
     pair = MemoryItem("work of one layer's forward beside it", "activations", stream)
-    loss = [*always, logits, *head, _summed(config)]
+    loss = [*always, logits, *head, _summed(config), *_predictions(config, platform)]
     backward = [*always, *([] if chunked else head), work, pair]
     moments = {"gathering": [gathering], "loss": loss, "backward": backward}
     if platform == "cpu" or not sends_by_table(config):
@@ -401,8 +409,31 @@ def _itemsize(config: Config) -> int:
     return shapes.itemsize(config.precision.compute)
 
 
+def _predictions(config: Config, platform: str) -> list[MemoryItem]:
+    """Returns the items for further predictions while the loss is computed: what they keep, and the work of a layer."""
+    if not config.model.mtp:
+        return []
+    last = last_config(config)
+    kept = prediction.kept_bytes(last)
+    work = activations.work(last, platform)
+    trained = shapes.trained(config)
+    size = _itemsize(config)
+    # of each depth a gradient of the embedding in float32, and of the head
+    tables = config.model.mtp * (4 * trained.tokens.full + size * trained.vocabulary.largest)
+    gathered = gathers_at_use(config) * size * shapes.resident(config).predictions.full
+    new = (size + 4 * scatters_at_use(config)) * trained.predictions.full
+    return [
+        MemoryItem("activations of further predictions", "activations", kept),
+        MemoryItem("work of a further prediction", "activations", work),
+        MemoryItem("gathered weights of further predictions", "parameters", gathered),
+        MemoryItem("new gradients of further predictions", "gradients", tables + new),
+    ]
+
+
 def _logits(config: Config, size: int) -> float:
-    return size * shapes.loss_chunk(config) * shapes.vocabulary_rows(config)
+    return (
+        (1 + config.model.mtp) * size * shapes.loss_chunk(config) * shapes.vocabulary_rows(config)
+    )
 
 
 def _summed(config: Config) -> MemoryItem:

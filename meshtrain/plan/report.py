@@ -109,9 +109,10 @@ def layers(plan: Plan) -> str:
     if len(set(stage.counts)) == 1:
         return f"{stage.on_device} layers, as every stage"
     kind = "stage" if stage.chunks == 1 else "virtual stage"
+    most = max(stage.counts)
     return (
-        f"room for {stage.on_device} layers: {kind} {stage.counts.index(stage.longest)} is the longest with "
-        f"{stage.longest}"
+        f"room for {stage.on_device} layers: {kind} {stage.counts.index(most)} is the longest with "
+        f"{most}"
     )
 
 

@@ -145,7 +145,10 @@ def cache_bytes(config: Config) -> float:
     drawing = RolloutSizes.make(config)
     model = config.model
     heads = _touched(model.heads // config.mesh.tensor, model.heads // model.kv_heads)
-    numbers = 2.0 * model.layers * drawing.slots * heads * drawing.length * model.head_dim
+    of_position = 2.0 * heads * model.head_dim
+    if model.mla.kv_rank:
+        of_position = model.mla.kv_rank + model.mla.rope
+    numbers = model.layers * drawing.slots * drawing.length * of_position
     return shapes.itemsize(config.precision.compute) * numbers
 
 
@@ -209,8 +212,8 @@ def _forward(
         chosen = reached(model.moe, 1) if "experts" in weight.axes else 1.0
         moved += _size(config, weight) * weight.on_device() * (1 - (1 - chosen) ** tokens)
         products += weight.on_device() * chosen * (tokens if weight.stacked else sequences)
-    scores = tokens * keys * model.layers * model.heads / mesh.tensor * model.head_dim
-    flops = 2 * products + 4 * scores
+    scores = tokens * keys * model.layers * model.heads / mesh.tensor
+    flops = 2 * products + 2 * scores * (model.head_dim + model.value_width)
     stream = size * tokens * model.d_model
     sums = Transfer(TENSOR, ALL_REDUCE, "sums", stream, 2 * model.layers + 1, mesh.tensor)
     logits = FLOAT32 * sequences * model.vocab_size

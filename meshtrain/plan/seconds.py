@@ -26,8 +26,10 @@ from meshtrain.config.rl import has_reference
 from meshtrain.parallel.placement import buckets, stages
 from meshtrain.parallel.sync.when import summed_axes
 from meshtrain.plan import compute, float8, gradient_traffic, programs, shapes
+from meshtrain.plan.by_stack import last_config
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile, Seconds
 from meshtrain.plan.layer_costs import LayerCost, layer_cost, stage_layers
+from meshtrain.plan.prediction import join_seconds
 from meshtrain.plan.traffic import BOTH, edge_transfers
 
 
@@ -135,6 +137,12 @@ def edge_cost(
         if not profile.compiled or shapes.logits_again(config):
             head += compute.head_forward(*sizes)
     sends, forward = _edge_sends(config, cluster)
+    if model.mtp:
+        layer = layer_cost(last_config(config), cluster, profile)
+        again = layer.forward + layer.backward + join_seconds(config, cluster.accelerator)
+        head = (head + again) * model.mtp + head
+        of_edge = {axis: (1 + model.mtp) * seconds for axis, seconds in sends.items()}
+        sends = {**of_edge, "tensor": of_edge["tensor"] + model.mtp * layer.sends}
     if profile.whole_logits:
         logits = shapes.labels(model, shapes.tokens(config)) * model.vocab_size
         nbytes = logits * shapes.itemsize(dtype)

@@ -12,7 +12,7 @@ from meshtrain.config.follow import microbatch_rows
 from meshtrain.config.model import LoraConfig, patches_of, positions_of
 from meshtrain.config.rl import has_reference
 from meshtrain.config.schema import OptimizerConfig
-from meshtrain.config.stacks import BLOCKS
+from meshtrain.config.stacks import BLOCKS, FULL, kinds_of_layers
 from meshtrain.families import FAMILIES
 from meshtrain.model.weights import Weight, all_weights, is_trained, weights
 from meshtrain.optimizers import OPTIMIZERS
@@ -61,11 +61,12 @@ class WeightParts(NamedTuple):
     tokens: Elements  # of the embedding
     output: Elements  # of the head: nothing where it is tied to the tokens
     first: Elements  # of a layer, what its first products read: the projections into attention
+    predictions: Elements  # of further tokens
 
     @property
     def outer(self) -> Elements:
         """All outside the layers."""
-        return self.embedding + self.head
+        return self.embedding + self.head + self.predictions
 
     @property
     def vocabulary(self) -> Elements:
@@ -112,7 +113,7 @@ def _resident(sizes: Sizes, trained_only: bool) -> WeightParts:
             for p in chosen
         )
 
-    names = ("blocks.", "embedding.", "head.", "embedding.tokens", "head.weight", FIRST)
+    names = ("blocks.", "embedding.", "head.", "embedding.tokens", "head.weight", FIRST, "mtp.")
     return WeightParts(*(sum_weights(name) for name in names))
 
 
@@ -281,12 +282,14 @@ def model_flops(config: Config) -> float:
         return (passes + (0 if weight.adapter else reference)) * active_size(model, weight)
 
     every = all_weights(model, config.lora)
-    matrices = sum(count_flops(weight) for weight in every if weight.stacked and weight.decayed)
+    in_layer = lambda weight: weight.stacked or weight.name.startswith("mtp.")
+    matrices = sum(count_flops(weight) for weight in every if in_layer(weight) and weight.decayed)
     head = next(
         count_flops(weight)
         for weight in every
         if weight.name == ("embedding.tokens" if model.tied_head else "head.weight")
     )
+    head *= 1 + model.mtp
     per_token = matrices + score_flops(config)
     if not FAMILIES[model.family].images:
         return float((per_token + head) * train.global_batch_size * length)
@@ -301,7 +304,9 @@ def score_flops(config: Config) -> float:
     """Returns the FLOPs of attention's scores and values a token, all keys counted as `seen` has it."""
     model = config.model
     reference = 2 if has_reference(config) else 0
-    scores = model.layers * model.heads * model.head_dim * seen(model, config.train.sequence_length)
+    widths = (model.head_dim + model.value_width) / 2
+    layers = kinds_of_layers(model).count(FULL) + model.mtp
+    scores = layers * model.heads * widths * seen(model, config.train.sequence_length)
     return (12 + 2 * reference) * scores
 
 

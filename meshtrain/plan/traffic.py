@@ -28,7 +28,7 @@ from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import expert_axes, stages
 from meshtrain.parallel.sync.when import summed_axes
 from meshtrain.plan import float8, shapes
-from meshtrain.plan.by_stack import stack_configs
+from meshtrain.plan.by_stack import last_config, stack_configs
 from meshtrain.plan.compute import FrameworkProfile
 from meshtrain.plan.context import context_transfers
 from meshtrain.plan.experts import expert_transfers
@@ -40,6 +40,7 @@ from meshtrain.plan.gradient_traffic import (
     sync_transfers,
 )
 from meshtrain.plan.orthogonal import orthogonal_transfers
+from meshtrain.plan.prediction import prediction_transfers
 
 # What other frameworks send more or less often than our program, see `practised_count`.
 GATHERED_FOR_WEIGHTS = "layer inputs gathered again for weights"
@@ -100,16 +101,23 @@ def by_axis(transfers: list[Transfer]) -> dict[str, float]:
 
 
 def _multiply(config: Config, iterations: Iterations) -> list[Transfer]:
-    transfers = [*edge_transfers(config)]
+    edge = edge_transfers(config)
+    transfers = [*edge]
     assigned = stages(config)
     for stack, one in stack_configs(config):
-        of_layers = [*layer_transfers(one), *context_transfers(one), *expert_transfers(one)]
+        of_layers = _of_layers(one)
         # theirs are of as many layers as a chunk of such layers alone has
         here, alone = assigned.slots.count(stack), stages(one).longest
         transfers += [
             (moment, replace(t, count=t.count // alone * here)) for moment, t in of_layers
         ]
+    last = last_config(config)
+    transfers += prediction_transfers(last, _of_layers(last), edge)
     return [replace(t, count=t.count * iterations.passes(moment)) for moment, t in transfers]
+
+
+def _of_layers(config: Config) -> list["Moment"]:
+    return [*layer_transfers(config), *context_transfers(config), *expert_transfers(config)]
 
 
 Moment = tuple[str, Transfer]  # a pass (see Iterations.passes), and what is sent in it
@@ -354,7 +362,8 @@ def edge_uses(config: Config) -> list[tuple[str, float]]:
     head = resident.head.gathered
     if config.model.tied_head and config.mesh.pipeline > 1:
         head += resident.tokens.gathered
-    return [("embedding", embedding), ("head", head)]
+    again = embedding * config.model.mtp if config.mesh.pipeline > 1 else 0.0
+    return [("embedding", embedding), ("head", head + resident.predictions.gathered + again)]
 
 
 def _messages(config: Config, iterations: Iterations) -> list[Transfer]:

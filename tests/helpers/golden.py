@@ -14,6 +14,7 @@ GOLDEN = Path(__file__).parents[1] / "adopt" / "golden"
 FAMILIES = (
     "gemma2", "gemma3", "gpt2", "llama3", "mistral", "qwen2", "qwen3", "mixtral", "olmoe", "qwen3_moe", "gpt_oss",
     "glm4_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe",
+    "deepseek_v3",
 )  # fmt: skip
 MESHES = {
     "one": ((1, 1, 1), {}),

@@ -24,7 +24,7 @@ from meshtrain.model.products import linear
 
 
 def attend(q: jax.Array, *others: Any, **named: Any) -> jax.Array:
-    return attention.attend(q, *others, **named).reshape(q.shape)
+    return attention.attend(q, *others, **named).reshape(*q.shape[:3], -1)
 
 
 def full(
@@ -63,8 +63,12 @@ def assert_same(run, other, cotangent, *given) -> None:
         np.testing.assert_allclose(x, y, atol=3e-5 if i else 3e-6)
 
 
-def numbers(length: int, heads: int, groups: int, width: int = 8) -> tuple[jax.Array, ...]:
-    shapes = [(2, length, h, width) for h in (heads, groups, groups, heads)]
+def numbers(
+    length: int, heads: int, groups: int, width: int = 8, values: int = 0
+) -> tuple[jax.Array, ...]:
+    """Queries, keys, values and a cotangent; values are as wide as keys unless given."""
+    widths = (width, width, values or width, values or width)
+    shapes = [(2, length, *of) for of in zip((heads, groups, groups, heads), widths, strict=True)]
     random = np.random.default_rng(length)
     return tuple(jnp.asarray(random.standard_normal(s), jnp.float32) for s in shapes)
 
@@ -353,13 +357,18 @@ def on_mesh(platform, segments, dropout_rate, how, q, k, v, cotangent):
         ),
         ("gpu", 131, 4, 2, 16, "float32", 3, 0.3, {"causal": False, "cap": 1.5}),
         ("tpu", 256, 2, 2, 64, "float32", 3, 0.0, {"causal": False}),
+        ("gpu", 70, 4, 2, 24, "float32", 3, 0.3, {"values": 16}),
+        ("gpu", 70, 2, 2, 16, "bfloat16", 0, 0.3, {"values": 40}),
+        ("tpu", 128, 2, 2, 64, "float32", 3, 0.0, {"values": 48}),
     ],
 )
 def test_kernels_of_accelerators_compute_what_blocks_do(
     interpreted, platform, length, heads, groups, width, dtype, documents, dropout, window
 ):
     """Inside a mesh, where types are right too; and dropout drops the same."""
-    given = [a.astype(dtype) for a in numbers(length, heads, groups, width)]
+    how = window if isinstance(window, dict) else {"window": window}
+    values = how.get("values", 0)
+    given = [a.astype(dtype) for a in numbers(length, heads, groups, width, values)]
     segments = None
     if documents:  # ids in no order, of which one returns
         ids = np.random.default_rng(1).permutation(documents)
@@ -367,8 +376,11 @@ def test_kernels_of_accelerators_compute_what_blocks_do(
         segments = jnp.asarray(
             np.where(np.arange(length) < length - 3, ids[lengths], ids[0]), jnp.int32
         )
-    how = window if isinstance(window, dict) else {"window": window}
-    how = {key: jnp.asarray(value) if key == "local" else value for key, value in how.items()}
+    how = {
+        key: jnp.asarray(value) if key == "local" else value
+        for key, value in how.items()
+        if key != "values"
+    }
     for found, right in zip(
         *(on_mesh(p, segments, dropout, how, *given) for p in (platform, "cpu")), strict=True
     ):

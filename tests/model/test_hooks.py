@@ -376,7 +376,7 @@ def test_a_key_that_the_replaced_loss_would_not_obey_is_refused():
         mt.Program(configuration(train={"z_loss": 0.1}), loss=capped_loss)
 
 
-@pytest.mark.parametrize("key, value", [("window", 5), ("score_cap", 30.0), ("query_scalar", 3)])
+@pytest.mark.parametrize("key, value", [("window", 5), ("score_cap", 30.0), ("query_scalar", 3.0)])
 def test_what_the_replaced_attention_would_not_keep_is_refused(key, value):
     def own(q, k, v, segments, collectives, dropout, /):
         return q.reshape(-1, q.shape[2] * q.shape[3])

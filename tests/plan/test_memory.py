@@ -326,6 +326,33 @@ def test_a_stage_keeps_and_leaves_for_w_what_its_traced_halves_do(cell):
     assert planned == pytest.approx(traced_stage(config), rel=0.03)
 
 
+MADE_OF_LATENTS = {"q_rank": 24, "kv_rank": 40, "nope": 16, "rope": 8, "value": 12}
+LATENTS = [
+    (24, "none", False),
+    (0, "selective", True),
+    (24, "dots", True),
+    (24, "full", False),
+    (0, ("qkv",), False),
+    (24, ("attention",), True),
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("q_rank, remat, split", LATENTS)
+def test_a_stage_of_latent_attention_keeps_and_leaves_what_its_traced_halves_do(
+    q_rank, remat, split
+):
+    keys = {"remat": remat} if isinstance(remat, str) else {"remat": "names", "remat_keep": remat}
+    pipeline = {"schedule": "zb_h1", "microbatches": 2, "sequence_parallel": split}
+    config = layer("llama", stages=2, layers=8, kv_heads=8, **pipeline, **keys)
+    config = replaced(config, model={"mla": {**MADE_OF_LATENTS, "q_rank": q_rank}})
+    planned = (
+        activations.kept(config, config.parallel.remat),
+        activations.weight_grad_residuals(config),
+    )
+    assert planned == pytest.approx(traced_stage(config), rel=0.03)
+
+
 # Of each stage: family, key and value heads that tensor does not divide, tensor, remat.
 WHOLE = [
     ("llama", 2, 4, "none"),
@@ -366,13 +393,38 @@ ON_CPU: list[Any] = [
     ((2, 2, 2), {"microbatches": 4, "schedule": "1f1b"}),
     ((2, 1, 4), {"microbatches": 8, "schedule": "zb_h1"}),
 ]
+DEEP = {"q_rank": 96, "kv_rank": 64, "nope": 32, "rope": 16, "value": 32}
+LATENT_ON_CPU: list[Any] = [
+    ((1, 1, 1), {"microbatches": 4, "remat": "full"}),
+    ((4, 1, 1), {"microbatches": 2, "zero_stage": 3, "remat": "full"}),
+    ((2, 2, 2), {"microbatches": 4, "schedule": "1f1b"}),
+    ((1, 1, 2), {"microbatches": 4, "remat": "full"}),
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("cell", slow_but(LATENT_ON_CPU, LATENT_ON_CPU[1:3]), ids=str)
+def test_a_step_of_latent_attention_holds_what_xlas_cpu_program_holds(cell):
+    model = SMALL["model"] | {"kv_heads": None, "mla": DEEP}
+    compare_with_program(SMALL | {"model": model}, *cell)
+
+
+@pytest.mark.thorough
+def test_heads_that_outweigh_the_mlp_are_what_a_layer_works_on():
+    model = {"layers": 8, "d_model": 128, "heads": 16, "d_ff": 256, "vocab_size": 512}
+    mla = {"q_rank": 64, "kv_rank": 64, "nope": 32, "rope": 16, "value": 32}
+    sections = SMALL | {"model": model | {"mla": mla}}
+    compare_with_program(sections, (1, 1, 1), {"microbatches": 4, "remat": "full"})
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("cell", slow_but(ON_CPU, [ON_CPU[i] for i in (1, 3, 4)]), ids=str)
 def test_what_a_step_holds_is_what_xlas_cpu_program_holds(cell):
-    mesh, parallel = cell
-    config = load(SMALL | {"mesh": dict(zip(AXES, mesh, strict=True)), "parallel": parallel})
+    compare_with_program(SMALL, *cell)
+
+
+def compare_with_program(sections, mesh, parallel):
+    config = load(sections | {"mesh": dict(zip(AXES, mesh, strict=True)), "parallel": parallel})
     compiled = Program(config, make_mesh(config)).lower().compile().memory_analysis()
     held = (
         compiled.argument_size_in_bytes

@@ -8,10 +8,18 @@ CHUNKS = {"train": {"loss_chunk": 32}}
 PREFERENCES = {"train": {"objective": "dpo"}, "data": {"format": "pairs"}, "lora": {"rank": 4}}
 
 
+MLA = {"q_rank": 24, "kv_rank": 32, "nope": 12, "rope": 8, "value": 10}
+LATENT = {"model": {"kv_heads": None, "mla": MLA}}
+AHEAD = {"model": {"mtp": 2}}
+
+
 def small(mesh, family="llama", sections=None, **parallel):
     data, tensor, stages = mesh
     return load(
         {
+            "mesh": {"data": data, "tensor": tensor, "pipeline": stages},
+            "parallel": parallel,
+            **(sections or {}),
             "model": {
                 "family": family,
                 "layers": 2,
@@ -20,10 +28,8 @@ def small(mesh, family="llama", sections=None, **parallel):
                 "kv_heads": 2,
                 "d_ff": 96,
                 "vocab_size": 128,
+                **(sections or {}).get("model", {}),
             },
-            "mesh": {"data": data, "tensor": tensor, "pipeline": stages},
-            "parallel": parallel,
-            **(sections or {}),
             "train": {
                 "global_batch_size": 16,
                 "sequence_length": 32,
@@ -62,6 +68,10 @@ MORE = {
     "norms behind": small((1, 2, 1), "gemma3", microbatches=2),
     "norms behind, recomputed": small((2, 2, 2), "gemma3", microbatches=4, remat="selective"),
     "1f1b, vocabulary on the edge": small((1, 2, 2), microbatches=4, vocab="edge"),
+    "latent attention": small((2, 2, 2), sections=LATENT, microbatches=4),
+    "latent attention, ZeRO-3": small(
+        (2, 2, 1), sections=LATENT, sequence_parallel=True, zero_stage=3, remat="full"
+    ),
     # without stages: of conditionals in a forward alone nobody knows how often they are taken
     "preferences, sequence parallel": small(
         (1, 4, 1), sections=PREFERENCES, microbatches=2, sequence_parallel=True
@@ -87,6 +97,28 @@ def test_traffic_is_that_of_the_compiled_step(config):
     )
 
 
+PREDICTED = {
+    "one device's loss": small((2, 2, 1), sections=AHEAD, microbatches=2),
+    "in stages": small((2, 2, 2), sections=AHEAD, microbatches=8),
+    "ZeRO-3": small((2, 2, 1), sections=AHEAD, sequence_parallel=True, zero_stage=3, remat="full"),
+    "stages, ZeRO-3, edge": small(
+        (2, 1, 2), sections=AHEAD, microbatches=4, zero_stage=3, zero_hold=False, vocab="edge"
+    ),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("case", PREDICTED)
+def test_further_predictions_send_what_the_compiled_step_does(case):
+    config = PREDICTED[case]
+    planned = traffic.by_axis(plan(config, named("cpu", config.mesh.devices)).transfers)
+    # norms of gradients, which the others leave out, are few bytes, and may travel with gradients
+    sent = compile_step(config, "cpu").sent()
+    for axis, nbytes in planned.items():
+        if nbytes > 4096:
+            assert nbytes == pytest.approx(sent[axis], rel=0.02), axis
+
+
 def in_context(data, context, tensor, strategy, model=None, sections=None, **parallel):
     """Rows of 84 tokens, of six query heads on two of keys and values unless the `model` says otherwise."""
     heads = {
@@ -109,6 +141,7 @@ def in_context(data, context, tensor, strategy, model=None, sections=None, **par
 
 
 EIGHT = {"d_model": 64, "heads": 8}
+OF_LATENTS = {"kv_heads": None, "mla": MLA}
 PACKED = {"data": {"batching": "packed"}}
 LINEAR = {
     "pattern": ["linear"],
@@ -116,6 +149,13 @@ LINEAR = {
 }
 HYBRID = LINEAR | {"pattern": ["linear", "linear", "full"], "layers": 6}
 ON_CONTEXT = {
+    "latents": in_context(2, 4, 1, "all_gather", OF_LATENTS),
+    "latents, recomputed": in_context(1, 2, 2, "all_gather", OF_LATENTS, remat="full"),
+    "latents, packed": in_context(
+        1, 4, 1, "all_gather", OF_LATENTS, sections=PACKED, zero_stage=3, remat="selective"
+    ),
+    "latents in a ring": in_context(1, 4, 1, "ring", OF_LATENTS),
+    "latents by heads": in_context(1, 2, 1, "ulysses", OF_LATENTS, remat="full"),
     "ring": in_context(1, 4, 1, "ring"),
     "ring, recomputed": in_context(2, 4, 1, "ring", remat="full", microbatches=2),
     "ring, ZeRO-3 and tensor": in_context(1, 2, 2, "ring", zero_stage=3, sequence_parallel=True),
@@ -127,7 +167,9 @@ ON_CONTEXT = {
     ),
     "linear": in_context(2, 4, 1, "all_gather", LINEAR),
     "linear, recomputed": in_context(1, 4, 1, "ring", LINEAR, remat="full"),
-    "linear, packed": in_context(1, 4, 1, "ulysses", EIGHT | LINEAR, sections=PACKED, remat="selective"),
+    "linear, packed": in_context(
+        1, 4, 1, "ulysses", EIGHT | LINEAR, sections=PACKED, remat="selective"
+    ),
     "hybrid": in_context(1, 4, 1, "all_gather", HYBRID, zero_stage=3),
     "heads": in_context(2, 3, 1, "ulysses", {"kv_heads": 3}),
     "heads, fewer keys": in_context(1, 4, 1, "ulysses", EIGHT),

@@ -111,7 +111,7 @@ class Stage:
         self.key = key
         # embedding and head
         self.edge = weights._replace(
-            differentiated={part: weights.differentiated[part] for part in ("embedding", "head")}
+            differentiated={part: weights.differentiated[part] for part in forward.edge_parts}
         )
         layout = forward.layout
         # stacked layers by stack, chunk after chunk
