@@ -41,7 +41,7 @@ def section(config: Json, where: str) -> dict[str, Any]:
         "activation": activation(config.get("hidden_act", "silu"), where),
         "qkv_bias": bool(config.get("attention_bias", False)),
         "qk_norm": bool(config.get("use_qk_norm", False)),
-        "rope_share": float(share),
+        "rope_share": float(share or 0.0),
         "dense_layers": dense,
         "moe": {
             "experts": positive(config, "n_routed_experts", where),
