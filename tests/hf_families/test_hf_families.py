@@ -79,6 +79,9 @@ def test_what_it_can_hold_is_read_again_as_it_was(family, keys):
         width["moe"] |= {"balance": "bias", "groups": [8, 4], "shared_experts": 1}
         width["mla"] = {"q_rank": 8, "kv_rank": 12, "nope": 6, "rope": 4, "value": 5}
         width |= {"rope_scaling": "yarn", "rope_factor": 4.0, "rope_original": 32}
+    if HF_FAMILIES[family].dense_first:
+        width["moe"] |= {"balance": "bias", "shared_experts": 1}
+        width |= {"dense_layers": 1, "dense_d_ff": 40}
     given = model(family=family, **keys, **width)
     found = load({"model": model_section(config_json(vars(given), 256, "float32"), "x")}).model
     if HF_FAMILIES[family].latent:
