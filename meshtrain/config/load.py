@@ -349,10 +349,11 @@ def _only_read(config: Config, run: str) -> Config:
         names["parallel.schedule"] = schedule
     for key, text in names.items():
         config = put(config, **nested(key, Unimported(text, key, run)))
-    config = put(
-        config,
-        run={"imports": tuple(Unimported(entry, IMPORTS, run) for entry in config.run.imports)},
-    )
+    for name in ("imports", "callbacks"):
+        entries = tuple(
+            Unimported(entry, f"run.{name}", run) for entry in getattr(config.run, name)
+        )
+        config = put(config, run={name: entries})
     config = resolve(config, as_far=True)
     with contextlib.suppress(NotImported):
         check(config)
