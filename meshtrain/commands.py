@@ -10,6 +10,7 @@ from meshtrain import cli
 GROUPS = {
     "train": {
         "train": "trains a run from a config, or resumes it",
+        "sweep": "trains a config with several values of its keys, and ranks the runs",
         "launch": "starts a run on several machines, or writes a job for a cluster's scheduler",
     },
     "survive": {

@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 from meshtrain.cli import DONE, Parser, command
 from meshtrain.config import Config, ConfigError
 from meshtrain.config.key import Key, meant
+from meshtrain.config.load import BASE, BASE_KEY
 from meshtrain.config.values import as_text, takes
 from meshtrain.errors import nearest, short
 
@@ -204,10 +205,13 @@ def json_schema() -> str:
     It is wider than what is legal: a name that somebody registers is a text, and what contradicts another key is seen
     when a config is loaded.
     """
+    root = _section(Config)
+    base = {"description": f"{BASE_KEY.doc}.", "type": "string"}
     schema = {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "A config of meshtrain",
-        **_section(Config),
+        **root,
+        "properties": {BASE: base, **root["properties"]},
     }
     return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 

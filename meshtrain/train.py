@@ -48,7 +48,7 @@ from meshtrain.parallel import offload, placement
 from meshtrain.precision import NumbersCheck
 from meshtrain.run.directory import CHECKPOINTS, METRICS, made_for_nothing, run_directory
 from meshtrain.run.garbage import GarbageCollection
-from meshtrain.run.hooks import Batch, Row, RunHook, RunResult, as_hooks
+from meshtrain.run.hooks import Batch, Row, RunHook, RunResult, as_hooks, callbacks_of
 from meshtrain.run.processes import RunFailure, end_at_once, explained, first_decides, is_first
 from meshtrain.run.record import RunRecord
 from meshtrain.run.signals import StopSignals
@@ -111,7 +111,7 @@ def train(
     FloatingPointError if the loss is not finite.
     """
     a_config(config, "mt.train")
-    after = as_hooks(callbacks)
+    after = [*callbacks_of(config), *as_hooks(callbacks)]
     supervision = Supervision(config)
     with StopSignals() as stop, ExitStack() as closing:
         closing.callback(made_for_nothing(config))

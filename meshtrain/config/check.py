@@ -51,6 +51,16 @@ def check(config: Config) -> None:
         raise ConfigError(sentence)
     if not any(isinstance(text, Unimported) for text in hook_texts(config).values()):
         hooks(config)
+        callbacks(config)
+
+
+def callbacks(config: Config) -> list[Any]:
+    """Returns the functions that run.callbacks names; ConfigError for a name of nothing."""
+    if not config.run.callbacks:
+        return []
+    from meshtrain.config.imports import named
+
+    return [named("run.callbacks", text) for text in config.run.callbacks]
 
 
 def hooks(config: Config) -> dict[str, Any]:

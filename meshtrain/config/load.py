@@ -21,8 +21,8 @@ import yaml
 from meshtrain.config.auto import AUTO
 from meshtrain.config.check import check, hook_texts
 from meshtrain.config.follow import nested, put, resolve, unresolved, value_of
-from meshtrain.config.key import SYNONYMS, Followed, Resume, keys, meant
-from meshtrain.config.places import config_file, placed
+from meshtrain.config.key import SYNONYMS, Followed, Key, Resume, keys, meant
+from meshtrain.config.places import config_file, from_file, placed
 from meshtrain.config.schema import Config, RunConfig
 from meshtrain.config.telemetry import holds_secret
 from meshtrain.config.values import (
@@ -42,6 +42,8 @@ from meshtrain.schedule.generators import SCHEDULES
 from meshtrain.schedule.table import Table
 
 IMPORTS = "run.imports"
+BASE = "base"
+BASE_KEY = Key(None, "the config that this one changes, a YAML file or one that comes along")
 MAX_BYTES = 256 * 1024  # PyYAML reads so much in a few seconds
 MAX_BITS = 2**13  # of a whole number that is written in decimals
 GIVEN = "the given values"
@@ -115,9 +117,7 @@ def _read_source(source: Any, reading: bool) -> tuple[dict[str, Any], str | None
         raise ConfigError(
             f"the config is {short(repr(source))}; it may be a file, nested dicts, a config or None."
         )
-    file = config_file(source)
-    given, left_out = _read_config(file, reading)
-    return placed(given, keys(Config), Path(file).parent), left_out
+    return _read_config(config_file(source), reading)
 
 
 def _refuse_secrets(config: Config) -> None:
@@ -239,24 +239,81 @@ def _read_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
     return _add_imports(_section(Config, node, "", GIVEN, "config"), taken)
 
 
-def _read_config(file: str | Path, reading: bool) -> tuple[dict[str, Any], str | None]:
-    """Returns the values of a config's file once what its run.imports names is imported; and where that was left out,
-    what to trust.
+def _read_config(
+    file: str | Path, reading: bool, above: tuple[str, ...] = ()
+) -> tuple[dict[str, Any], str | None]:
+    """Returns the values of a config's file, over those of its base, once what run.imports names is imported; and where
+    that was left out, what to trust.
+
+    `above`: the files of which this one is the base, directly or not.
     """
-    node, source = _composed(file, "config", "--config", EXAMPLE)
+    node, source = _composed(file, "config", BASE if above else "--config", EXAMPLE)
+    path = Path(file)
+    above = (*above, os.path.realpath(path))
+    values: dict[str, Any] = {}
+    run: str | None = None
+    if (base := _base(node, source, path.parent, above)) is not None:
+        values, run = _read_config(base, reading, above)
     if entries := _imports(node, source):
         # what is legal elsewhere may be registered there
         imports = _importing()
-        path = Path(file)
-        if reading and (run := imports.left_out(path)):
-            with names_accepted(run):
-                return _section(Config, node, "", source, "config"), run
-        written = {name.value for name, _ in node.value}  # a run writes all sections
-        of_run = imports.is_of_run(path) or (
-            path.name == "config.yaml" and set(typing.get_type_hints(Config)) <= written
+        if reading and (here := imports.left_out(path)):
+            run = here
+        else:
+            written = {name.value for name, _ in node.value}  # a run writes all sections
+            of_run = imports.is_of_run(path) or (
+                path.name == "config.yaml" and set(typing.get_type_hints(Config)) <= written
+            )
+            entries = imports.take(entries, path, path.absolute().parent if of_run else None)
+    with names_accepted(run) if run else contextlib.nullcontext():
+        own = placed(_section(Config, node, "", source, "config"), keys(Config), path.parent)
+    inherited = values.get("run", {}).get("imports", ())
+    merged = _over(values, own)
+    return _add_imports(merged, tuple(dict.fromkeys((*inherited, *entries)))), run
+
+
+def config_files(file: str | Path) -> list[str | Path]:
+    """Returns a config's file, its base, the base of that, and so on."""
+    files = [file]
+    above: tuple[str, ...] = ()
+    while True:
+        above = (*above, os.path.realpath(files[-1]))
+        node, source = _composed(
+            files[-1], "config", "--config" if len(files) == 1 else BASE, EXAMPLE
         )
-        entries = imports.take(entries, path, path.absolute().parent if of_run else None)
-    return _add_imports(_section(Config, node, "", source, "config"), entries), None
+        base = _base(node, source, Path(files[-1]).parent, above)
+        if base is None:
+            return files
+        files.append(base)
+
+
+def _base(node: yaml.Node, source: str, folder: Path, above: Sequence[str]) -> str | Path | None:
+    """Takes the base out of the root of a config in `folder`, and returns its file.
+
+    ConfigError for one of the files `above` it, which would lead in a circle.
+    """
+    for pair in node.value if isinstance(node, yaml.MappingNode) else ():
+        if pair[0].value == BASE:
+            where = f"{_locate(source, pair[1])}: {BASE}"
+            text = value(str, BASE_KEY, pair[1], where)
+            file = config_file(from_file(text, folder))
+            if os.path.realpath(file) in above:
+                raise ConfigError(
+                    f"{where} is {short(text)}, which leads back to itself; a base may have no part in a circle."
+                )
+            node.value.remove(pair)
+            return file
+    return None
+
+
+def _over(values: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns values with new ones in their place, section by section."""
+    inner = {
+        name: _over(values[name], section)
+        for name, section in new.items()
+        if isinstance(section, Mapping) and name in values
+    }
+    return {**values, **new, **inner}
 
 
 def _add_imports(values: dict[str, Any], taken: tuple[str, ...]) -> dict[str, Any]:
@@ -292,10 +349,11 @@ def _only_read(config: Config, run: str) -> Config:
         names["parallel.schedule"] = schedule
     for key, text in names.items():
         config = put(config, **nested(key, Unimported(text, key, run)))
-    config = put(
-        config,
-        run={"imports": tuple(Unimported(entry, IMPORTS, run) for entry in config.run.imports)},
-    )
+    for name in ("imports", "callbacks"):
+        entries = tuple(
+            Unimported(entry, f"run.{name}", run) for entry in getattr(config.run, name)
+        )
+        config = put(config, run={name: entries})
     config = resolve(config, as_far=True)
     with contextlib.suppress(NotImported):
         check(config)

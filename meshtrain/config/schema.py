@@ -48,6 +48,10 @@ class RunConfig:
             "that keys name; a file is "
         "looked for beside the config and copied into the run directory", resume=FREE
     )
+    callbacks: tuple[str, ...] = key(
+        (), "functions of run.imports, each as MODULE:FUNCTION, that every process calls with the metrics of each step",
+        resume=FREE
+    )
 
 
 # What remat: names may keep or offload, in the order in which a layer makes it; and what remat: selective keeps of it.

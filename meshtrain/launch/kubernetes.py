@@ -15,11 +15,14 @@ The config's file goes along as a ConfigMap; data and runs lie in a volume that 
 """
 
 import argparse
+import shlex
 from pathlib import Path
 
 from meshtrain.cli import STOPPED, USAGE, Parser
 from meshtrain.config.imports import files
+from meshtrain.config.load import config_files
 from meshtrain.config.places import config_file
+from meshtrain.errors import ConfigError, short
 from meshtrain.launch import GIVEN_UP
 from meshtrain.launch.job import (
     GRACE,
@@ -112,7 +115,13 @@ def trainjob(options: argparse.Namespace) -> str:
 
 def _config(job: LaunchJob, options: argparse.Namespace) -> dict:
     metadata = _metadata(job, options) | {"name": f"{job.name}-config"}
-    data = {Path(CONFIG).name: Path(config_file(options.config)).read_text(), **files(job.imports)}
+    file, *bases = config_files(config_file(options.config))
+    if bases:
+        whole = f"meshtrain train --config {shlex.quote(str(file))} --print-config > whole.yaml"
+        raise ConfigError(
+            f"{short(file)} has a base, and a job holds one config; {whole} writes it."
+        )
+    data = {Path(CONFIG).name: Path(file).read_text(), **files(job.imports)}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
 
 

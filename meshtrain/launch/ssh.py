@@ -15,6 +15,7 @@ from pathlib import Path
 
 from meshtrain.cli import DONE, Parser
 from meshtrain.config import load
+from meshtrain.config.load import config_files
 from meshtrain.config.places import config_file
 from meshtrain.errors import ConfigError, short
 from meshtrain.launch.job import Launcher, absolute, add_flags, make
@@ -56,7 +57,8 @@ def add(parser: Parser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     hosts = _hosts(options)
-    refuse_others_files(str(config_file(options.config)), "--config")
+    for file in config_files(config_file(options.config)):
+        refuse_others_files(str(file), "--config")
     directory = options.directory or os.getcwd()
     job = make(load(options.config, options.set), options, len(hosts), options.python)
     commands = {name: command(host, directory, job.supervisor) for name, host in hosts.items()}

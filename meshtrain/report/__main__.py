@@ -1,7 +1,8 @@
 """python -m meshtrain.report RUN: healthy or not, how fast against what is possible, why it is slow; with two runs,
-what differs.
+what differs; of more, a table with the best first.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,8 @@ from rich.console import Console
 from rich.text import Text
 
 from meshtrain.cli import DONE, Parser, check_target, command, write_target
-from meshtrain.report import compare, page, text
+from meshtrain.config import ConfigError
+from meshtrain.report import compare, page, ranking, text
 from meshtrain.report.facts import gather
 from meshtrain.report.summary import summarise, to_json
 
@@ -24,7 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.html:
         check_target(options.html)
-    runs = [run for run in (options.run, options.other) if run is not None]
+    runs = options.run
+    if len(runs) > 2:
+        return _rank(options)
     facts = [gather(run, options.cluster) for run in runs]
     if options.diagnose:
         # Traces take JAX.
@@ -51,19 +55,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return DONE
 
 
+def _rank(options: argparse.Namespace) -> int:
+    """Ranks three runs or more."""
+    if options.diagnose:
+        raise ConfigError(f"--diagnose takes one run or two, not {len(options.run)}.")
+    ranked = ranking.rank(options.run)
+    if options.json:
+        print(json.dumps(ranked.as_json(), indent=2))
+    else:
+        _print(Text(ranking.render(ranked, Console().width)))
+    if options.html:
+        write_target(options.html, ranking.page(ranked, f"{len(options.run)} runs"))
+    return DONE
+
+
 def parser() -> Parser:
     parser = Parser(
         prog="python -m meshtrain.report",
         description="Reports on a run: healthy or not, how fast against what is possible, and why it is slow; with two "
         "runs, what differs.",
     )
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's directory")
     parser.add_argument(
-        "other",
-        metavar="RUN2",
+        "run",
+        metavar="RUN",
         type=Path,
-        nargs="?",
-        help="another run's directory, to compare with",
+        nargs="+",
+        help="the run's directory; of another one too, to compare with, or of any number, to rank them",
     )
     parser.add_argument("--html", metavar="FILE", help="writes it all as one page with pictures")
     parser.add_argument(

@@ -4,7 +4,7 @@
                                                        its metrics have come ─► after_metrics      due ─► before_save
 
 `meshtrain.train` calls each hook at each moment, in their order: rows, what watches the run, the check of the numbers,
-tracing, the offload check, supervision; then those of `mt.train(config, callbacks=[...])`. Steps are counted from 1.
+tracing, the offload check, supervision; then those of `run.callbacks` and of `mt.train(config, callbacks=[...])`. Steps are counted from 1.
 The metrics of a step come while the next one is under way already.
 """
 
@@ -15,20 +15,23 @@ from typing import Any, Literal
 
 import jax
 
+from meshtrain.config import Config
+from meshtrain.config.check import callbacks
 from meshtrain.errors import ConfigError, short
+from meshtrain.model.hook_checks import misfit
 
 Row = dict[str, Any]
 RowSource = Literal["step", "process"]
 Batch = dict[str, jax.Array]
 
 
-def as_hooks(callbacks: Iterable[Any]) -> list["RunHook"]:
+def as_hooks(functions: Iterable[Any]) -> list["RunHook"]:
     """Returns callbacks as hooks: a RunHook is one, a function is called with the metrics of each step.
 
     ConfigError for what is neither.
     """
     hooks = []
-    for callback in callbacks:
+    for callback in functions:
         if not isinstance(callback, RunHook) and (
             isinstance(callback, type) or not callable(callback)
         ):
@@ -39,6 +42,17 @@ def as_hooks(callbacks: Iterable[Any]) -> list["RunHook"]:
             raise ConfigError(f"{what}.")
         hooks.append(callback if isinstance(callback, RunHook) else _OfMetrics(callback))
     return hooks
+
+
+def callbacks_of(config: Config) -> list["RunHook"]:
+    """Returns the hooks of run.callbacks; ConfigError for a function that does not take a row."""
+    functions = callbacks(config)
+    for text, function in zip(config.run.callbacks, functions, strict=True):
+        if taken := misfit(function, ["row"]):
+            raise ConfigError(
+                f"run.callbacks: {text} takes {short(taken)}; it is called with (row)."
+            )
+    return as_hooks(functions)
 
 
 class RunHook:
