@@ -18,7 +18,7 @@ from meshtrain.data.shards import Source, open_shards
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.data.unit import PrepareOptions
 from meshtrain.errors import ConfigError
-from meshtrain.files import refuse_passing
+from meshtrain.files import cache_directory, refuse_passing
 from meshtrain.sources import SOURCES
 
 INLINE_BYTES = (
@@ -29,19 +29,6 @@ STDLIB_VALIDATION = (
     0.05  # of a few hundred files one in a hundred would be too little to measure a loss on
 )
 log = logging.getLogger(__name__)
-
-
-def cache_directory() -> Path:
-    """Returns $XDG_CACHE_HOME/meshtrain, or ~/.cache/meshtrain."""
-    if home := os.environ.get("XDG_CACHE_HOME"):
-        return Path(home) / "meshtrain"
-    try:
-        return Path.home() / ".cache" / "meshtrain"
-    except RuntimeError:
-        raise ConfigError(
-            "prepared text needs a cache, but this user has no home directory; set XDG_CACHE_HOME to a directory with "
-            "room."
-        ) from None
 
 
 def open_files(
