@@ -46,6 +46,19 @@ def is_address(name: str) -> bool:
     return ADDRESS.match(name) is not None
 
 
+def local(name: str, limit: float) -> Path:
+    """Returns the directory that a path names, or a copy of what an address does; of copies `limit` GiB are kept."""
+    if not is_address(name):
+        return Path(name).expanduser()
+    from meshtrain.stores import local_copy
+
+    try:
+        return local_copy(name, limit)
+    except OSError as error:
+        refuse_passing(name, error)
+        raise ConfigError(f"{short(name)} cannot be read: {refusal(error)}.") from None
+
+
 # --- reading
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshtrain.errors import ConfigError, not_installed, short
-from meshtrain.files import PAUSES, Refused, cache_directory, is_address, locked, temporary_beside
+from meshtrain.files import PAUSES, Refused, cache_directory, locked, temporary_beside
 
 T = TypeVar("T")
 
@@ -126,7 +126,8 @@ def _ask(
             reason = f"no whole answer within {seconds:.0f} s"
         # of whatever library the store's is
         except Exception as error:
-            reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
+            said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            reason = said.splitlines()[0].rstrip(".")
             if isinstance(error, PermissionError):
                 number = errno.EACCES
                 # A credential that has expired may have been renewed where it came from.
@@ -144,7 +145,7 @@ def read(address: str, at: int = 0, size: int | None = None) -> bytes:
         return bytes(_ask(address, "cat_file", PATH, size=BLOCK))
     if size == 0:
         return b""
-    return bytes(_ask(address, "cat_file", PATH, at, at + size, size=size, whole=size))
+    return bytes(_ask(address, "cat_file", PATH, size=size, whole=size, start=at, end=at + size))
 
 
 def write(address: str, content: bytes) -> None:
@@ -219,11 +220,6 @@ def _entry(info: Mapping[str, Any]) -> Entry:
 
 
 # --- local copies
-
-
-def local(name: str, limit: float = LARGEST_CACHE) -> Path:
-    """Returns the directory that a path or an address names, of an address a copy on this machine; `limit` in GiB."""
-    return local_copy(name, limit) if is_address(name) else Path(name).expanduser()
 
 
 def local_copy(

@@ -29,6 +29,7 @@ def impatience(monkeypatch, server: StoreServer, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     stores.forget()
     yield
+    monkeypatch.undo()
     server.fault = lambda method, path: None
     stores.remove([f"{ROOT}/{name}" for name in stores.listing(ROOT)])
 
@@ -117,6 +118,7 @@ def test_a_store_that_is_none_and_one_without_its_library_are_sentences(monkeypa
         stores.read("ftp://there/a")
     with pytest.raises(ConfigError, match=r"there is nothing under s3://bucket/none"):
         stores.local_copy("s3://bucket/none")
+    stores.forget()
     monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
     with pytest.raises(ConfigError, match=r"pip install -e '.\[remote\]'"):
         stores.read("s3://bucket/a")

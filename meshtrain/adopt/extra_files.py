@@ -28,7 +28,7 @@ from typing import Any
 from meshtrain.config import Config
 from meshtrain.data.copies import COPIES, TEMPLATES
 from meshtrain.errors import ConfigError, refusal, short
-from meshtrain.files import sync
+from meshtrain.files import local, sync
 from meshtrain.hf_families import CONFIG, MODEL_TYPES, read_json
 from meshtrain.hf_families.generation import GENERATION, IDS, SAMPLING, problems
 from meshtrain.run.directory import CHECKPOINTS
@@ -111,7 +111,7 @@ def _origins(root: Path, config: Config) -> Iterator[Path]:
     yield run_of(root)
     if config.model.weights is not None:
         yield run_of(root) / COPIES
-        yield Path(config.model.weights).expanduser()
+        yield local(config.model.weights, config.data.cache_gib)
     if config.checkpoint.resume not in ("auto", "never"):
         yield run_of(Path(config.checkpoint.resume).expanduser())
 

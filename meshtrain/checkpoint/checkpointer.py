@@ -15,7 +15,7 @@ from meshtrain.checkpoint.saving import Saver
 from meshtrain.config import Config
 from meshtrain.config.inject import Moment
 from meshtrain.errors import ConfigError, say
-from meshtrain.files import retried
+from meshtrain.files import local, retried
 from meshtrain.run.directory import CHECKPOINTS
 from meshtrain.run.lock import RunLock
 from meshtrain.run.processes import first_decides, gathered, is_first
@@ -115,7 +115,7 @@ class Checkpointer(Saver):
             state.params,
         )
         with freed_blocks_returned():
-            params = loading.read(layout, Path(weights).expanduser(), initial)
+            params = loading.read(layout, local(weights, self.config.data.cache_gib), initial)
         self.say(f"started from the weights in {weights}.")
         return self.program.from_weights(state, params)
 

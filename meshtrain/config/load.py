@@ -36,7 +36,7 @@ from meshtrain.config.values import (
     value,
 )
 from meshtrain.errors import ConfigError, masked, names_secret, nearest, short
-from meshtrain.files import read_text
+from meshtrain.files import local, read_text
 from meshtrain.registry import PLUGINS, NotImported, Unimported
 from meshtrain.schedule.generators import SCHEDULES
 from meshtrain.schedule.table import Table
@@ -199,7 +199,7 @@ def _fill_from_weights(config: Config, model_keys: Set[str]) -> Config:
         return config
     from meshtrain.hf_families import section_of
 
-    theirs = section_of(Path(weights).expanduser())
+    theirs = section_of(local(weights, config.data.cache_gib))
     try:
         _read_mapping({"model": theirs})
     except ConfigError as error:

@@ -14,7 +14,7 @@ from typing import Any
 from meshtrain.config import Config
 from meshtrain.data.boundaries import IMPORTED, MODEL, TOKENIZER, companion_files
 from meshtrain.errors import say, short
-from meshtrain.files import write_atomically
+from meshtrain.files import local, write_atomically
 
 COPIES = "tokenizer"  # in the run directory
 TEMPLATE = "chat_template.jinja"
@@ -57,7 +57,7 @@ def _originals(config: Config) -> Iterator[tuple[str, Path]]:
         tokenizer = Path(data.tokenizer).expanduser()
         files = companion_files(tokenizer) | {name: tokenizer.parent / name for name in FORMS}
         if config.model.weights is not None:
-            files[IMPORTED] = Path(config.model.weights).expanduser() / MODEL
+            files[IMPORTED] = local(config.model.weights, config.data.cache_gib) / MODEL
         more = tokenizer.parent / TEMPLATES
         files |= {f"{TEMPLATES}/{path.name}": path for path in sorted(more.glob("*.jinja"))}
         yield from (

@@ -17,7 +17,7 @@ from meshtrain.data.formats import (
 )
 from meshtrain.data.manifest import is_preparation
 from meshtrain.errors import ConfigError, refusal, short
-from meshtrain.files import UNREAD, refuse_passing
+from meshtrain.files import UNREAD, is_address, refuse_passing
 
 LINKS = "links that lead nowhere"
 SPECIAL = "neither files nor directories"
@@ -129,6 +129,9 @@ class _Search:
     def add(self, path: str) -> None:
         if not path:
             raise ConfigError("the name of a file or directory to read text from is empty.")
+        if is_address(path):
+            self._objects(path)
+            return
         try:
             mode = os.stat(path).st_mode
             real = os.path.realpath(path)
@@ -165,6 +168,17 @@ class _Search:
                     self._entry(link, name, os.path.realpath(link), mode)
         self.result.files += sorted(self.files, key=lambda file: file.name)
         self.files = []
+
+    def _objects(self, address: str) -> None:
+        from meshtrain.data.remote import input_files
+
+        for file in input_files(address):
+            base = os.path.basename(file.name)
+            if file.path != address and not self.wanted(base):
+                self.result.ignored[os.path.splitext(base)[1].lower()] += 1
+            elif self._first_time(file.name, file.path):
+                require_libraries(file.path)
+                self.result.files.append(file)
 
     def _folder(self, path: str, name: str, real: str) -> None:
         if not self._first_time(name, real):

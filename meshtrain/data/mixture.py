@@ -36,7 +36,7 @@ from meshtrain.data.shards import Corpus, Source, open_shards
 from meshtrain.data.token_rows import Windows
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError, nearest, refusal, short
-from meshtrain.files import refuse_passing
+from meshtrain.files import is_address, refuse_passing
 from meshtrain.sources import MIXTURE, SOURCES, has_documents, has_text
 
 BLOCK = 1 << 12
@@ -83,6 +83,12 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
         return opens(data, tokenizer)
     path = Path(os.path.expanduser(name))
     try:
+        if is_address(name):
+            from meshtrain.data.remote import is_prepared, open_stored
+
+            if is_prepared(name):
+                return open_stored(name, data, tokenizer)
+            return open_path(name, name, data, tokenizer)
         if is_preparation(path):
             return open_shards(path, name, data, tokenizer)
         if os.path.lexists(path):

@@ -80,7 +80,7 @@ def store_server() -> Iterator[StoreServer]:
         def log(self, *arguments: Any) -> None:
             pass
 
-    server = StoreServer(DomainDispatcherApplication(create_backend_app, service="s3"))
+    server = StoreServer(DomainDispatcherApplication(create_backend_app))
     listening = make_server("127.0.0.1", 0, server, threaded=True, request_handler=Quiet)
     server.url = f"http://127.0.0.1:{listening.server_port}"
     thread = threading.Thread(target=listening.serve_forever, daemon=True)
