@@ -15,6 +15,7 @@ import hashlib
 import os
 import random
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -73,14 +74,20 @@ def file_system(address: str, fresh: bool = False) -> tuple[Any, str]:
     return system, path
 
 
-_systems: dict[tuple[int, str], Any] = {}  # by process and scheme
+# By process and scheme, with the time when it was made.
+_systems: dict[tuple[int, str], tuple[Any, float]] = {}
+_making = threading.Lock()
 
 
 def _system(address: str, fresh: bool) -> tuple[Any, str]:
-    key = os.getpid(), address.partition("://")[0]
-    if fresh or key not in _systems:
-        _systems[key] = file_system(address, fresh)[0]
-    return _systems[key], address.partition("://")[2]
+    scheme, _, path = address.partition("://")
+    key = os.getpid(), scheme
+    with _making:
+        made = _systems.get(key)
+        # Threads that are refused together look their credentials up once.
+        if made is None or (fresh and time.monotonic() - made[1] > PATIENCE):
+            _systems[key] = made = file_system(address, fresh)[0], time.monotonic()
+        return made[0], path
 
 
 def forget() -> None:

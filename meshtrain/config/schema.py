@@ -391,6 +391,10 @@ class CheckpointConfig:
         "checkpoint of its own",
         path=True, resume=FREE
     )
+    directory: str | None = key(
+        None, "s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, where checkpoints are written and restored from; null: in "
+              "the run directory, where lock, metrics and a supervisor's records are either way", resume=FREE
+    )
     weights_only: bool = key(False, "resume: PATH takes the weights alone; step, optimizer state and data position "
                                     "start anew", resume=FREE)
     allow: tuple[str, ...] = key(
