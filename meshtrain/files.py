@@ -38,25 +38,12 @@ PAUSES = (0.1, 0.4, 1.5, 4.0)  # seconds between two tries
 
 
 class Refused(OSError):
-    """What a store refused as often as it was asked: nobody need ask again."""
+    """A store refused as often as it was asked: nobody need ask again."""
 
 
 def is_address(name: str) -> bool:
     """Returns whether a name is that of a store and not of a file: s3://bucket/prefix."""
     return ADDRESS.match(name) is not None
-
-
-def local(name: str, limit: float) -> Path:
-    """Returns the directory that a path names, or a copy of what an address does; of copies `limit` GiB are kept."""
-    if not is_address(name):
-        return Path(name).expanduser()
-    from meshtrain.stores import local_copy
-
-    try:
-        return local_copy(name, limit)
-    except OSError as error:
-        refuse_passing(name, error)
-        raise ConfigError(f"{short(name)} cannot be read: {refusal(error)}.") from None
 
 
 # --- reading

@@ -12,6 +12,7 @@ import asyncio
 import datetime
 import errno
 import hashlib
+import io
 import os
 import random
 import shutil
@@ -49,16 +50,16 @@ class Entry:
 # --- requests
 
 
-def file_system(address: str, fresh: bool = False) -> tuple[Any, str]:
-    """Returns fsspec's file system of an address and the path in it; `fresh`: with credentials that are looked up anew.
+def file_system(address: str) -> Any:
+    """Returns a new file system of fsspec's for an address, with credentials that are looked up anew.
 
     ConfigError for a scheme that is none, or whose library is not installed.
     """
-    scheme, _, path = address.partition("://")
+    scheme = address.partition("://")[0]
     if scheme not in LIBRARIES:
         legal = ", ".join(f"{name}://" for name in LIBRARIES)
         raise ConfigError(f"{short(address)} is at no store that is known; legal are {legal}.")
-    options: dict[str, Any] = {"skip_instance_cache": fresh, "use_listings_cache": False}
+    options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
     if scheme == "s3":
         options["config_kwargs"] = {"retries": {"max_attempts": 1}, "connect_timeout": 10}
     try:
@@ -71,7 +72,7 @@ def file_system(address: str, fresh: bool = False) -> tuple[Any, str]:
         ) from None
     if scheme == "s3":
         system.retries = 1  # the others are ours
-    return system, path
+    return system
 
 
 # By process and scheme, with the time when it was made.
@@ -86,7 +87,7 @@ def _system(address: str, fresh: bool) -> tuple[Any, str]:
         made = _systems.get(key)
         # Threads that are refused together look their credentials up once.
         if made is None or (fresh and time.monotonic() - made[1] > PATIENCE):
-            _systems[key] = made = file_system(address, fresh)[0], time.monotonic()
+            _systems[key] = made = file_system(address), time.monotonic()
         return made[0], path
 
 
@@ -224,6 +225,47 @@ def _entry(info: Mapping[str, Any]) -> Entry:
         when = datetime.datetime.fromisoformat(when)
     seconds = when.timestamp() if isinstance(when, datetime.datetime) else float(when)
     return Entry(int(info["size"]), etag, int(seconds) * 10**9)
+
+
+# --- an object as a file
+
+
+class RangedFile(io.RawIOBase):
+    """An object as a file: each read is a request of its own."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._size = status(address).size
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, into: Any) -> int:
+        content = self._next(len(into))
+        into[: len(content)] = content
+        return len(content)
+
+    def readall(self) -> bytes:
+        return b"".join(iter(lambda: self._next(BLOCK), b""))
+
+    def _next(self, size: int) -> bytes:
+        content = read(self._address, self._at, max(0, min(size, self._size - self._at)))
+        self._at += len(content)
+        return content
+
+
+def open_object(address: str) -> io.BufferedReader:
+    """Opens an object for reading."""
+    return io.BufferedReader(RangedFile(address), BLOCK)
 
 
 # --- local copies

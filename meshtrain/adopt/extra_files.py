@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.config import Config
+from meshtrain.config.places import local
 from meshtrain.data.copies import COPIES, TEMPLATES
 from meshtrain.errors import ConfigError, refusal, short
-from meshtrain.files import local, sync
+from meshtrain.files import sync
 from meshtrain.hf_families import CONFIG, MODEL_TYPES, read_json
 from meshtrain.hf_families.generation import GENERATION, IDS, SAMPLING, problems
 from meshtrain.run.directory import CHECKPOINTS

@@ -14,8 +14,9 @@ from meshtrain.checkpoint.manifest import Start
 from meshtrain.checkpoint.saving import Saver
 from meshtrain.config import Config
 from meshtrain.config.inject import Moment
+from meshtrain.config.places import local
 from meshtrain.errors import ConfigError, refusal, say, short
-from meshtrain.files import local, refuse_passing, retried
+from meshtrain.files import refuse_passing, retried
 from meshtrain.run.directory import CHECKPOINTS
 from meshtrain.run.lock import RunLock
 from meshtrain.run.processes import first_decides, gathered, is_first

@@ -60,8 +60,8 @@ def problems(
 ) -> list[str]:
     """Returns a sentence on each difference from the digests; one of `parts` processes looks at every `parts`-th block.
 
-    `only` names the files to look at, None all of them. The arrays of a step in a store are fetched, and `keep` has them
-    stay in the directory. The digests themselves must have been checked
+    `only` names the files to look at, None all of them. The arrays of a step in a store are fetched, and stay in the
+    directory with `keep`. The digests themselves must have been checked
     (`steps.commit_problem`). Unreadable for a file that cannot be read now, which does not count as a difference.
     """
     try:
@@ -69,24 +69,24 @@ def problems(
     except Damaged as damage:
         return [str(damage)]
     sentences = [f"{DIGESTS} has nothing on {name}" for name in only or () if name not in files]
-    check = partial(_problem, directory)
-    stored = None
+    problem_of = partial(_problem, directory)
+    stored = False
     if only is None and (directory / STORED).is_file():
-        from meshtrain.checkpoint.stored import block_check
+        from meshtrain.checkpoint.stored import StoredBlocks
 
-        stored = block_check(directory, {name: size for name, (size, _) in files.items()}, keep)
+        stored = True
+        sizes = {name: size for name, (size, _) in files.items()}
+        problem_of = StoredBlocks(directory, sizes, keep).problem
     blocks = []
     for name, (size, expected) in files.items():
         if only is not None and name not in only:
             continue
-        if stored is None and (problem := _size_problem(directory / name, size)):
+        if not stored and (problem := _size_problem(directory / name, size)):
             sentences.append(f"{name} {problem}{_shared(directory / name)}")
         else:
             blocks += [(name, k * block, digest) for k, digest in enumerate(expected)]
     with ThreadPoolExecutor(THREADS) as pool:
-        in_blocks = pool.map(
-            lambda b: (stored or check)(b[0], b[1], b[2], block), blocks[part::parts]
-        )
+        in_blocks = pool.map(lambda b: problem_of(b[0], b[1], b[2], block), blocks[part::parts])
         try:
             return sentences + [sentence for sentence in in_blocks if sentence is not None]
         except Unreadable:

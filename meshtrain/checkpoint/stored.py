@@ -6,8 +6,8 @@
 
     RUN/checkpoints/12/                 COMMIT, manifest.json, digests.json, and STORED: the address of the rest
 
-What a run knows of its steps is this mirror, on the file system that its nodes share. A save is written there, uploaded,
-committed, and its arrays removed again; a restore fetches them block by block, each compared with its digest
+What a run knows of its steps is this mirror, on the file system that its nodes share. A save is written there,
+uploaded, committed, and its arrays removed again; a restore fetches them block by block, each compared with its digest
 (`digests.problems`). Objects without a COMMIT are of a save or a removal that was killed; the next start removes them.
 """
 
@@ -15,8 +15,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from meshtrain import stores
@@ -161,62 +160,59 @@ def mirror(address: str, under: Path) -> Path:
     except OSError as error:
         refuse_passing(of, error)
         raise ConfigError(f"{short(of)} cannot be read: {refusal(error)}.") from None
-    if is_step or steps.numbered(root):
-        return root / last if is_step else root
+    if is_step:
+        return root / last
+    if steps.numbered(root):
+        return root
     raise ConfigError(f"there is no checkpoint in {short(address)}.")
 
 
-def block_check(
-    directory: Path, sizes: Mapping[str, int], keep: bool
-) -> Callable[[str, int, str, int], str | None] | None:
-    """Returns a function (name, start, digest, block) that says what is wrong with a block of a stored step, and keeps
-    what is right in its place; None for a step that is not stored.
+class StoredBlocks:
+    """The blocks of a stored step's files, `sizes` in bytes; `keep`: those that are right stay in its directory.
 
     Unreadable if the store does not answer.
     """
-    if not (directory / STORED).is_file():
-        return None
-    address = (directory / STORED).read_text().strip()
-    try:
-        there = stores.listing(f"{address}/")
-    except OSError as error:
-        raise unreadable(address, error) from None
-    return partial(_problem, directory, address, sizes, there, keep)
 
+    def __init__(self, directory: Path, sizes: Mapping[str, int], keep: bool) -> None:
+        self.directory = directory
+        self.sizes = sizes
+        self.keep = keep
+        self.address = (directory / STORED).read_text().strip()
+        try:
+            self.there = stores.listing(f"{self.address}/")
+        except OSError as error:
+            raise unreadable(self.address, error) from None
 
-def _problem(
-    directory: Path,
-    address: str,
-    sizes: Mapping[str, int],
-    there: Mapping[str, stores.Entry],
-    keep: bool,
-    name: str,
-    start: int,
-    expected: str,
-    block: int,
-) -> str | None:
-    path = directory / name
-    if name not in there or ".." in PurePosixPath(name).parts or name.startswith("/"):
-        return f"{name} is missing"
-    if there[name].size != sizes[name]:
-        return f"{name} has {there[name].size:,} bytes instead of {sizes[name]:,}"
-    size = min(block, sizes[name] - start)
-    if keep and path.is_file() and path.stat().st_size == sizes[name]:
-        from meshtrain.checkpoint.digests import digest_of
-
-        if digest_of(path, start, block) == expected:
+    def problem(self, name: str, start: int, expected: str, block: int) -> str | None:
+        """Returns what is wrong with a block, in words; None if nothing is."""
+        size = self.sizes[name]
+        entry = self.there.get(name)
+        # A name that leads out of the directory is nobody's.
+        if entry is None or ".." in PurePosixPath(name).parts or name.startswith("/"):
+            return f"{name} is missing"
+        if entry.size != size:
+            return f"{name} has {entry.size:,} bytes instead of {size:,}"
+        if self.keep and _is_kept(self.directory / name, size, start, expected, block):
             return None
-    try:
-        content = stores.read(f"{address}/{name}", start, size)
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except OSError as error:
-        raise unreadable(f"{address}/{name}", error) from None
-    if hashlib.sha256(content).hexdigest() != expected:
-        return f"{name} is damaged between bytes {start:,} and {start + block:,}"
-    if keep:
-        _write(path, sizes[name], start, content)
-    return None
+        try:
+            content = stores.read(f"{self.address}/{name}", start, min(block, size - start))
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            raise unreadable(f"{self.address}/{name}", error) from None
+        if hashlib.sha256(content).hexdigest() != expected:
+            return f"{name} is damaged between bytes {start:,} and {start + block:,}"
+        if self.keep:
+            _write(self.directory / name, size, start, content)
+        return None
+
+
+def _is_kept(path: Path, size: int, start: int, expected: str, block: int) -> bool:
+    if not path.is_file() or path.stat().st_size != size:
+        return False
+    with path.open("rb") as file:
+        file.seek(start)
+        return hashlib.sha256(file.read(block)).hexdigest() == expected
 
 
 def _write(path: Path, size: int, start: int, content: bytes) -> None:

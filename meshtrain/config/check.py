@@ -269,8 +269,8 @@ def _address_problems(config: Config) -> Iterator[str]:
     """Yields which addresses of object stores stand where none is read."""
     if is_address(config.run.directory):
         yield (
-            f"run.directory is {short(config.run.directory)}, but a run's lock, its metrics and its supervisor's records "
-            "need a file system that all nodes share; give a directory there, and the address as checkpoint.directory."
+            f"run.directory is {short(config.run.directory)}, but a run's lock, metrics and supervisor's records need "
+            "a file system that all nodes share; give a directory there, and the address as checkpoint.directory."
         )
     address = config.checkpoint.directory
     if address is not None and not address.startswith(("s3://", "gs://")):

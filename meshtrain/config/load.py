@@ -22,7 +22,7 @@ from meshtrain.config.auto import AUTO
 from meshtrain.config.check import check, hook_texts
 from meshtrain.config.follow import nested, put, resolve, unresolved, value_of
 from meshtrain.config.key import SYNONYMS, Followed, Resume, keys, meant
-from meshtrain.config.places import config_file, placed
+from meshtrain.config.places import config_file, local, placed
 from meshtrain.config.schema import Config, RunConfig
 from meshtrain.config.telemetry import holds_secret
 from meshtrain.config.values import (
@@ -36,7 +36,7 @@ from meshtrain.config.values import (
     value,
 )
 from meshtrain.errors import ConfigError, masked, names_secret, nearest, short
-from meshtrain.files import local, read_text
+from meshtrain.files import read_text
 from meshtrain.registry import PLUGINS, NotImported, Unimported
 from meshtrain.schedule.generators import SCHEDULES
 from meshtrain.schedule.table import Table

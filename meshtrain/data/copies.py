@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.config import Config
+from meshtrain.config.places import local
 from meshtrain.data.boundaries import IMPORTED, MODEL, TOKENIZER, companion_files
 from meshtrain.errors import say, short
-from meshtrain.files import local, write_atomically
+from meshtrain.files import write_atomically
 
 COPIES = "tokenizer"  # in the run directory
 TEMPLATE = "chat_template.jinja"

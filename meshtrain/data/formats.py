@@ -72,7 +72,7 @@ def open_plain(path: str) -> IO[bytes]:
 def _opened(path: str) -> IO[bytes]:
     if not is_address(path):
         return open(path, "rb")
-    from meshtrain.data.remote import open_object
+    from meshtrain.stores import open_object
 
     return open_object(path)
 

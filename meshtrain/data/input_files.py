@@ -15,7 +15,7 @@ from meshtrain.data.formats import (
     require_libraries,
     suffix,
 )
-from meshtrain.data.manifest import is_preparation
+from meshtrain.data.manifest import are_prepared, is_preparation
 from meshtrain.errors import ConfigError, refusal, short
 from meshtrain.files import UNREAD, is_address, refuse_passing
 
@@ -170,9 +170,7 @@ class _Search:
         self.files = []
 
     def _objects(self, address: str) -> None:
-        from meshtrain.data.remote import input_files
-
-        for file in input_files(address):
+        for file in _objects_under(address):
             base = os.path.basename(file.name)
             if file.path != address and not self.wanted(base):
                 self.result.ignored[os.path.splitext(base)[1].lower()] += 1
@@ -233,3 +231,26 @@ def _is_prepared(folder: str) -> bool:
     except OSError as error:
         error.filename = folder
         raise
+
+
+def _objects_under(address: str) -> list[InputFile]:
+    """Returns the objects under an address but hidden ones, named as files under a folder are.
+
+    ConfigError if there are none, or prepared shards.
+    """
+    from meshtrain import stores
+
+    root = address.rstrip("/")
+    base = root.rpartition("/")[2]
+    entries = stores.listing(root)
+    if not entries:
+        raise ConfigError(f"there is no object under {short(address)} to read text from.")
+    if are_prepared(entries):
+        raise ConfigError(f"{short(address)} holds prepared shards, no text.")
+    return [
+        InputFile(
+            f"{root}/{name}".rstrip("/"), f"{base}/{name}".rstrip("/"), entry.size, entry.modified
+        )
+        for name, entry in entries.items()
+        if not any(part.startswith(".") or part == "__pycache__" for part in name.split("/"))
+    ]

@@ -28,7 +28,7 @@ from meshtrain.data.batches import (
 from meshtrain.data.cache import cache_directory, open_path
 from meshtrain.data.grouping import Grouped, budget_rows, choose_lengths, make_groups
 from meshtrain.data.loader import Batch
-from meshtrain.data.manifest import is_preparation
+from meshtrain.data.manifest import are_prepared, is_preparation
 from meshtrain.data.packing import Packed
 from meshtrain.data.permutation import key_of, permute
 from meshtrain.data.pieces import DocumentPieces, open_pieces
@@ -84,9 +84,10 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
     path = Path(os.path.expanduser(name))
     try:
         if is_address(name):
-            from meshtrain.data.remote import is_prepared, open_stored
+            from meshtrain.data.remote import open_stored
+            from meshtrain.stores import listing
 
-            if is_prepared(name):
+            if are_prepared(listing(name)):
                 return open_stored(name, data, tokenizer)
             return open_path(name, name, data, tokenizer)
         if is_preparation(path):

@@ -1,4 +1,4 @@
-"""Text and prepared shards in an object store: text is streamed, shards are read by ranges through a cache by digest.
+"""Prepared shards in an object store are read by ranges, through a cache by digest.
 
     CACHE/store/<sha256>         a shard that came whole and is what the manifest says
     CACHE/store/<sha256>.part    one of which blocks are missing, with holes where they belong
@@ -9,7 +9,6 @@ all of a split is fetched and compared when it is opened; without, a shard is co
 whole.
 """
 
-import io
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -21,83 +20,11 @@ import numpy as np
 
 from meshtrain import stores
 from meshtrain.config.schema import DataConfig
-from meshtrain.data.input_files import InputFile
-from meshtrain.data.manifest import MANIFEST, RECIPE, UNITS, Shard, ShardManifest
+from meshtrain.data.manifest import STORED, UNITS, Shard, ShardManifest
 from meshtrain.data.shards import Corpus, Descriptor, Source, TokenFile, digest_of_file, open_shards
 from meshtrain.data.tokenizer import Tokenizer
-from meshtrain.errors import ConfigError, short
+from meshtrain.errors import ConfigError
 from meshtrain.stores import BLOCK
-
-STORED = (".tokens", ".offsets")
-AHEAD = 8 << 20  # bytes of text that one request brings
-
-
-class RangedFile(io.RawIOBase):
-    """An object as a file: each read is a request of its own."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._size = stores.status(address).size
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def readinto(self, into: Any) -> int:
-        content = self._next(len(into))
-        into[: len(content)] = content
-        return len(content)
-
-    def readall(self) -> bytes:
-        return b"".join(iter(lambda: self._next(AHEAD), b""))
-
-    def _next(self, size: int) -> bytes:
-        content = stores.read(self._address, self._at, max(0, min(size, self._size - self._at)))
-        self._at += len(content)
-        return content
-
-
-def open_object(address: str) -> io.BufferedReader:
-    """Opens an object for reading."""
-    return io.BufferedReader(RangedFile(address), AHEAD)
-
-
-def input_files(address: str) -> list[InputFile]:
-    """Returns the objects under an address but hidden ones, named as files under a folder are.
-
-    ConfigError if there are none, or prepared shards.
-    """
-    root = address.rstrip("/")
-    base = root.rpartition("/")[2]
-    entries = stores.listing(root)
-    if not entries:
-        raise ConfigError(f"there is no object under {short(address)} to read text from.")
-    if _is_prepared(entries):
-        raise ConfigError(f"{short(address)} holds prepared shards, no text.")
-    return [
-        InputFile(
-            f"{root}/{name}".rstrip("/"), f"{base}/{name}".rstrip("/"), entry.size, entry.modified
-        )
-        for name, entry in entries.items()
-        if not any(part.startswith(".") or part == "__pycache__" for part in name.split("/"))
-    ]
-
-
-def is_prepared(address: str) -> bool:
-    """Returns whether prepared shards are under an address."""
-    return _is_prepared(stores.listing(address))
-
-
-def _is_prepared(names: Any) -> bool:
-    return (MANIFEST in names or RECIPE in names) and any(name.endswith(STORED) for name in names)
 
 
 def open_stored(address: str, data: DataConfig, tokenizer: Tokenizer) -> Source:
@@ -119,10 +46,7 @@ class StoredTokens(TokenFile):
     size: int = 0
 
     def open(self) -> Descriptor:
-        try:
-            return Descriptor(self.path)
-        except FileNotFoundError:
-            return _Partial(self)
+        return Descriptor(self.path) if self.path.is_file() else _Partial(self)
 
 
 class _Partial(Descriptor):

@@ -122,7 +122,7 @@ def test_a_damaged_step_is_passed_over_and_written_anew(tmp_path):
     content = stores.read(f"{ROOT}/{name}")
     stores.write(f"{ROOT}/{name}", content[:-1] + bytes([content[-1] ^ 1]))
     assert main(["verify", ROOT, "--step", "2"]) == 1
-    state, step, said = restored(settings(tmp_path / "run"), program())
+    _, step, said = restored(settings(tmp_path / "run"), program())
     assert step == 1 and "2 is damaged" in said[0]
     save(tmp_path / "run", [2])
     assert restored(settings(tmp_path / "run"), program())[1] == 2
@@ -138,7 +138,9 @@ def test_an_object_that_is_missing_or_short_is_damage(tmp_path):
 
 def test_two_runs_do_not_share_an_address(tmp_path):
     save(tmp_path / "run", [1])
-    with pytest.raises(ConfigError, match="has the checkpoints of the run in .*/run; give another"):
+    with pytest.raises(
+        ConfigError, match=r"has the checkpoints of the run in .*/run; give another"
+    ):
         restored(settings(tmp_path / "other"), program())
     with pytest.raises(ConfigError, match="a store cannot set aside"):
         restored(settings(tmp_path / "run", resume="never"), program())
