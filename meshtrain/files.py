@@ -16,6 +16,7 @@ from meshtrain.errors import ConfigError, Unreadable, nearest, refusal, short
 
 T = TypeVar("T")
 
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://")
 MIN_ROOM = 1 << 16  # bytes
 KINDS = {
     stat.S_IFDIR: "a directory",
@@ -36,6 +37,15 @@ ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 PAUSES = (0.1, 0.4, 1.5, 4.0)  # seconds between two tries
 
 
+class Refused(OSError):
+    """A store refused as often as it was asked: nobody need ask again."""
+
+
+def is_address(name: str) -> bool:
+    """Returns whether a name is that of a store and not of a file: s3://bucket/prefix."""
+    return ADDRESS.match(name) is not None
+
+
 # --- reading
 
 
@@ -47,7 +57,7 @@ def retried(read: Callable[[], T]) -> T:
         try:
             return read()
         except OSError as error:
-            if error.errno not in PASSING:
+            if error.errno not in PASSING or isinstance(error, Refused):
                 raise
             time.sleep(pause)
     return read()
@@ -163,6 +173,19 @@ def nearest_file(path: Path, suffixes: Sequence[str]) -> str:
     except OSError:
         return ""
     return nearest(path.name, names, lambda name: short(path.parent / name))
+
+
+def cache_directory() -> Path:
+    """Returns $XDG_CACHE_HOME/meshtrain, or ~/.cache/meshtrain."""
+    if home := os.environ.get("XDG_CACHE_HOME"):
+        return Path(home) / "meshtrain"
+    try:
+        return Path.home() / ".cache" / "meshtrain"
+    except RuntimeError:
+        raise ConfigError(
+            "prepared text needs a cache, but this user has no home directory; set XDG_CACHE_HOME to a directory with "
+            "room."
+        ) from None
 
 
 # --- writing

@@ -27,6 +27,7 @@ from meshtrain.checkpoint.global_arrays import GlobalArrays
 from meshtrain.checkpoint.manifest import StepManifest
 from meshtrain.checkpoint.restoring import read_weights
 from meshtrain.checkpoint.steps import MANIFEST
+from meshtrain.checkpoint.stored import mirrored
 from meshtrain.config import Config, ModelConfig, check, load, replaced
 from meshtrain.config.imports import take
 from meshtrain.config.key import known
@@ -188,7 +189,7 @@ def read_model(
 def _root_of(path: str | Path) -> tuple[Path, bool]:
     """Returns the absolute path, and whether a Hugging Face directory lies there; ConfigError if it is not a path."""
     try:
-        root = Path(path).expanduser().absolute()
+        root = mirrored(path).expanduser().absolute()
         return root, is_hf_directory(root)
     except (TypeError, OSError):
         raise ConfigError(
@@ -203,7 +204,7 @@ def read_config(
 
     Nothing is verified.
     """
-    root = Path(path).expanduser().absolute()
+    root = mirrored(path).expanduser().absolute()
     one = MeshConfig().shape
     if is_hf_directory(root):
         return _set_precision(replaced(config_of(root), mesh=one), precision)

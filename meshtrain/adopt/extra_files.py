@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.config import Config
+from meshtrain.config.places import local
 from meshtrain.data.copies import COPIES, TEMPLATES
 from meshtrain.errors import ConfigError, refusal, short
 from meshtrain.files import sync
@@ -111,7 +112,7 @@ def _origins(root: Path, config: Config) -> Iterator[Path]:
     yield run_of(root)
     if config.model.weights is not None:
         yield run_of(root) / COPIES
-        yield Path(config.model.weights).expanduser()
+        yield local(config.model.weights, config.data.cache_gib)
     if config.checkpoint.resume not in ("auto", "never"):
         yield run_of(Path(config.checkpoint.resume).expanduser())
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from meshtrain.checkpoint import steps
 from meshtrain.cli import FAILED, USAGE, Parser, command
 from meshtrain.errors import refusal, say, short
-from meshtrain.files import PASSING
+from meshtrain.files import PASSING, is_address
 
 
 @command
@@ -52,7 +52,7 @@ def parser() -> Parser:
     ):
         parsed = commands.add_parser(name, help=text, description=text)
         for path, meaning in paths.items():
-            parsed.add_argument(path, type=Path, help=meaning)
+            parsed.add_argument(path, type=_place, help=meaning)
         parsed.add_argument("--json", action="store_true", help="the same for programs")
         if name in ("show", "verify"):
             text = "this step of a run: its number, newest, or best (the lowest eval loss)"
@@ -60,6 +60,10 @@ def parser() -> Parser:
         if name == "diff":
             parsed.add_argument("--no-values", action="store_true", help="do not read the arrays")
     return parser
+
+
+def _place(text: str) -> Path | str:
+    return text if is_address(text) else Path(text)
 
 
 def _step(text: str) -> str:

@@ -14,8 +14,9 @@ from meshtrain.checkpoint.manifest import Start
 from meshtrain.checkpoint.saving import Saver
 from meshtrain.config import Config
 from meshtrain.config.inject import Moment
-from meshtrain.errors import ConfigError, say
-from meshtrain.files import retried
+from meshtrain.config.places import local
+from meshtrain.errors import ConfigError, refusal, say, short
+from meshtrain.files import refuse_passing, retried
 from meshtrain.run.directory import CHECKPOINTS
 from meshtrain.run.lock import RunLock
 from meshtrain.run.processes import first_decides, gathered, is_first
@@ -94,8 +95,29 @@ class Checkpointer(Saver):
     def _enter(self) -> None:
         retried(lambda: self.root.mkdir(parents=True, exist_ok=True))
         self.lock = RunLock(self.root.parent)
-        for sentence in steps.remove_leftovers(self.root):
+        for sentence in [*steps.remove_leftovers(self.root), *self._enter_store()]:
             self.say(sentence)
+
+    def _enter_store(self) -> list[str]:
+        """Takes checkpoint.directory for this run, and has its steps in the mirror; returns what was cleared away."""
+        if self.stored is None:
+            return []
+        address = self.stored.address
+        try:
+            self.stored.claim()
+            unfinished = self.stored.pull()
+            sentences = self.stored.remove_leftovers(unfinished)
+        except OSError as error:
+            refuse_passing(address, error)
+            raise ConfigError(
+                f"checkpoint.directory {short(address)} cannot be used: {refusal(error)}."
+            ) from None
+        if self.config.checkpoint.resume == "never" and steps.committed_in(self.root):
+            raise ConfigError(
+                f"checkpoint.resume is never, but {short(address)} has checkpoints, which a store cannot set aside; "
+                "give another checkpoint.directory."
+            )
+        return sentences
 
     def _release_lock(self) -> None:
         if self.lock is not None:
@@ -115,7 +137,7 @@ class Checkpointer(Saver):
             state.params,
         )
         with freed_blocks_returned():
-            params = loading.read(layout, Path(weights).expanduser(), initial)
+            params = loading.read(layout, local(weights, self.config.data.cache_gib), initial)
         self.say(f"started from the weights in {weights}.")
         return self.program.from_weights(state, params)
 

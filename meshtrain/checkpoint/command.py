@@ -18,6 +18,7 @@ from meshtrain import units
 from meshtrain.checkpoint import arrays, digests, steps
 from meshtrain.checkpoint.finding import no_best, rank_by_eval_loss
 from meshtrain.checkpoint.manifest import StepManifest
+from meshtrain.checkpoint.stored import mirrored
 from meshtrain.config.follow import differences
 from meshtrain.errors import ConfigError, Unreadable, short
 
@@ -50,6 +51,7 @@ def ls(options: argparse.Namespace) -> int:
 
 def _list(path: Path) -> list[dict[str, Any]]:
     """Returns an entry for each step of a run or of its checkpoints, and for what lies beside them."""
+    path = mirrored(path)
     directories = _directories(path)
     best = list[Path]()
     # Which is the best is not known while one cannot be read.
@@ -134,7 +136,7 @@ def verify(options: argparse.Namespace) -> int:
         read = True
         try:
             StepManifest.read(directory)
-            problems = digests.problems(directory)
+            problems = digests.problems(directory, keep=False)
             size = digests.total_bytes(directory)
         except NO_STEP as problem:
             problems = [str(problem)]
@@ -216,6 +218,7 @@ def _compare(name: str, a: np.ndarray, b: np.ndarray) -> Iterator[str]:
 
 
 def _directories(path: Path) -> list[Path]:
+    path = mirrored(path)
     if not path.is_dir():
         raise ConfigError(
             f"there is no directory {path}; give a run directory, its checkpoints/, or one step."
@@ -235,7 +238,7 @@ def _named(options: argparse.Namespace) -> list[Path]:
     if options.step == "newest":
         return directories[-1:]
     if options.step == "best":
-        if best := rank_by_eval_loss(options.directory.absolute())[:1]:
+        if best := rank_by_eval_loss(mirrored(options.directory).absolute())[:1]:
             return best
         raise ConfigError(no_best(options.directory, ()))
     if named := [d for d in directories if d.name == options.step]:

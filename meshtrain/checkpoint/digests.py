@@ -11,9 +11,10 @@ import os
 import stat
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
-from meshtrain.checkpoint.steps import COMMIT, DIGESTS, Damaged, parsed
+from meshtrain.checkpoint.steps import COMMIT, DIGESTS, STORED, Damaged, parsed
 from meshtrain.errors import Unreadable
 from meshtrain.files import ABSENT, retried, status, unreadable, write_atomically
 
@@ -51,11 +52,16 @@ def write(directory: Path, known: Files | None = None) -> int:
 
 
 def problems(
-    directory: Path, part: int = 0, parts: int = 1, only: Collection[str] | None = None
+    directory: Path,
+    part: int = 0,
+    parts: int = 1,
+    only: Collection[str] | None = None,
+    keep: bool = True,
 ) -> list[str]:
     """Returns a sentence on each difference from the digests; one of `parts` processes looks at every `parts`-th block.
 
-    `only` names the files to look at, None all of them. The digests themselves must have been checked
+    `only` names the files to look at, None all of them. The arrays of a step in a store are fetched, and stay in the
+    directory with `keep`. The digests themselves must have been checked
     (`steps.commit_problem`). Unreadable for a file that cannot be read now, which does not count as a difference.
     """
     try:
@@ -63,18 +69,24 @@ def problems(
     except Damaged as damage:
         return [str(damage)]
     sentences = [f"{DIGESTS} has nothing on {name}" for name in only or () if name not in files]
+    problem_of = partial(_problem, directory)
+    stored = False
+    if only is None and (directory / STORED).is_file():
+        from meshtrain.checkpoint.stored import StoredBlocks
+
+        stored = True
+        sizes = {name: size for name, (size, _) in files.items()}
+        problem_of = StoredBlocks(directory, sizes, keep).problem
     blocks = []
     for name, (size, expected) in files.items():
         if only is not None and name not in only:
             continue
-        if problem := _size_problem(directory / name, size):
+        if not stored and (problem := _size_problem(directory / name, size)):
             sentences.append(f"{name} {problem}{_shared(directory / name)}")
         else:
             blocks += [(name, k * block, digest) for k, digest in enumerate(expected)]
     with ThreadPoolExecutor(THREADS) as pool:
-        in_blocks = pool.map(
-            lambda b: _problem(directory, b[0], b[1], b[2], block), blocks[part::parts]
-        )
+        in_blocks = pool.map(lambda b: problem_of(b[0], b[1], b[2], block), blocks[part::parts])
         try:
             return sentences + [sentence for sentence in in_blocks if sentence is not None]
         except Unreadable:

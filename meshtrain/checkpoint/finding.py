@@ -14,7 +14,7 @@ from meshtrain.checkpoint import digests, steps
 from meshtrain.checkpoint.manifest import Start, StepManifest
 from meshtrain.config import CheckpointConfig, Config
 from meshtrain.errors import ConfigError, Unreadable, nearest, refusal
-from meshtrain.files import entries, retried
+from meshtrain.files import entries, is_address, retried
 from meshtrain.run.directory import (
     CHECKPOINTS,
     CONFIG,
@@ -51,13 +51,22 @@ def find(config: Config, root: Path, say: Say) -> Start | None:
         return Start(directory, StepManifest.read(directory), own=True)
     if resume == "auto":
         return None
-    directory = _newest_intact(Path(resume).expanduser().absolute(), say, own=False)
+    directory = _newest_intact(_place(resume, root.parent), say, own=False)
     if directory is None:
         raise ConfigError(
             f"checkpoint.resume is {resume}, but there is no checkpoint; give auto, never, or a run directory that "
             "has one" + (nearest(resume, ("auto", "never")) or ".")
         )
     return Start(directory, StepManifest.read(directory), own=False)
+
+
+def _place(resume: str, run: Path) -> Path:
+    """Returns the path that checkpoint.resume names; of an address a mirror in the run, which its nodes share."""
+    if not is_address(resume):
+        return Path(resume).expanduser().absolute()
+    from meshtrain.checkpoint.stored import mirror
+
+    return Path(first_decides(lambda: str(mirror(resume, run / ".started-from"))))
 
 
 def _refuse_lost(root: Path) -> None:

@@ -26,14 +26,15 @@ from meshtrain.checkpoint.finding import retained
 from meshtrain.checkpoint.global_arrays import GlobalArrays
 from meshtrain.checkpoint.manifest import Start, StepManifest
 from meshtrain.config import Config
-from meshtrain.errors import Unreadable
-from meshtrain.files import ABSENT, is_full, retried
+from meshtrain.errors import Unreadable, refusal
+from meshtrain.files import ABSENT, Refused, is_full, retried
 from meshtrain.run.directory import note_checkpoint
 from meshtrain.run.processes import gathered, is_first
 from meshtrain.step import State
 
 if TYPE_CHECKING:
     from meshtrain.checkpoint.frozen import FrozenCopies
+    from meshtrain.checkpoint.stored import StoredSteps
 
 
 class CheckpointError(RuntimeError):
@@ -78,7 +79,12 @@ class Saver:
         self.say = say
         self.data_digests = data_digests
         self._frozen = steps.frozen(converter.records)
-        if self._frozen and is_first():
+        self.stored: StoredSteps | None = None
+        if (address := config.checkpoint.directory) is not None:
+            from meshtrain.checkpoint import stored
+
+            self.stored = stored.StoredSteps(address, root)
+        if self._frozen and self.stored is None and is_first():
             from meshtrain.checkpoint.frozen import FrozenCopies
 
             self._copies = FrozenCopies(config.checkpoint.keep, say)
@@ -242,6 +248,8 @@ class Saver:
         manifest.write(save.directory)
         written = digests.write(save.directory, save.linked)
         steps.commit(save.directory)
+        if self.stored is not None:
+            self.stored.publish(save.directory, save.step)
         self._make_room(final)
         steps.publish(save.directory, final)
         spent = {
@@ -308,6 +316,8 @@ class Saver:
                     self._leave(directory, str(problem))
         for step in eval_losses.keys() - retained(eval_losses, self.config.checkpoint):
             try:
+                if self.stored is not None:
+                    self.stored.remove(step)
                 steps.remove(self.root / str(step))
             except OSError as error:
                 self.say(
@@ -406,6 +416,8 @@ def _reason(error: BaseException, root: Path | None = None) -> str:
     """Returns the system's reason, under however many layers; `root`: where something could not be written."""
     if isinstance(error, _FailedElsewhere):
         return str(error)
+    if isinstance(error, Refused):
+        return f"{error.filename}: {refusal(error)}"
     reasons = [
         os.strerror(number).lower()
         for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)

@@ -39,6 +39,7 @@ FROZEN = "frozen"
 MANIFEST = "manifest.json"
 DIGESTS = "digests.json"
 COMMIT = "COMMIT"
+STORED = "STORED"  # in the mirror of a step in an object store: its address (`checkpoint.stored`)
 PLACES = (ARRAYS, FROZEN)
 WRITING = ".writing"
 REMOVING = ".removing"

@@ -12,18 +12,21 @@ from typing import Any
 
 from meshtrain.config import images, mesh, model, reduce, rl, telemetry
 from meshtrain.config.auto import AUTO
-from meshtrain.config.follow import padded_batch_size, row_shards, runs_table
+from meshtrain.config.follow import padded_batch_size, row_shards, runs_table, value_of
+from meshtrain.config.key import keys
 from meshtrain.config.places import BOTH
 from meshtrain.config.schema import ACTIVATIONS, RECIPES, Config
 from meshtrain.config.stacks import LINEAR
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import FAMILIES
-from meshtrain.files import nearest_file
+from meshtrain.files import is_address, nearest_file
 from meshtrain.registry import NotImported, Unimported
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 from meshtrain.schedule.table import MAX_ENTRIES
 from meshtrain.sources import MIXTURE, SOURCES, has_documents
 
+# The keys that take addresses of object stores.
+AT_STORES = ("data.source", "data.validation_source", "model.weights", "checkpoint.resume")
 MOST_TOKENS = 2**31 - 1  # of a step: they are counted as int32
 PADDED = "train.uneven_batch: pad"  # the way out of a batch that a mesh does not divide
 
@@ -39,6 +42,7 @@ def check(config: Config) -> None:
         _batch_problems(config),
         _pipeline_problems(config),
         _data_problems(config),
+        _address_problems(config),
         _remat_problems(config),
         float8_problems(config),
         _tuning_problems(config),
@@ -296,6 +300,27 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
     # A table from outside may be none that can run.
     if is_table or (schedule in SCHEDULES and not SCHEDULES[schedule].formulas):
         make_table(schedule, stages, microbatches, chunks)
+
+
+def _address_problems(config: Config) -> Iterator[str]:
+    """Yields which addresses of object stores stand where none is read."""
+    if is_address(config.run.directory):
+        yield (
+            f"run.directory is {short(config.run.directory)}, but a run's lock, metrics and supervisor's records need "
+            "a file system that all nodes share; give a directory there, and the address as checkpoint.directory."
+        )
+    address = config.checkpoint.directory
+    if address is not None and not address.startswith(("s3://", "gs://")):
+        yield (
+            f"checkpoint.directory is {short(address)}; it must be s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, or null: "
+            "in the run directory."
+        )
+    if config.data.format == images.IMAGES and is_address(config.data.source):
+        yield f"data.source is {short(config.data.source)}, but images are read from files; give a directory."
+    for path, key in keys(type(config)).items():
+        value = value_of(config, path)
+        if key.path and path not in AT_STORES and isinstance(value, str) and is_address(value):
+            yield f"{path} is {short(value)}, but is read from files; copy it, and give its path."
 
 
 def _data_problems(config: Config) -> Iterator[str]:

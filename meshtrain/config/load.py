@@ -22,7 +22,7 @@ from meshtrain.config.auto import AUTO
 from meshtrain.config.check import check, hook_texts
 from meshtrain.config.follow import nested, put, resolve, unresolved, value_of
 from meshtrain.config.key import SYNONYMS, Followed, Key, Resume, keys, meant
-from meshtrain.config.places import config_file, from_file, placed
+from meshtrain.config.places import config_file, from_file, local, placed
 from meshtrain.config.schema import Config, RunConfig
 from meshtrain.config.telemetry import holds_secret
 from meshtrain.config.values import (
@@ -199,7 +199,7 @@ def _fill_from_weights(config: Config, model_keys: Set[str]) -> Config:
         return config
     from meshtrain.hf_families import section_of
 
-    theirs = section_of(Path(weights).expanduser())
+    theirs = section_of(local(weights, config.data.cache_gib))
     try:
         _read_mapping({"model": theirs})
     except ConfigError as error:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.config.key import Key
-from meshtrain.errors import ConfigError, nearest, short
+from meshtrain.errors import ConfigError, nearest, refusal, short
+from meshtrain.files import is_address, refuse_passing
 from meshtrain.sources import MIXTURE, SOURCES
 
 CONFIGS = Path(__file__).parents[1] / "configs"  # in a checkout a link to those of the repository
@@ -72,3 +73,16 @@ def placed(
             value = tuple(from_file(one, folder) for one in value)
         entries[name] = value
     return entries
+
+
+def local(name: str, limit: float) -> Path:
+    """Returns the directory that a path names, or a copy of what an address does; of copies `limit` GiB are kept."""
+    if not is_address(name):
+        return Path(name).expanduser()
+    from meshtrain.stores import local_copy
+
+    try:
+        return local_copy(name, limit)
+    except OSError as error:
+        refuse_passing(name, error)
+        raise ConfigError(f"{short(name)} cannot be read: {refusal(error)}.") from None

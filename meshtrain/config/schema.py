@@ -210,7 +210,7 @@ class DataConfig:
         "stdlib",
         "stdlib (the source of Python's standard library), a file or directory of text, prepared shards, mixture, or "
         "synthetic "
-        "(random tokens, for benchmarks); of images a folder with a folder for each class, arrays (.npz, or a folder "
+        "(random tokens, for benchmarks); text and shards also by address (s3://BUCKET/PREFIX, gs://); of images a folder with a folder for each class, arrays (.npz, or a folder "
         "of .npy), digits "
         "(scikit-learn's, 8 x 8), or synthetic",
         path=True, resume=CONTENT
@@ -274,6 +274,10 @@ class DataConfig:
         True, "compare the digests of the shards with their manifest on opening (about 1 GB/s a core), and bit by bit "
               "while they are read; "
         "sizes, and files that change meanwhile, always are"
+    )
+    cache_gib: float = key(
+        64.0, "GiB on this machine for what is read from object stores (s3://, gs://): shards by their digests, "
+              "weights; what was used longest ago goes first", above=0.0, resume=FREE
     )
     prefetch: int = key(2, "batches that are read and placed on the devices ahead of the step", least=1)
     format: Literal["text", "chat", "pairs", "images"] = key(
@@ -394,6 +398,10 @@ class CheckpointConfig:
         "checkpoint, under its step's number or a name that is none: where this one starts as long as it has no "
         "checkpoint of its own",
         path=True, resume=FREE
+    )
+    directory: str | None = key(
+        None, "s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, where checkpoints are written and restored from; null: in "
+              "the run directory, where lock, metrics and a supervisor's records are either way", resume=FREE
     )
     weights_only: bool = key(False, "resume: PATH takes the weights alone; step, optimizer state and data position "
                                     "start anew", resume=FREE)

@@ -18,7 +18,7 @@ from meshtrain.data.shards import Source, open_shards
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.data.unit import PrepareOptions
 from meshtrain.errors import ConfigError
-from meshtrain.files import refuse_passing
+from meshtrain.files import cache_directory, is_address, refuse_passing
 from meshtrain.sources import SOURCES
 
 INLINE_BYTES = (
@@ -31,19 +31,6 @@ STDLIB_VALIDATION = (
 log = logging.getLogger(__name__)
 
 
-def cache_directory() -> Path:
-    """Returns $XDG_CACHE_HOME/meshtrain, or ~/.cache/meshtrain."""
-    if home := os.environ.get("XDG_CACHE_HOME"):
-        return Path(home) / "meshtrain"
-    try:
-        return Path.home() / ".cache" / "meshtrain"
-    except RuntimeError:
-        raise ConfigError(
-            "prepared text needs a cache, but this user has no home directory; set XDG_CACHE_HOME to a directory with "
-            "room."
-        ) from None
-
-
 def open_files(
     inputs: InputFiles, name: str, options: PrepareOptions, tokenizer: Tokenizer, data: DataConfig
 ) -> Source:
@@ -54,6 +41,8 @@ def open_files(
     base = (
         name
         if name in SOURCES
+        else name.rstrip("/").rpartition("/")[2]
+        if is_address(name)
         else os.path.basename(os.path.realpath(os.path.expanduser(name)))[:40]
     )
     directory = cache_directory() / f"{base}-{tokenizer.name}-{key}"
@@ -76,7 +65,7 @@ def open_files(
     return open_shards(directory, name, data, tokenizer)
 
 
-def open_path(path: Path, name: str, data: DataConfig, tokenizer: Tokenizer) -> Source:
+def open_path(path: Path | str, name: str, data: DataConfig, tokenizer: Tokenizer) -> Source:
     """Opens a file or directory of text or conversations, by the keys of section data."""
     assert data.format != IMAGES, "they are opened elsewhere"
     options = PrepareOptions(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.config import Config
+from meshtrain.config.places import local
 from meshtrain.data.boundaries import IMPORTED, MODEL, TOKENIZER, companion_files
 from meshtrain.errors import say, short
 from meshtrain.files import write_atomically
@@ -57,7 +58,7 @@ def _originals(config: Config) -> Iterator[tuple[str, Path]]:
         tokenizer = Path(data.tokenizer).expanduser()
         files = companion_files(tokenizer) | {name: tokenizer.parent / name for name in FORMS}
         if config.model.weights is not None:
-            files[IMPORTED] = Path(config.model.weights).expanduser() / MODEL
+            files[IMPORTED] = local(config.model.weights, config.data.cache_gib) / MODEL
         more = tokenizer.parent / TEMPLATES
         files |= {f"{TEMPLATES}/{path.name}": path for path in sorted(more.glob("*.jinja"))}
         yield from (

@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from typing import IO, Any, cast
 
 from meshtrain.errors import not_installed
+from meshtrain.files import is_address
 
 JSON_LINES = (".jsonl", ".ndjson")
 PARQUET = ".parquet"
@@ -62,10 +63,18 @@ def require_libraries(name: str) -> None:
 def open_plain(path: str) -> IO[bytes]:
     """The bytes of a file, decompressed as its name says; reading raises one of DAMAGE where they are not whole."""
     if compression(path) == GZIP:
-        return cast(IO[bytes], gzip.open(path))
+        return cast(IO[bytes], gzip.open(_opened(path)))
     if compression(path) == ZSTD:
         return io.BufferedReader(_Chunks(_zstandard(path)), 1 << 17)
-    return open(path, "rb")
+    return _opened(path)
+
+
+def _opened(path: str) -> IO[bytes]:
+    if not is_address(path):
+        return open(path, "rb")
+    from meshtrain.stores import open_object
+
+    return open_object(path)
 
 
 def _zstandard(path: str) -> Iterator[bytes]:
@@ -76,7 +85,7 @@ def _zstandard(path: str) -> Iterator[bytes]:
     import zstandard
 
     decoder: Any = None  # within a frame
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         while data := file.read(1 << 14):
             while data:
                 decoder = (
@@ -120,7 +129,10 @@ def parquet_column(path: str, field: str) -> Iterator[list[bytes | None]]:
     from pyarrow import parquet, types
 
     try:
-        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+        with (
+            _opened(path) as stream,
+            parquet.ParquetFile(stream, page_checksum_verification=True) as file,
+        ):
             names = file.schema_arrow.names
             kind = file.schema_arrow.field(field).type if names.count(field) == 1 else None
             if kind is not None and types.is_dictionary(kind):
@@ -141,7 +153,10 @@ def parquet_records(path: str) -> Iterator[dict[str, Any]]:
     from pyarrow import parquet
 
     try:
-        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
+        with (
+            _opened(path) as stream,
+            parquet.ParquetFile(stream, page_checksum_verification=True) as file,
+        ):
             for batch in file.iter_batches(batch_size=256):
                 yield from (_present(row) for row in batch.to_pylist())
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:

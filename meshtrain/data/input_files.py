@@ -15,9 +15,9 @@ from meshtrain.data.formats import (
     require_libraries,
     suffix,
 )
-from meshtrain.data.manifest import is_preparation
+from meshtrain.data.manifest import are_prepared, is_preparation
 from meshtrain.errors import ConfigError, refusal, short
-from meshtrain.files import UNREAD, refuse_passing
+from meshtrain.files import UNREAD, is_address, refuse_passing
 
 LINKS = "links that lead nowhere"
 SPECIAL = "neither files nor directories"
@@ -129,6 +129,9 @@ class _Search:
     def add(self, path: str) -> None:
         if not path:
             raise ConfigError("the name of a file or directory to read text from is empty.")
+        if is_address(path):
+            self._objects(path)
+            return
         try:
             mode = os.stat(path).st_mode
             real = os.path.realpath(path)
@@ -165,6 +168,15 @@ class _Search:
                     self._entry(link, name, os.path.realpath(link), mode)
         self.result.files += sorted(self.files, key=lambda file: file.name)
         self.files = []
+
+    def _objects(self, address: str) -> None:
+        for file in _objects_under(address):
+            base = os.path.basename(file.name)
+            if file.path != address and not self.wanted(base):
+                self.result.ignored[os.path.splitext(base)[1].lower()] += 1
+            elif self._first_time(file.name, file.path):
+                require_libraries(file.path)
+                self.result.files.append(file)
 
     def _folder(self, path: str, name: str, real: str) -> None:
         if not self._first_time(name, real):
@@ -219,3 +231,26 @@ def _is_prepared(folder: str) -> bool:
     except OSError as error:
         error.filename = folder
         raise
+
+
+def _objects_under(address: str) -> list[InputFile]:
+    """Returns the objects under an address but hidden ones, named as files under a folder are.
+
+    ConfigError if there are none, or prepared shards.
+    """
+    from meshtrain import stores
+
+    root = address.rstrip("/")
+    base = root.rpartition("/")[2]
+    entries = stores.listing(root)
+    if not entries:
+        raise ConfigError(f"there is no object under {short(address)} to read text from.")
+    if are_prepared(entries):
+        raise ConfigError(f"{short(address)} holds prepared shards, no text.")
+    return [
+        InputFile(
+            f"{root}/{name}".rstrip("/"), f"{base}/{name}".rstrip("/"), entry.size, entry.modified
+        )
+        for name, entry in entries.items()
+        if not any(part.startswith(".") or part == "__pycache__" for part in name.split("/"))
+    ]

@@ -5,6 +5,7 @@ prepare.py).
 import hashlib
 import json
 import re
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,6 +19,7 @@ MANIFEST = "manifest.json"
 RECIPE = "plan.json"
 UNITS = "units"
 FORMAT = 1
+STORED = (".tokens", ".offsets")  # how the files of a shard end
 SPLITS = ("train", "validation")
 # The kind of documents, as in `data.format`.
 Contents = Literal["text", "chat", "pairs"]
@@ -117,6 +119,11 @@ def is_preparation(directory: Path) -> bool:
         return False
     with path.open("rb") as stream:
         return b'"tokenizer_digest"' in stream.read(4096) or any(directory.glob("*.tokens"))
+
+
+def are_prepared(names: Collection[str]) -> bool:
+    """Returns whether names of objects are those of prepared shards, finished or not."""
+    return (MANIFEST in names or RECIPE in names) and any(name.endswith(STORED) for name in names)
 
 
 def read_manifest(directory: Path) -> ShardManifest:

@@ -28,7 +28,7 @@ from meshtrain.data.batches import (
 from meshtrain.data.cache import cache_directory, open_path
 from meshtrain.data.grouping import Grouped, budget_rows, choose_lengths, make_groups
 from meshtrain.data.loader import Batch
-from meshtrain.data.manifest import is_preparation
+from meshtrain.data.manifest import are_prepared, is_preparation
 from meshtrain.data.packing import Packed
 from meshtrain.data.permutation import key_of, permute
 from meshtrain.data.pieces import DocumentPieces, open_pieces
@@ -36,7 +36,7 @@ from meshtrain.data.shards import Corpus, Source, open_shards
 from meshtrain.data.token_rows import Windows
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError, nearest, refusal, short
-from meshtrain.files import refuse_passing
+from meshtrain.files import is_address, refuse_passing
 from meshtrain.sources import MIXTURE, SOURCES, has_documents, has_text
 
 BLOCK = 1 << 12
@@ -83,6 +83,13 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
         return opens(data, tokenizer)
     path = Path(os.path.expanduser(name))
     try:
+        if is_address(name):
+            from meshtrain.data.remote import open_stored
+            from meshtrain.stores import listing
+
+            if are_prepared(listing(name)):
+                return open_stored(name, data, tokenizer)
+            return open_path(name, name, data, tokenizer)
         if is_preparation(path):
             return open_shards(path, name, data, tokenizer)
         if os.path.lexists(path):

@@ -74,8 +74,11 @@ class TokenFile:
     digest: str = ""  # the manifest's; none: not watched
     stamp: Stamp = (0, 0, 0)  # before it was verified
 
+    def open(self) -> "Descriptor":
+        return Descriptor(self.path)
 
-class _Descriptor:
+
+class Descriptor:
     """An open file, closed with the last reference to it: not while it is read, whatever another thread opens
     meanwhile.
     """
@@ -103,9 +106,9 @@ class _Descriptor:
 
 
 @lru_cache(maxsize=MOST_OPEN)
-def descriptor(file: TokenFile) -> _Descriptor:
+def descriptor(file: TokenFile) -> Descriptor:
     """Opens a file when it is first read; of many files, the least recently used are closed."""
-    return _Descriptor(file.path)
+    return file.open()
 
 
 class _Watch:
@@ -356,9 +359,15 @@ class Source:
         ]
 
 
-def open_shards(directory: Path, name: str, data: DataConfig, tokenizer: Tokenizer) -> Source:
+def open_shards(
+    directory: Path,
+    name: str,
+    data: DataConfig,
+    tokenizer: Tokenizer,
+    opens: Callable[[Path, ShardManifest, str, bool], Corpus] = open_corpus,
+) -> Source:
     """Opens shards that were prepared for a tokenizer and a validation share, and are still whole; ConfigError if
-    not.
+    not. `opens` opens those of a split.
     """
     if not (directory / MANIFEST).is_file() and (directory / RECIPE).is_file():
         raise ConfigError(
@@ -393,7 +402,7 @@ def open_shards(directory: Path, name: str, data: DataConfig, tokenizer: Tokeniz
             "leave the key out, or prepare them again."
         )
     train, validation = (
-        open_corpus(directory, manifest, split, data.verify) if manifest.shards[split] else None
+        opens(directory, manifest, split, data.verify) if manifest.shards[split] else None
         for split in SPLITS
     )
     return Source(

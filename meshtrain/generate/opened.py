@@ -28,6 +28,7 @@ from typing import Any, Literal, get_args, get_type_hints
 import jax
 
 from meshtrain.adopt import extra_files
+from meshtrain.checkpoint.stored import mirrored
 from meshtrain.config import Config, MeshConfig, check, replaced
 from meshtrain.config.mesh import DATA, TENSOR
 from meshtrain.config.schema import PrecisionConfig
@@ -37,6 +38,7 @@ from meshtrain.data.template import find_template
 from meshtrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import FAMILIES
+from meshtrain.files import is_address
 from meshtrain.generate.cache import cache_heads
 from meshtrain.generate.held import KINDS, round_weights
 from meshtrain.generate.programs import Decoding
@@ -196,7 +198,7 @@ def open_model(
     fit; `precision` computes and holds the weights (by default what the run computed in), but for those that `weights`
     (float8, int8) holds. ConfigError for what has no weights, no tokenizer, or no text.
     """
-    root = Path(path).expanduser()
+    root = mirrored(path) if is_address(str(path)) else Path(path).expanduser()
     _check_there(root, str(path))
     _check_kinds(precision, weights)
     config = read_config(root, step, precision)

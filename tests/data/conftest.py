@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshtrain.data.shards import _Descriptor
+from meshtrain.data.shards import Descriptor
 
 WORDS = (
     "the",
@@ -36,9 +36,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of all reads from shards since it was cleared."""
     sizes: list[int] = []
-    read = _Descriptor.read
+    read = Descriptor.read
     monkeypatch.setattr(
-        _Descriptor, "read", lambda file, size, at: sizes.append(size) or read(file, size, at)
+        Descriptor, "read", lambda file, size, at: sizes.append(size) or read(file, size, at)
     )
     return sizes
 

@@ -247,9 +247,9 @@ def test_each_device_is_given_its_own_tokens_of_its_own_rows():
 
 COUNT_READS = """
 import atexit, os, pathlib
-from meshtrain.data.shards import _Descriptor
-read, sizes, out = _Descriptor.read, [], os.environ.get("COUNT_READS")
-_Descriptor.read = lambda file, size, at: sizes.append(size) or read(file, size, at)
+from meshtrain.data.shards import Descriptor
+read, sizes, out = Descriptor.read, [], os.environ.get("COUNT_READS")
+Descriptor.read = lambda file, size, at: sizes.append(size) or read(file, size, at)
 atexit.register(lambda: out and pathlib.Path(f"{out}-{os.environ['JAX_PROCESS_ID']}").write_text(str(sum(sizes))))
 """
 
