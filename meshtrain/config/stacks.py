@@ -41,7 +41,7 @@ class LayerKind:
 KINDS = Registry(LayerKind(FULL), LayerKind(LINEAR))
 
 
-def kinds_of_layers(model: "ModelConfig") -> list[str]:
+def kinds_of_layers(model: Model) -> list[str]:
     """Returns the kind of each layer, in the order of the model."""
     pattern = model.pattern or (FULL,)
     return [pattern[layer % len(pattern)] for layer in range(model.layers)]
@@ -83,7 +83,7 @@ def model_of_stack(model: Model, stack: str) -> Model:
     return replace(alike, moe=moe, d_ff=model.dense_d_ff)
 
 
-def last_of_stacks(model: "ModelConfig") -> "ModelConfig":
+def last_of_stacks(model: Model) -> Model:
     """Returns the model whose layers are all as its last one."""
     return model_of_stack(model, stack_of_layers(model)[-1])
 
