@@ -268,7 +268,7 @@ def _read_config(
     with names_accepted(run) if run else contextlib.nullcontext():
         own = placed(_section(Config, node, "", source, "config"), keys(Config), path.parent)
     inherited = values.get("run", {}).get("imports", ())
-    merged = _over(values, own)
+    merged = _merge(values, own)
     return _add_imports(merged, tuple(dict.fromkeys((*inherited, *entries)))), run
 
 
@@ -306,10 +306,10 @@ def _base(node: yaml.Node, source: str, folder: Path, above: Sequence[str]) -> s
     return None
 
 
-def _over(values: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(values: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """Returns values with new ones in their place, section by section."""
     inner = {
-        name: _over(values[name], section)
+        name: _merge(values[name], section)
         for name, section in new.items()
         if isinstance(section, Mapping) and name in values
     }

@@ -310,8 +310,8 @@ class MlaConfig:
         counts=_is_latent
     )
     kv_rank: int = key(
-        0, "multi-head latent attention (DeepSeek-V2, section 2.1): numbers that a token's keys and values of all heads "
-           "are made of; 0: plain attention", least=0, resume=SHAPE
+        0, "multi-head latent attention (DeepSeek-V2, section 2.1): numbers that a token's keys and values of all "
+           "heads are made of; 0: plain attention", least=0, resume=SHAPE
     )
     nope: int = key(0, "width of a head's queries and keys without position", least=0, resume=SHAPE, counts=_is_latent)
     rope: int = key(
@@ -327,7 +327,8 @@ class ModelConfig:
         "llama",
         "llama: RMSNorm, RoPE, SwiGLU, no biases; mistral, qwen2, qwen3, gemma2, gemma3: the same with other defaults "
         "below; mixtral, "
-        "qwen3_moe, olmoe, glm4_moe: the same with experts; gpt_oss: with experts, sinks and biases; gpt2: LayerNorm, learned "
+        "qwen3_moe, olmoe, glm4_moe: the same with experts; gpt_oss: with experts, sinks and biases; gpt2: LayerNorm, "
+        "learned "
         "positions, GELU, biases; vit: the same for images, attention both "
         "ways; or one registered from outside",
         one_of=FAMILIES, resume=SHAPE
@@ -454,8 +455,8 @@ class ModelConfig:
         follows=_family_default("scaled_embedding"), resume=SHAPE
     )
     query_scalar: float = key(
-        None, "scores are divided by the root of this; null: head_dim, with mla and yarn head_dim / (0.1 ln(rope_factor) "
-              "+ 1)^4",
+        None, "scores are divided by the root of this; null: head_dim, with mla and yarn head_dim / (0.1 "
+              "ln(rope_factor) + 1)^4",
         above=0.0, follows=_query_scalar, resume=SHAPE
     )
     score_cap: float = key(

@@ -29,7 +29,7 @@ from meshtrain.parallel.placement import local_kv_heads
 class LayerCache(NamedTuple):
     """Keys and values of one layer, [S, G, P, K] each, in the compute dtype.
 
-    Of latent attention both are made of what stands in the place of keys, [S, 1, P, kv_rank + rope].
+    With latent attention both are made of latents, which stand in the place of keys: [S, 1, P, kv_rank + rope].
     """
 
     keys: jax.Array

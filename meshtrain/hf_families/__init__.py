@@ -5,8 +5,8 @@ weights.
 
 An entry a class. A family with new computations is an entry in `meshtrain.families` too; one that only has other names
 or fields stands
-here alone: `llama` (Llama, Mistral, Qwen), `gemma`, `gpt2`, `deepseek`, `vit`. `family` says what an entry holds, `json_fields`
-reads config.json.
+here alone: `llama` (Llama, Mistral, Qwen), `gemma`, `gpt2`, `deepseek`, `vit`. `family` says what an entry holds,
+`json_fields` reads config.json.
 
 Options of a model that a class cannot hold are refused by name, and not left out in silence:
 
@@ -27,8 +27,8 @@ Options of a model that a class cannot hold are refused by name, and not left ou
     vit          either              no               no       no                                    no
 
 Classes with experts have them in every layer, without shared ones, and routers of softmax; but DeepSeek's and GLM's,
-whose first layers are dense and whose router is of sigmoid. Moonlight and Kimi-K2 are DeepSeek's class by other numbers;
-GLM turns a part of a head. Gemma's are norms by 1 +
+whose first layers are dense and whose router is of sigmoid. Moonlight and Kimi-K2 are DeepSeek's class by other
+numbers; GLM turns a part of a head. Gemma's are norms by 1 +
 scale, also behind attention and MLP, and scaled embeddings, all three always; the scores' own scale, capped scores and
 logits, layers that see all by turns, and another rotary base for those that do not. Read in transformers 5.23
 (models/*/modeling_*.py). Each holds any of our functions in its MLP, and a head that is tied or is not. No JAX.

@@ -1,4 +1,4 @@
-"""Glm4MoeForCausalLM (GLM-4.5): first layers that are dense, a router of sigmoid with groups and a bias, heads of which a
+"""Glm4MoeForCausalLM (GLM-4.5): dense layers first, a router of sigmoid with groups and a bias, heads of which a
 part is turned.
 
     ours                 theirs
@@ -10,7 +10,7 @@ part is turned.
     moe.groups           n_group, topk_group
     experts.load         mlp.gate.e_score_correction_bias, added to scores before experts are chosen
 
-Layers behind the last one, which predict further tokens, are no part of the class.
+Layers behind the last one, which predict further tokens, do not belong to the class.
 """
 
 from collections.abc import Iterator

@@ -288,7 +288,7 @@ def forward(kernel: Kernel, scoring: Scoring, heads: Heads, masks: MaskArrays) -
     if kernel == "blocks":
         return _join_groups(heads, *_forward_blocks(scoring, *_group_heads(scoring, heads), masks))
     width = heads.v.shape[-1]
-    wide = Heads(*_as_wide(kernel, *heads))
+    wide = Heads(*_widen(kernel, *heads))
     out, *of_queries = _imported(kernel).forward(scoring, wide, masks)
     return Outputs(_cut(out, width), *of_queries)
 
@@ -313,13 +313,13 @@ def backward(
         return _backward_blocks(
             scoring, Residuals(*grouped, rows, sums), masks, cotangent.reshape(rows.shape)
         )
-    *given, out, d_out = _as_wide(kernel, *heads, outputs.out, cotangent)
+    *given, out, d_out = _widen(kernel, *heads, outputs.out, cotangent)
     outputs = Outputs(out, outputs.log_sum)
     cotangents = _imported(kernel).backward(scoring, Heads(*given), masks, outputs, d_out)
     return tuple(_cut(d, x.shape[-1]) for d, x in zip(cotangents, heads, strict=True))
 
 
-def _as_wide(kernel: Kernel, *arrays: jax.Array) -> list[jax.Array]:
+def _widen(kernel: Kernel, *arrays: jax.Array) -> list[jax.Array]:
     """Returns arrays [.., K] and [.., V] as a kernel takes them: with zeros up to the wider of the two, where it knows
     of one width.
     """

@@ -6,8 +6,8 @@ ViT's encoder is this decoder too: norms first, one stream, one head; whether a 
 attention.
 
 Its weights have one canonical layout, whatever the mesh: a tree of named leaves, in which the blocks' leaves are
-stacked along a first axis `layers`, those of each kind of layers by themselves (`config.stacks`). `Embedding`, `Block` and `Head` are called one by one, since a pipeline puts them
-on different devices.
+stacked along a first axis `layers`, those of each kind of layers by themselves (`config.stacks`). `Embedding`, `Block`
+and `Head` are called one by one, since a pipeline puts them on different devices.
 """
 
 import itertools

@@ -17,8 +17,8 @@ Exponents are never positive: e^(G_i) and e^(-G_j) apart would overflow. Documen
 have gradients of NaN. The backward is the same recurrence of cotangents, from the last chunk
 to the first; nothing is kept for it but the arguments and the state that a row's part begins with.
 
-Context ranks hold parts of a row ("pieces"). A piece maps the state before it to M S + U, so ranks exchange M and U,
-[K, K] and [K, V] a head however long the row is, and `Collectives.states_before` composes them in row order.
+Context ranks hold parts of a row ("pieces"). A piece maps the state before it to M S + U. So ranks exchange M and U,
+[K, K] and [K, V] a head however long the row is; `Collectives.states_before` composes them in row order.
 """
 
 from collections.abc import Callable
@@ -196,23 +196,23 @@ def _terms(chunk: int, documents: Documents | None, inputs: RuleInputs) -> _Term
         weights = _decayed_pairs(one, one, decay) * masks.seen
         pairs = lambda x: of_heads(_product("ik,jk->ij", x, k)) * weights
     total = jnp.cumsum(decay, axis=3)
-    from_start = jnp.exp(total) * masks.from_start
+    advance = jnp.exp(total) * masks.advance
     keys = of_heads(k) * (jnp.exp(_later_sums(decay)) * masks.to_end)
     keep = jnp.swapaxes(jnp.exp(total[:, :, :, -1:]), 3, 4) * masks.keeps
     w = None
     if inputs.beta is not None:
         beta = _chunked(inputs.beta, chunk)[..., None]
-        given = [v * beta, of_heads(k) * (-beta * from_start)]
+        given = [v * beta, of_heads(k) * (-beta * advance)]
         system = jnp.tril(pairs(k) * beta, -1)
         v, w = jnp.split(_solve(system, jnp.concatenate(given, -1)), [v.shape[-1]], axis=-1)
-    return _Terms(pairs(q), of_heads(q) * from_start, keys, w, v, keep)
+    return _Terms(pairs(q), of_heads(q) * advance, keys, w, v, keep)
 
 
 class _Masks(NamedTuple):
     """Booleans, or 1 where there are no documents, of the tokens in a chunk."""
 
     seen: Array | int = 1  # [.., C, C]: two are of one document
-    from_start: Array | int = 1  # [.., C, 1]: its document has begun before the chunk
+    advance: Array | int = 1  # [.., C, 1]: its document has begun before the chunk
     to_end: Array | int = 1  # [.., C, 1]: it goes on to the chunk's end
     keeps: Array | int = 1  # [.., 1, 1]: it does both
 
@@ -359,8 +359,8 @@ def _between_ranks(
     local = _propagate(recurrence._replace(**padded), both, reverse)
     start = collectives.states_before(local.end, reverse)
 
-    def from_start(x: Array) -> Array:
+    def advance(x: Array) -> Array:
         zero, mapped = jnp.split(x, [width], axis=-1)
         return zero + _product("ck,kv->cv", mapped, start)
 
-    return jax.tree.map(from_start, local), start
+    return jax.tree.map(advance, local), start

@@ -126,7 +126,7 @@ def backward(
     )(Heads(q, k, v), masks, Backward(log_sum, rows, d_out))
     masks = _masks(size, length, arrays, of_keys=True)
 
-    def of_group(x: jax.Array) -> pl.BlockSpec:
+    def group_spec(x: jax.Array) -> pl.BlockSpec:
         return pl.BlockSpec((None, padded, repeats, x.shape[3]), lambda j, g, b: (b, 0, g, 0))
 
     sums = pl.BlockSpec((None, repeats, padded), lambda j, g, b: (b, g, 0))
@@ -134,9 +134,9 @@ def backward(
         partial(_key_kernel, scoring, length),
         (padded // size, groups, batch),
         [
-            Heads._make([of_group(q), block(k), block(v)]),
+            Heads._make([group_spec(q), block(k), block(v)]),
             _specs(masks, lambda j, g, b: (b, g), repeats),
-            Backward(sums, sums, of_group(d_out)),
+            Backward(sums, sums, group_spec(d_out)),
         ],
         [block(k), block(v)],
         [struct_like(k.shape, k.dtype, q), struct_like(v.shape, v.dtype, q)],

@@ -1,12 +1,12 @@
-"""Prediction of several tokens ahead (DeepSeek-V3, section 2.2): a layer more for each, which shares embedding and head.
+"""Prediction of several tokens ahead (DeepSeek-V3, section 2.2): a layer more for each, with shared embedding and head.
 
     h of the model, normed ─ norm ─────────┐
                                            ├─ project [2 D, D] ─► block ─► h ─ norm ─► head: the token after the next
     embedding of the next token ─ norm ────┘                              │
                                                                           └─► the next depth, with the token after it
 
-As in the published files the embedding comes first, and what a depth is given of the one before is normed by that one's
-last norm, of the model by the head's. `parallel.predictions` has the losses.
+As in the published files the embedding comes first. A depth takes the stream of the one before through that one's last
+norm; the first takes the model's through the head's. `parallel.predictions` has the losses.
 """
 
 import jax

@@ -99,7 +99,7 @@ def adapters(model: ModelConfig, lora: LoraConfig) -> tuple[Weight, ...]:
     return tuple(
         factor
         for stack, layers in layers_of_stacks(model).items()
-        for factor in _in_stack(
+        for factor in _rename_to_stack(
             _adapters_of_layer(model_of_stack(model, stack), lora), stack, layers
         )
     )
@@ -107,7 +107,7 @@ def adapters(model: ModelConfig, lora: LoraConfig) -> tuple[Weight, ...]:
 
 def _adapters_of_layer(model: ModelConfig, lora: LoraConfig) -> list[Weight]:
     """Returns the adapters of layers that are all alike, below `blocks`."""
-    base = {weight.name: weight for weight in _of_layer(model)}
+    base = {weight.name: weight for weight in _list_layer(model)}
     rank = ("rank", lora.rank)
     factors = []
     for name in adapted(model, lora):
@@ -125,7 +125,7 @@ def _adapters_of_layer(model: ModelConfig, lora: LoraConfig) -> list[Weight]:
     return factors
 
 
-def _in_stack(weights: Sequence[Weight], stack: str, layers: Sequence[int]) -> list[Weight]:
+def _rename_to_stack(weights: Sequence[Weight], stack: str, layers: Sequence[int]) -> list[Weight]:
     """Returns the weights of a layer, below `blocks`, as those of all layers of a stack."""
     return [
         replace(w, name=stack + w.name.removeprefix(BLOCKS), layers=len(layers)) for w in weights
@@ -174,13 +174,13 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
     if family.positions == "learned":
         add("embedding.positions", (("positions", model.max_positions), embed), std)
     for stack, layers in layers_of_stacks(model).items():
-        table.weights += _in_stack(_of_layer(model_of_stack(model, stack)), stack, layers)
+        table.weights += _rename_to_stack(_list_layer(model_of_stack(model, stack)), stack, layers)
     table.norm("head.norm")
     if not model.tied_head:
         add("head.weight", (embed, vocab), std)
     if family.head_bias:
         add("head.bias", (vocab,))
-    of_layer = _of_layer(last_of_stacks(model))
+    of_layer = _list_layer(last_of_stacks(model))
     for depth in range(model.mtp):
         at = f"mtp.depth_{depth}"
         for name in ("embedding_norm", "stream_norm", "norm"):
@@ -219,7 +219,7 @@ class WeightTable:
 
 
 @functools.lru_cache(maxsize=256)
-def _of_layer(model: ModelConfig) -> Sequence[Weight]:
+def _list_layer(model: ModelConfig) -> Sequence[Weight]:
     """Returns the weights of one layer, below `blocks`, of a model whose layers are all alike."""
     family = FAMILIES[model.family]
     table = WeightTable(model)

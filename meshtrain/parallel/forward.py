@@ -171,9 +171,8 @@ class Forward:
         """Returns the function (a layer's differentiated weights, x, its constant weights, index) -> x.
 
         A layer with index -1 is padding, of a stage with fewer layers than others, and returns x as it is; one of a
-        `skipped` slot is never called so. `kind` says
-        which stack it is of and what its matrix products are. If a stage is not `active`, x belongs to no microbatch, and
-        no expert computes it.
+        `skipped` slot is never called so. `kind` says which stack it is of and what its matrix products are. If a stage
+        is not `active`, x belongs to no microbatch, and no expert computes it.
         """
         sequence_at = sequences(self.config.model, self.positions(batch), batch.get("segments"))
         routing_at = self.routing(batch, active)

@@ -64,7 +64,7 @@ def states_before(maps: Array, order: np.ndarray) -> Array:
     [B * 2, H, K, V + K].
     """
     if len(order) > HALVES * MOST_GATHERED:
-        return _by_doubling(maps, order)
+        return _compose_doubling(maps, order)
     by_place = lax.all_gather(maps.reshape(-1, HALVES, *maps.shape[1:]), CONTEXT)
     by_place = jnp.moveaxis(by_place, 2, 1).reshape(len(order), -1, *maps.shape[1:])
 
@@ -78,7 +78,7 @@ def states_before(maps: Array, order: np.ndarray) -> Array:
     return jnp.moveaxis(own, 0, 1).reshape(-1, *own.shape[2:])
 
 
-def _by_doubling(maps: Array, order: np.ndarray) -> Array:
+def _compose_doubling(maps: Array, order: np.ndarray) -> Array:
     """Composes each piece's map with that of all before it."""
     distance = 1
     while distance < len(order):

@@ -157,7 +157,7 @@ def makes_attention_again(config: Config) -> bool:
 
 
 def gathered_ranks(config: Config) -> int:
-    """Returns of how many context ranks latent attention has the keys and values, which it makes of gathered latents."""
+    """Returns how many context ranks' keys and values latent attention makes of gathered latents."""
     gathers = config.model.mla.kv_rank and config.parallel.context_strategy == "all_gather"
     return config.mesh.context if gathers else 1
 
@@ -358,7 +358,7 @@ def work(config: Config, platform: str) -> float:
     """Bytes that one layer's backward has at hand when it is in the MLP: hidden activations and their cotangents, and
     the residual stream in the forms that the products and the attention want it in. Where attention runs in blocks also
     some of scores; if the layer is computed again its forward's beside its backward's, and with dropout what the random
-    numbers are made of. Of several kinds of layers the most.
+    numbers are made of. Layers of several kinds count by the greatest.
     """
     return max(_work(one, platform) for _, one in stack_configs(config))
 

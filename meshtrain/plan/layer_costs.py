@@ -70,7 +70,7 @@ def layer_cost(
 ) -> LayerCost:
     """Returns the costs of a microbatch in one layer, of several kinds in the mean over a stage's slots."""
     device = cluster.accelerator
-    profile = _with_kernel(config, device, profile)
+    profile = _take_kernel(config, device, profile)
     layer = _time_layer(config, cluster, profile)
     parts = _layer_parts(config, device, layer, profile)
     forward = sum((part.forward for part in parts), Seconds())
@@ -117,7 +117,7 @@ def layer_cost(
     )
 
 
-def _with_kernel(
+def _take_kernel(
     config: Config, device: Accelerator, profile: FrameworkProfile
 ) -> FrameworkProfile:
     """Returns the profile with the kernel of attention that our program takes."""

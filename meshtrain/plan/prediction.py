@@ -26,7 +26,7 @@ STREAMS = 4
 def prediction_transfers(
     config: Config, layer: Iterable[Moment], edge: Iterable[Moment]
 ) -> list[Moment]:
-    """Returns the collectives of all depths in one pass of the head, from those of a chunk's layers and of the edges."""
+    """Returns the collectives of all depths in one pass of the head, from those of a chunk's layers and the edges."""
     depths = config.model.mtp
     if not depths:
         return []

@@ -350,8 +350,8 @@ class _Group:
 
 
 def _varies_with_depth(config: Config) -> bool:
-    """Returns whether a layer's costs depend on how many layers a chunk has: the choice of those in float8 does, and the
-    mean of several kinds.
+    """Returns whether a layer's costs depend on how many layers a chunk has: the choice of those in float8 does, and
+    the mean of several kinds.
     """
     return config.precision.matmul == "float8" or len(layers_of_stacks(config.model)) > 1
 

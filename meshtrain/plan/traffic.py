@@ -105,18 +105,18 @@ def _multiply(config: Config, iterations: Iterations) -> list[Transfer]:
     transfers = [*edge]
     assigned = stages(config)
     for stack, one in stack_configs(config):
-        of_layers = _of_layers(one)
+        of_layers = _list_layers(one)
         # theirs are of as many layers as a chunk of such layers alone has
         here, alone = assigned.slots.count(stack), stages(one).longest
         transfers += [
             (moment, replace(t, count=t.count // alone * here)) for moment, t in of_layers
         ]
     last = last_config(config)
-    transfers += prediction_transfers(last, _of_layers(last), edge)
+    transfers += prediction_transfers(last, _list_layers(last), edge)
     return [replace(t, count=t.count * iterations.passes(moment)) for moment, t in transfers]
 
 
-def _of_layers(config: Config) -> list["Moment"]:
+def _list_layers(config: Config) -> list["Moment"]:
     return [*layer_transfers(config), *context_transfers(config), *expert_transfers(config)]
 
 

@@ -37,7 +37,7 @@ FIGURES = ("eval loss", "loss", "tokens/s", "step")
 
 @dataclass(frozen=True)
 class RankedRun:
-    """What one run has come to. None: its rows do not say."""
+    """The results of one run. None: its rows do not say."""
 
     run: str
     eval_loss: float | None  # the lowest

@@ -68,7 +68,7 @@ class Drawing(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What a wave has drawn, the same on all devices."""
+    """The answers of a wave, the same on all devices."""
 
     tokens: Any  # int32 [S, most]
     logprobs: Any  # float32 [S, most]

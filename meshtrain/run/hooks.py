@@ -4,7 +4,8 @@
                                                        its metrics have come ─► after_metrics      due ─► before_save
 
 `meshtrain.train` calls each hook at each moment, in their order: rows, what watches the run, the check of the numbers,
-tracing, the offload check, supervision; then those of `run.callbacks` and of `mt.train(config, callbacks=[...])`. Steps are counted from 1.
+tracing, the offload check, supervision; then those of `run.callbacks` and of `mt.train(config,
+callbacks=[...])`. Steps are counted from 1.
 The metrics of a step come while the next one is under way already.
 """
 

@@ -246,6 +246,8 @@ def test_a_step_that_float16_skips_clips_nothing():
     [
         ({"qk_norm": True}, {}, "model.qk_norm"),
         ({"score_cap": 30.0}, {}, "model.score_cap 30"),
+        ({"pattern": ["linear", "full"]}, {}, "model.pattern"),
+        ({"mtp": 1}, {}, "model.mtp 1"),
         ({}, {"lora": {"rank": 2}}, "lora.rank 2"),
         ({}, {"train": TRAIN | {"trainable": ["head.*"]}}, "train.trainable"),
         (

@@ -20,7 +20,7 @@ A layer has three numbers. The second layer of chunk 1 on stage 1, with 2 stages
     index    in the model                 virtual stage 3 * 3 + 1 = 10
 
 Weights and their gradients are by stack. A segment has one loop, whose body is a turn: a layer of each place of its
-period (`layout.Segment`). What a place's layers keep is an array of its own.
+period (`layout.Segment`). The layers of a place keep an array of their own.
 """
 
 import itertools
@@ -403,7 +403,7 @@ class Stage:
                 if start < stop:
                     indices = jnp.arange(segment.turn(start), segment.turn(stop), dtype=jnp.int32)
                     gx, gradient = lax.scan(backward_turn, gx, indices, reverse=True)
-                    parts.append(_by_stack(segment, gradient))
+                    parts.append(_group_stacks(segment, gradient))
             bucket = _joined_stacks(parts[::-1])
             if gradients is None:
                 bucket = jax.tree.map(lambda g: g.astype(jnp.float32), bucket)
@@ -443,8 +443,8 @@ class Stage:
     # --- buffers of the layers
 
     def stash_shapes(self, split: bool) -> tuple[list[Tree], list[Tree]]:
-        """Returns two lists of shapes, for a layer of each place of each segment: those that F stashes, and those that I leaves for
-        W if the backward is `split`.
+        """Returns two lists of shapes, for a layer of each place of each segment: those that F stashes, and those that I
+        leaves for W if the backward is `split`.
         """
         zero = jnp.zeros((), jnp.int32)
 
@@ -555,17 +555,17 @@ def _joined_stacks(parts: list[dict[str, Tree]]) -> dict[str, Tree]:
     return {stack: joined([part[stack] for part in parts if stack in part]) for stack in stacks}
 
 
-def _by_stack(segment: Segment, of_places: list[Tree]) -> dict[str, Tree]:
+def _group_stacks(segment: Segment, of_places: list[Tree]) -> dict[str, Tree]:
     """Returns the stacked layers of each stack, from those of each place of a period, [turns, ..]."""
     places: dict[str, list[Tree]] = {}
     for kind, tree in zip(segment.period, of_places, strict=True):
         places.setdefault(kind.stack, []).append(tree)
 
-    def in_turn(*arrays: Array) -> Array:
+    def interleave(*arrays: Array) -> Array:
         return jnp.stack(arrays, 1).reshape(-1, *arrays[0].shape[1:])
 
     return {
-        stack: trees[0] if len(trees) == 1 else jax.tree.map(in_turn, *trees)
+        stack: trees[0] if len(trees) == 1 else jax.tree.map(interleave, *trees)
         for stack, trees in places.items()
     }
 
