@@ -493,6 +493,7 @@ def test_the_list_of_commands_has_every_command_with_a_line_and_runs_it(capsys, 
 
     there = {path.parent.name for path in ROOT.glob("meshtrain/*/__main__.py")} | {
         "train",
+        "sweep",
         "completion",
         "config",
     }
