@@ -109,7 +109,7 @@ def parser() -> Parser:
         type=number_from(0, 2**31 - 1, int),
         default=0,
         metavar="S",
-        help="of the draw with --random",
+        help="the seed of the draw with --random",
     )
     return parser
 

@@ -494,6 +494,7 @@ def test_the_list_of_commands_has_every_command_with_a_line_and_runs_it(capsys, 
     rooms = {path.parent.name for path in ROOT.glob("meshtrain/*/__main__.py")}
     there = {room.replace("_", "-") for room in rooms} | {
         "train",
+        "sweep",
         "completion",
         "config",
     }

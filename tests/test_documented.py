@@ -70,6 +70,8 @@ NOT_HERE = {
     "tests/probe/test_measure.py measures algorithms",
     "python tests/helpers/house.py": "tests/test_house.py limits the figures that it prints",
     "srun python -m meshtrain.train": "a row of measurements; tests/launch/test_slurm_cluster.py has srun do so",
+    "python -m meshtrain.sweep --config FILE --over optimizer.learning_rate=1e-3,3e-3 --over model.layers=2,4": "four "
+    "runs; tests/test_sweep.py has two",
     "srun meshtrain train --config FILE": "likewise, where Slurm is installed",
     "python -m meshtrain.serve RUN": "serves until it is told to end; tests/serve/ has it",
     "python -m meshtrain.serve RUN --cache 64 --cache-seconds 3600": "likewise",

@@ -49,7 +49,8 @@ class RunConfig:
         "looked for beside the config and copied into the run directory", resume=FREE
     )
     callbacks: tuple[str, ...] = key(
-        (), "functions of run.imports, each as MODULE:FUNCTION, that every process calls with the metrics of each step",
+        (), "functions of run.imports, each as MODULE:FUNCTION, that every process calls with the metrics of each "
+            "step",
         resume=FREE
     )
 

@@ -19,7 +19,6 @@ import jax
 from meshtrain.config import Config
 from meshtrain.config.check import callbacks
 from meshtrain.errors import ConfigError, short
-from meshtrain.model.hook_checks import misfit
 
 Row = dict[str, Any]
 RowSource = Literal["step", "process"]
@@ -48,6 +47,10 @@ def as_hooks(functions: Iterable[Any]) -> list["RunHook"]:
 def callbacks_of(config: Config) -> list["RunHook"]:
     """Returns the hooks of run.callbacks; ConfigError for a function that does not take a row."""
     functions = callbacks(config)
+    if not functions:
+        return []
+    from meshtrain.model.hook_checks import misfit
+
     for text, function in zip(config.run.callbacks, functions, strict=True):
         if taken := misfit(function, ["row"]):
             raise ConfigError(

@@ -17,7 +17,7 @@ def run(tmp_path_factory):
     [
         (["nowhere"], "there is no run directory nowhere."),
         ([], "the following arguments are required"),
-        (["a", "b", "c"], "unrecognized arguments: c"),
+        (["a", "b", "c"], "there is no run directory a."),
         (["a", "--htm", "x"], "option --htm; did you mean --html?"),
         (["a", "--html", "/nowhere/x.html"], "there is no directory /nowhere."),
         (["a", "--html", "."], ". cannot be written: is a directory."),
