@@ -69,7 +69,7 @@ def problems(
     except Damaged as damage:
         return [str(damage)]
     sentences = [f"{DIGESTS} has nothing on {name}" for name in only or () if name not in files]
-    problem_of: Callable[..., str | None] = partial(_problem, directory)
+    problem_of: Callable[[str, int, str, int], str | None] = partial(_problem, directory)
     stored = False
     if only is None and (directory / STORED).is_file():
         from meshtrain.checkpoint.stored import StoredBlocks

@@ -6,7 +6,7 @@
 
     RUN/checkpoints/12/                 COMMIT, manifest.json, digests.json, and STORED: the address of the rest
 
-A run knows of its steps by this mirror, on the file system that its nodes share. A save is written there,
+A run knows its steps by this mirror, on the file system that its nodes share. A save is written there,
 uploaded, committed, and its arrays removed again; a restore fetches them block by block, each compared with its digest
 (`digests.problems`). Objects without a COMMIT are of a save or a removal that was killed; the next start removes them.
 """

@@ -211,9 +211,8 @@ class DataConfig:
         "stdlib",
         "stdlib (the source of Python's standard library), a file or directory of text, prepared shards, mixture, or "
         "synthetic "
-        "(random tokens, for benchmarks); text and shards also by address (s3://BUCKET/PREFIX, gs://); "
-        "of images a folder "
-        "with a folder for each class, arrays (.npz, or a folder "
+        "(random tokens, for benchmarks); text and shards also by address (s3://BUCKET/PREFIX, gs://); of images a "
+        "folder with a folder for each class, arrays (.npz, or a folder "
         "of .npy), digits "
         "(scikit-learn's, 8 x 8), or synthetic",
         path=True, resume=CONTENT

@@ -25,6 +25,7 @@ ROOT = f"s3://{BUCKET}/data"
 
 @pytest.fixture(scope="module")
 def server():
+    stores.forget()
     with store_server() as server:
         yield server
 
@@ -35,7 +36,6 @@ def impatience(monkeypatch, server: StoreServer, tmp_path):
     monkeypatch.setattr(stores, "PATIENCE", 3.0)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("meshtrain.data.remote.BLOCK", 4096)
-    stores.forget()
     descriptor.cache_clear()
     yield
     server.fault = lambda method, path: None
