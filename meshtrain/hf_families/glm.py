@@ -32,7 +32,7 @@ def section(config: Json, where: str) -> dict[str, Any]:
     model = llama.sizes_section(config, where, kv_heads, tied=False)
     groups = (config.get("n_group") or 1, config.get("topk_group") or 1)
     rope = config.get("rope_parameters") or {}
-    share = float(rope.get(SHARE, config.get(SHARE, 0.5)) or 0.0)
+    share = float(rope.get(SHARE) or config.get(SHARE) or 0.5)
     whole = {key: value for key, value in config.items() if key != SHARE}
     if rope:
         whole["rope_parameters"] = {**rope, SHARE: 1.0}
