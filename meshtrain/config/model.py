@@ -262,7 +262,7 @@ class ModelConfig:
         "llama",
         "llama: RMSNorm, RoPE, SwiGLU, no biases; mistral, qwen2, qwen3, gemma2, gemma3: the same with other defaults "
         "below; mixtral, "
-        "qwen3_moe, olmoe: the same with experts; gpt_oss: with experts, sinks and biases; gpt2: LayerNorm, learned "
+        "qwen3_moe, olmoe, glm4_moe: the same with experts; gpt_oss: with experts, sinks and biases; gpt2: LayerNorm, learned "
         "positions, GELU, biases; vit: the same for images, attention both "
         "ways; or one registered from outside",
         one_of=FAMILIES, resume=SHAPE

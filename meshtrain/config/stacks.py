@@ -11,12 +11,12 @@ whatever the mesh: weights, checkpoints, files, placement, the program and the p
 
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from meshtrain.registry import Registry
 
-if TYPE_CHECKING:
-    from meshtrain.config.model import ModelConfig
+# the section model, whose module checks kinds by this one
+Model = TypeVar("Model", bound=Any)
 
 BLOCKS = "blocks"
 DENSE = "dense"
@@ -48,7 +48,7 @@ def kinds_of_layers(model: "ModelConfig") -> list[str]:
 
 
 @functools.lru_cache(maxsize=256)
-def stack_of_layers(model: "ModelConfig") -> tuple[str, ...]:
+def stack_of_layers(model: Any) -> tuple[str, ...]:
     """Returns the name of each layer's stack, in the order of the model."""
     kinds = [
         (layer < model.dense_layers, kind) for layer, kind in enumerate(kinds_of_layers(model))
@@ -61,7 +61,7 @@ def stack_of_layers(model: "ModelConfig") -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def layers_of_stacks(model: "ModelConfig") -> dict[str, tuple[int, ...]]:
+def layers_of_stacks(model: Any) -> dict[str, tuple[int, ...]]:
     """Returns the layers of each stack, by its name, in the order in which the model has them first."""
     names = stack_of_layers(model)
     return {
@@ -71,12 +71,12 @@ def layers_of_stacks(model: "ModelConfig") -> dict[str, tuple[int, ...]]:
 
 
 @functools.lru_cache(maxsize=256)
-def model_of_stack(model: "ModelConfig", stack: str) -> "ModelConfig":
+def model_of_stack(model: Model, stack: str) -> Model:
     """Returns the model whose layers are all as those of a stack; so many as the whole model has."""
     if set(stack_of_layers(model)) == {stack}:
         return model
     dense, kind = is_dense(stack), stack.removeprefix(f"{DENSE}_").removesuffix(BLOCKS)
-    alike = replace(model, dense_layers=0, pattern=(kind.removesuffix("_"),) if kind else ())
+    alike: Model = replace(model, dense_layers=0, pattern=(kind.removesuffix("_"),) if kind else ())
     if not dense:
         return alike
     moe = replace(model.moe, experts=0, shared_experts=0, groups=())
@@ -88,12 +88,12 @@ def is_dense(stack: str) -> bool:
     return stack.startswith(f"{DENSE}_")
 
 
-def expert_layers(model: "ModelConfig") -> list[int]:
+def expert_layers(model: Any) -> list[int]:
     """Returns the layers that have experts, of a model that has any."""
     return [layer for layer, stack in enumerate(stack_of_layers(model)) if not is_dense(stack)]
 
 
-def kind_of(model: "ModelConfig") -> str:
+def kind_of(model: Any) -> str:
     """Returns the kind of a model's layers, which are all alike (`model_of_stack`)."""
     return model.pattern[0] if model.pattern else FULL
 

@@ -31,17 +31,18 @@ def section(config: Json, where: str) -> dict[str, Any]:
     kv_heads = config.get("num_key_value_heads") or heads
     model = llama.sizes_section(config, where, kv_heads, tied=False)
     groups = (config.get("n_group") or 1, config.get("topk_group") or 1)
-    share = (config.get("rope_parameters") or {}).get(SHARE, config.get(SHARE, 0.5))
+    rope = config.get("rope_parameters") or {}
+    share: float = rope.get(SHARE, config.get(SHARE, 0.5))
     whole = {key: value for key, value in config.items() if key != SHARE}
-    if whole.get("rope_parameters"):
-        whole["rope_parameters"] = {**whole["rope_parameters"], SHARE: 1.0}
+    if rope:
+        whole["rope_parameters"] = {**rope, SHARE: 1.0}
     dense = config.get("first_k_dense_replace", 1)
     model |= {
         "norm_eps": config.get("rms_norm_eps", 1e-5),
         "activation": activation(config.get("hidden_act", "silu"), where),
         "qkv_bias": bool(config.get("attention_bias", False)),
         "qk_norm": bool(config.get("use_qk_norm", False)),
-        "rope_share": float(share),
+        "rope_share": share,
         "dense_layers": dense,
         "moe": {
             "experts": positive(config, "n_routed_experts", where),

@@ -75,6 +75,9 @@ def test_what_it_can_hold_is_read_again_as_it_was(family, keys):
         if key != "activation" or not HF_FAMILIES[family].activation
     }
     width = {"moe": {"d_ff": 24}} if FAMILIES[family].experts else {}
+    if HF_FAMILIES[family].dense_first:
+        width["moe"] |= {"balance": "bias", "shared_experts": 1}
+        width |= {"dense_layers": 1, "dense_d_ff": 40}
     given = model(family=family, **keys, **width)
     assert (
         load({"model": model_section(config_json(vars(given), 256, "float32"), "x")}).model == given
