@@ -41,7 +41,7 @@ class LayerKind:
 KINDS = Registry(LayerKind(FULL), LayerKind(LINEAR))
 
 
-def kinds_of_layers(model: "ModelConfig") -> list[str]:
+def kinds_of_layers(model: Any) -> list[str]:
     """Returns the kind of each layer, in the order of the model."""
     pattern = model.pattern or (FULL,)
     return [pattern[layer % len(pattern)] for layer in range(model.layers)]

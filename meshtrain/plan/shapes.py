@@ -12,7 +12,7 @@ from meshtrain.config.follow import microbatch_rows
 from meshtrain.config.model import LoraConfig, patches_of, positions_of
 from meshtrain.config.rl import has_reference
 from meshtrain.config.schema import OptimizerConfig
-from meshtrain.config.stacks import BLOCKS
+from meshtrain.config.stacks import BLOCKS, LINEAR, kinds_of_layers
 from meshtrain.families import FAMILIES
 from meshtrain.model.weights import Weight, all_weights, is_trained, weights
 from meshtrain.optimizers import OPTIMIZERS
@@ -287,8 +287,12 @@ def model_flops(config: Config) -> float:
         for weight in every
         if weight.name == ("embedding.tokens" if model.tied_head else "head.weight")
     )
-    scores = model.layers * model.heads * model.head_dim * seen(model, length)
-    per_token = matrices + (12 + 2 * reference) * scores
+    linear = kinds_of_layers(model).count(LINEAR)
+    scores = (model.layers - linear) * model.heads * model.head_dim * seen(model, length)
+    # a state is read twice and written once, whatever the length
+    sizes = model.linear
+    states = linear * sizes.value_heads * sizes.key_dim * sizes.value_dim
+    per_token = matrices + (12 + 2 * reference) * scores + (18 + 3 * reference) * states
     if not FAMILIES[model.family].images:
         return float((per_token + head) * train.global_batch_size * length)
     number, _ = patches_of(model)
