@@ -23,8 +23,8 @@ the largest or only model:
     glm4_moe   as qwen3_moe (GLM-4.5-Air: norms over heads off), with biases of q, k and v, half of a    GLM Team 2025
                head's width turned, and first layers whose MLP is dense; routers of sigmoid
 
-Hybrids, whose layers are three of linear attention (model.linear) to one of attention, with an RMSNorm by 1 + scale,
-over each head's q and k too, a gate of attention's output, and a quarter of a head's width that is turned:
+Hybrids have three layers of linear attention (model.linear) to one of attention. Their RMSNorms multiply by 1 + scale,
+over each head's q and k too; attention's output has a gate, and a quarter of a head's width is turned:
 
     qwen3_5      the MLP as llama                                                                  Qwen Team 2026
     qwen3_5_moe  256 experts, 8 chosen, beside a shared one with a gate                            Qwen Team 2026

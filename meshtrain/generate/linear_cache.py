@@ -1,4 +1,4 @@
-"""What linear attention remembers of what a model has read: of one size, however long it is.
+"""The memory that linear attention has of what was read: of one size, however long it is.
 
     one layer on one device    state [S, H, K, V] float32        behind the last token
                                q, k, v [S, heads, conv - 1, width]    of the last tokens, before the convolution

@@ -17,8 +17,8 @@ Exponents are never positive: e^(G_i) and e^(-G_j) apart would overflow. Documen
 have gradients of NaN. The backward is the same recurrence of cotangents, from the last chunk
 to the first; nothing is kept for it but the arguments and the state that a row's part begins with.
 
-Context ranks hold parts of a row ("pieces"). A piece maps the state before it to M S + U, so ranks exchange M and U,
-[K, K] and [K, V] a head however long the row is, and `Collectives.states_before` composes them in row order.
+Context ranks hold parts of a row ("pieces"). A piece maps the state before it to M S + U, with M [K, K] and U [K, V] a
+head however long the row is. Ranks exchange these, and `Collectives.states_before` composes them in row order.
 """
 
 from collections.abc import Callable
