@@ -5,8 +5,8 @@
     model.pattern [linear, full]             linear_blocks  blocks         linear_blocks  blocks
     both                                     dense_linear_blocks           linear_blocks  ...
 
-A model whose layers are all of one kind has one stack, `blocks`. Which layers are in which stack is a fact of the model,
-whatever the mesh: weights, checkpoints, files, placement, the program and the planner all ask for it here. No JAX.
+A model whose layers are all of one kind has one stack, `blocks`. Which layers are in which stack is a fact of the
+model, whatever the mesh: weights, checkpoints, files, placement, the program and the planner all ask for it here. No JAX.
 """
 
 import functools
@@ -26,8 +26,8 @@ LINEAR = "linear"
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What a layer of model.pattern has in the place of attention; `full` is attention itself, `linear` what
-    `model.linear_attention` is.
+    """The part of a layer of model.pattern in the place of attention; `full` is attention itself, `linear` is
+    `model.linear_attention`.
 
     add_weights: (model, add) adds its weights as `model.weights` does, below `blocks.attention`. module: its class, as
     (name, model, rngs, lora), called as `model.layers.Attention` is; imported when a model has one.

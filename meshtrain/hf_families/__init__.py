@@ -25,8 +25,8 @@ Options of a model that a class cannot hold are refused by name, and not left ou
     gemma3       no                  yes              always   yes                                   but capped scores
     vit          either              no               no       no                                    no
 
-Classes with experts have them in every layer, without shared ones, and routers of softmax; but GLM's, whose first layers
-are dense, whose router is of sigmoid, and which turns a part of a head. Gemma's are norms by 1 +
+Classes with experts have them in every layer, without shared ones, and routers of softmax; but GLM's, whose first
+layers are dense, whose router is of sigmoid, and which turns a part of a head. Gemma's are norms by 1 +
 scale, also behind attention and MLP, and scaled embeddings, all three always; the scores' own scale, capped scores and
 logits, layers that see all by turns, and another rotary base for those that do not. Read in transformers 5.23
 (models/*/modeling_*.py). Each holds any of our functions in its MLP, and a head that is tied or is not. No JAX.

@@ -1,5 +1,5 @@
-"""Glm4MoeForCausalLM (GLM-4.5): first layers that are dense, a router of sigmoid with groups and a bias, heads of which a
-part is turned.
+"""Glm4MoeForCausalLM (GLM-4.5): first layers that are dense, a router of sigmoid with groups and a bias, heads of
+which a part is turned.
 
     ours                 theirs
     dense_layers         first_k_dense_replace
@@ -10,7 +10,7 @@ part is turned.
     moe.groups           n_group, topk_group
     experts.load         mlp.gate.e_score_correction_bias, added to scores before experts are chosen
 
-Layers behind the last one, which predict further tokens, are no part of the class.
+The class has no layers behind the last one, which predict further tokens.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def section(config: Json, where: str) -> dict[str, Any]:
     model = llama.sizes_section(config, where, kv_heads, tied=False)
     groups = (config.get("n_group") or 1, config.get("topk_group") or 1)
     rope = config.get("rope_parameters") or {}
-    share: float = rope.get(SHARE, config.get(SHARE, 0.5))
+    share = float(rope.get(SHARE) or config.get(SHARE) or 0.5)
     whole = {key: value for key, value in config.items() if key != SHARE}
     if rope:
         whole["rope_parameters"] = {**rope, SHARE: 1.0}

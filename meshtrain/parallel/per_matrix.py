@@ -58,31 +58,61 @@ def per_matrix(
     def mapped(function: Callable[[Placed, jax.Array], jax.Array], tree: Tree) -> Tree:
         return layout.map(lambda weight, x: function(weight, x) if weight.updated else None, tree)
 
-    def map_layers(function: Callable, in_axes: Tree, out_axes: Tree) -> Callable:
-        """Maps a function over layers; returns it as it is where no layer is trained."""
-        return jax.vmap(function, in_axes=in_axes, out_axes=out_axes) if layers_train else function
-
-    on_layer, on_edge = map(make, divide(layout.updated))
-    layers_train = bool(jax.tree.leaves(layout.updated["blocks"], is_leaf=is_placed))
-
-    def axes(blocks: Tree) -> Tree:
-        """0 for what each layer has, None for what all share (counts)."""
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), blocks)
-        return jax.tree.map(lambda x: 0 if x.ndim else None, jax.eval_shape(on_layer.init, one))
-
-    def init_layers(blocks: Tree) -> Tree:
-        return map_layers(on_layer.init, 0, axes(blocks))(blocks)
-
-    def update_layers(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        by_layer = axes(params)
-        return map_layers(on_layer.update, (0, by_layer, 0), (0, by_layer))(
-            gradients, state, params
-        )
-
-    both = join(optax.GradientTransformation(init_layers, update_layers), on_edge)
+    layers, edge = divide(layout.updated)
+    of_stacks = {stack: _over_layers(make, {stack: tree}) for stack, tree in layers.items()}
+    both = join(_by_stack(of_stacks), make(edge))
 
     def update(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         updates, state = both.update(mapped(cut, gradients), state, mapped(cut, params))
         return mapped(pad, updates), state
 
     return optax.GradientTransformation(lambda params: both.init(mapped(cut, params)), update)
+
+
+def _over_layers(
+    make: Callable[[Tree], optax.GradientTransformation], weights: Tree
+) -> optax.GradientTransformation:
+    """Returns the optimizer that `make` gives, over the layers of one stack."""
+    on_layer = make(weights)
+    layers_train = bool(jax.tree.leaves(weights, is_leaf=is_placed))
+
+    def map_layers(function: Callable, in_axes: Tree, out_axes: Tree) -> Callable:
+        """Maps a function over layers; returns it as it is where no layer is trained."""
+        return jax.vmap(function, in_axes=in_axes, out_axes=out_axes) if layers_train else function
+
+    def axes(blocks: Tree) -> Tree:
+        """0 for what each layer has, None for what all share (counts)."""
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), blocks)
+        return jax.tree.map(lambda x: 0 if x.ndim else None, jax.eval_shape(on_layer.init, one))
+
+    def init(blocks: Tree) -> Tree:
+        return map_layers(on_layer.init, 0, axes(blocks))(blocks)
+
+    def update(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        by_layer = axes(params)
+        return map_layers(on_layer.update, (0, by_layer, 0), (0, by_layer))(
+            gradients, state, params
+        )
+
+    return optax.GradientTransformation(init, update)
+
+
+def _by_stack(
+    of_stacks: dict[str, optax.GradientTransformation],
+) -> optax.GradientTransformation:
+    """Returns the optimizer that takes each stack by its own, whose state is by stack where there are several."""
+    if len(of_stacks) == 1:
+        return next(iter(of_stacks.values()))
+
+    def init(params: Tree) -> Tree:
+        return {stack: one.init({stack: params[stack]}) for stack, one in of_stacks.items()}
+
+    def update(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        updates, states = {}, {}
+        for stack, one in of_stacks.items():
+            parts = ({stack: gradients[stack]}, state[stack], {stack: params[stack]})
+            found, states[stack] = one.update(*parts)
+            updates |= found
+        return updates, states
+
+    return optax.GradientTransformation(init, update)

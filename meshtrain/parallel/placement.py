@@ -255,7 +255,8 @@ def placed(
     trainable: tuple[str, ...] = (),
     experts: tuple[str, ...] = (),
 ) -> tuple[Placed, ...]:
-    """Every weight of a model on a mesh, see `place`; `places` has those of each stack. ConfigError where `trainable` names a weight that does not exist.
+    """Every weight of a model on a mesh, see `place`; `places` has those of each stack. ConfigError where `trainable` names
+    a weight that does not exist.
 
     A frozen weight has neither a gradient nor an optimizer's state to shard: ZeRO-3 alone shards it, since it shards
     weights.
@@ -282,7 +283,7 @@ class Stages:
     """Returns how the layers are assigned to the virtual stages.
 
     A virtual stage has slots of kinds, the same on all, since all run one program. Its layers take the first slots that
-    they fit into, in order; the others are padding. Of one kind there are as many slots as the longest has layers.
+    they fit into, in order; the others are padding. If all are of one kind, there are as many slots as the longest has layers.
 
         slots                     dense  blocks  blocks  blocks
         virtual stage 0             0       1       2       ·
@@ -309,8 +310,8 @@ class Stages:
 
 
 def stages(config: Config) -> Stages:
-    """As parallel.layer_split asks for, else as even as can be, longer ones first; cut at the periods of a pattern where
-    there are enough of them.
+    """As parallel.layer_split asks for, else as even as can be, longer ones first; cut at the periods of a pattern
+    where there are enough of them.
     """
     parallel = config.parallel
     model = config.model
@@ -344,7 +345,7 @@ def _stages(
 
 
 def _slots_of_both(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the shortest sequence of kinds that has both in it, in their order (the shortest common supersequence)."""
+    """Returns the shortest common supersequence of two sequences of kinds."""
     best: dict[tuple[int, int], tuple[str, ...]] = {}
     for i, j in itertools.product(range(len(one), -1, -1), range(len(other), -1, -1)):
         if i == len(one) or j == len(other):

@@ -189,7 +189,8 @@ class Zero:
         return ReducedGradients(shards, state, measured)
 
     def reduce_early(self, gradients: Tree) -> Tree:
-        """Reduce-scatters gradients of parts, by their names (of a stack: of some layers, stacked), that are already complete, to
+        """Reduce-scatters gradients of parts, by their names (of a stack: of some layers, stacked), that are already
+        complete, to
         overlap with the rest of the backward pass; `reduce_grads` passes them through. Norms and biases, which are
         small, stay as they are: at the end one message takes all of them.
         """

@@ -311,7 +311,7 @@ def work(config: Config, platform: str) -> float:
     """Bytes that one layer's backward has at hand when it is in the MLP: hidden activations and their cotangents, and
     the residual stream in the forms that the products and the attention want it in. Where attention runs in blocks also
     some of scores; if the layer is computed again its forward's beside its backward's, and with dropout what the random
-    numbers are made of. Of several kinds of layers the most.
+    numbers are made of. If layers are of several kinds, the most.
     """
     return max(_work(one, platform) for _, one in stack_configs(config))
 

@@ -1,8 +1,7 @@
 """A model whose layers are of several kinds, as its planner takes it: costs of a layer in the mean of a stage's slots.
 
-Every formula of a layer is of a config whose layers are all alike. `averaged` has it computed for each stack by itself
-(`config.stacks`), and takes the mean over the slots that a stage has places for, so that so many times as there are
-slots it is their sum.
+Every formula of a layer is of a config whose layers are all alike. `averaged` computes it for each stack by itself
+(`config.stacks`), and takes the mean over a stage's slots. The mean times the number of slots is their sum.
 """
 
 import dataclasses

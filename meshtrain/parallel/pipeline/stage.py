@@ -20,7 +20,7 @@ A layer has three numbers. The second layer of chunk 1 on stage 1, with 2 stages
     index    in the model                 virtual stage 3 * 3 + 1 = 10
 
 Weights and their gradients are by stack. A segment has one loop, whose body is a turn: a layer of each place of its
-period (`layout.Segment`). What a place's layers keep is an array of its own.
+period (`layout.Segment`). Each place of it has arrays of its own in the stash.
 """
 
 import itertools
@@ -443,7 +443,8 @@ class Stage:
     # --- buffers of the layers
 
     def stash_shapes(self, split: bool) -> tuple[list[Tree], list[Tree]]:
-        """Returns two lists of shapes, for a layer of each place of each segment: those that F stashes, and those that I leaves for
+        """Returns two lists of shapes, for a layer of each place of each segment: those that F stashes, and those that I
+        leaves for
         W if the backward is `split`.
         """
         zero = jnp.zeros((), jnp.int32)
