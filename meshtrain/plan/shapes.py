@@ -12,7 +12,7 @@ from meshtrain.config.follow import microbatch_rows
 from meshtrain.config.model import LoraConfig, patches_of, positions_of
 from meshtrain.config.rl import has_reference
 from meshtrain.config.schema import OptimizerConfig
-from meshtrain.config.stacks import BLOCKS, FULL, kinds_of_layers
+from meshtrain.config.stacks import BLOCKS, LINEAR, kinds_of_layers
 from meshtrain.families import FAMILIES
 from meshtrain.model.weights import Weight, all_weights, is_trained, weights
 from meshtrain.optimizers import OPTIMIZERS
@@ -290,7 +290,11 @@ def model_flops(config: Config) -> float:
         if weight.name == ("embedding.tokens" if model.tied_head else "head.weight")
     )
     head *= 1 + model.mtp
-    per_token = matrices + score_flops(config)
+    linear = kinds_of_layers(model).count(LINEAR)
+    # a state is read twice and written once, whatever the length
+    sizes = model.linear
+    states = linear * sizes.value_heads * sizes.key_dim * sizes.value_dim
+    per_token = matrices + score_flops(config) + (18 + 3 * reference) * states
     if not FAMILIES[model.family].images:
         return float((per_token + head) * train.global_batch_size * length)
     number, _ = patches_of(model)
@@ -305,7 +309,7 @@ def score_flops(config: Config) -> float:
     model = config.model
     reference = 2 if has_reference(config) else 0
     widths = (model.head_dim + model.value_width) / 2
-    layers = kinds_of_layers(model).count(FULL) + model.mtp
+    layers = model.layers - kinds_of_layers(model).count(LINEAR) + model.mtp
     scores = layers * model.heads * widths * seen(model, config.train.sequence_length)
     return (12 + 2 * reference) * scores
 

@@ -1,0 +1,153 @@
+"""Times layers of linear attention: a hybrid's gradients beside plain JAX with the same chunked rule, and rows over
+context beside rows over data.
+
+    python -m experiments.linear_attention
+
+Both tables have seconds of a gradient's forward and backward, in float32 on a CPU; those of the processor bear other
+work on the machine. The rule of plain JAX is one `lax.scan` over chunks behind batched products and
+`solve_triangular`, differentiated by JAX.
+"""
+
+import os
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+os.environ.setdefault("PJRT_NPROC", "16")
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from experiments import bench, plain_jax
+from meshtrain.config import Config, load
+from meshtrain.step import Program
+
+Tree = Any
+CHUNK = 64
+
+
+def config(length: int, rows: int, pattern: list[str], mesh: dict[str, int]) -> Config:
+    sizes = {"layers": 4, "d_model": 512, "heads": 8, "kv_heads": 8, "d_ff": 1376}
+    linear = {"key_heads": 4, "value_heads": 4, "key_dim": 64, "value_dim": 128, "chunk": CHUNK}
+    return load(
+        {
+            "model": sizes | {"vocab_size": 512, "pattern": pattern, "linear": linear},
+            "mesh": mesh,
+            "parallel": {"context_strategy": "all_gather"},
+            "train": {"global_batch_size": rows, "sequence_length": length},
+        }
+    )
+
+
+def gradients(config: Config) -> tuple[Program, Any]:
+    """Returns a program, and the function that computes its gradients once."""
+    program = Program(config)
+    shape = (config.train.global_batch_size, config.train.sequence_length)
+    tokens = np.random.default_rng(0).integers(0, 512, shape, np.int32)
+    batch = program.place({"tokens": tokens, "labels": tokens})
+    params = program.init().params
+    compiled = jax.jit(program.gradients).lower(params, batch, jnp.int32(0), jnp.float32(1))
+    run = compiled.compile()
+    return program, lambda: jax.block_until_ready(run(params, batch, jnp.int32(0), jnp.float32(1)))
+
+
+# --- plain JAX
+
+
+def convolved(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    padded = jnp.pad(x, ((0, 0), (len(kernel) - 1, 0), (0, 0), (0, 0)))
+    terms = (padded[:, at : at + x.shape[1]] * w for at, w in enumerate(kernel))
+    return jax.nn.silu(sum(terms))
+
+
+def rule(q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array) -> jax.Array:
+    rows, length, heads, width = v.shape
+    chunked = lambda x: jnp.moveaxis(x.reshape(rows, -1, CHUNK, *x.shape[2:]), (1, 3), (0, 2))
+    q, k, v, decay, beta = map(chunked, (q, k, v, decay, beta))
+    total = jnp.cumsum(decay, axis=3)
+    seen = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
+    weights = jnp.exp(jnp.where(seen, total[..., :, None] - total[..., None, :], -jnp.inf))
+    system = jnp.tril(jnp.einsum("...ik,...jk->...ij", k, k) * weights * beta[..., None], -1)
+    given = [v * beta[..., None], k * (beta * jnp.exp(total))[..., None]]
+    solve = partial(jax.scipy.linalg.solve_triangular, lower=True, unit_diagonal=True)
+    solved = solve(system + jnp.eye(CHUNK), jnp.concatenate(given, -1))
+    u, w = jnp.split(solved, [width], axis=-1)
+    scores = jnp.einsum("...ik,...jk->...ij", q, k) * weights
+    queries = q * jnp.exp(total)[..., None]
+    keys = k * jnp.exp(total[..., -1:] - total)[..., None]
+    keep = jnp.exp(total[..., -1])[..., None, None]
+
+    def step(state: jax.Array, here: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        u, w, scores, queries, keys, keep = here
+        new = u - w @ state
+        return keep * state + keys.swapaxes(-1, -2) @ new, queries @ state + scores @ new
+
+    start = jnp.zeros((rows, heads, k.shape[-1], width))
+    out = lax.scan(step, start, (u, w, scores, queries, keys, keep))[1]
+    return jnp.moveaxis(out, (0, 2), (1, 3)).reshape(rows, length, heads, width)
+
+
+def mixed(x: jax.Array, w: Tree) -> jax.Array:
+    q, k, v, z = (jnp.einsum("btd,dhk->bthk", x, w[n]) for n in ("q", "k", "v", "z"))
+    q, k, v = (convolved(a, w[f"{n}_conv"]) for n, a in (("q", q), ("k", k), ("v", v)))
+    q, k = (a * lax.rsqrt(jnp.sum(a * a, axis=-1, keepdims=True) + 1e-6) for a in (q, k))
+    decay = -jnp.exp(w["decay_log"]) * jax.nn.softplus(x @ w["decay"] + w["decay_bias"])
+    o = rule(q * q.shape[-1] ** -0.5, k, v, decay, jax.nn.sigmoid(x @ w["beta"]))
+    o = plain_jax.rms(o, w["norm"]["scale"]) * jax.nn.silu(z)
+    return jnp.einsum("bthk,hkd->btd", o, w["out"])
+
+
+def loss(params: Tree, tokens: jax.Array) -> jax.Array:
+    x = params["embedding"]["tokens"][tokens]
+
+    def layer(x: jax.Array, w: Tree) -> tuple[jax.Array, None]:
+        x = x + mixed(plain_jax.rms(x, w["attention_norm"]["scale"]), w["attention"])
+        m = plain_jax.rms(x, w["mlp_norm"]["scale"])
+        mlp = w["mlp"]
+        return x + (jax.nn.silu(m @ mlp["gate"]) * (m @ mlp["up"])) @ mlp["down"], None
+
+    x, _ = lax.scan(layer, x, params["linear_blocks"])
+    full = jax.tree.map(lambda a: a[0], params["blocks"])
+    norms = {"norm1": full["attention_norm"]["scale"], "norm2": full["mlp_norm"]["scale"]}
+    x = plain_jax.block(x, full["attention"] | full["mlp"] | norms)
+    head = params["head"]
+    return plain_jax.head_loss({"norm": head["norm"]["scale"], "head": head["weight"]}, x, tokens)
+
+
+def main() -> None:
+    parser = bench.parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    rounds = parser.parse_args().rounds
+
+    program, ours = gradients(config(1024, 2, ["linear", "linear", "linear", "full"], {}))
+    params = program.layout.canonical(program.init().params)
+    tokens = np.random.default_rng(0).integers(0, 512, (2, 1024), np.int32)
+    plain = jax.jit(jax.value_and_grad(loss)).lower(params, tokens).compile()
+    theirs = lambda: jax.block_until_ready(plain(params, tokens))
+    difference = abs(float(ours()[0]) - float(theirs()[0]))
+    found = bench.turns({"meshtrain": ours, "plain JAX": theirs}, rounds)
+    _print("a hybrid of 4 layers, 2 rows of 1,024 tokens, one device", found)
+    print(f"\ntheir losses differ by {difference:.1e}")
+
+    runs = {}
+    for name, mesh in (("context 4", {"context": 4}), ("data 4", {"data": 4})):
+        runs[name] = gradients(config(4096, 4, ["linear"], mesh))[1]
+    _print("4 layers of linear attention, 4 rows of 4,096 tokens", bench.turns(runs, rounds))
+
+
+def _print(title: str, found: dict[str, list[bench.Spent]]) -> None:
+    """Prints the runs, and the first over the second."""
+    table = bench.Table("run        ", "seconds", "processor", title=title)
+    first, second = (bench.typical(times) for times in found.values())
+    for name, times in found.items():
+        typical = bench.typical(times)
+        table.row(name, f"{typical.wall:.2f}", f"{typical.processor:.2f}")
+    ratio = first.wall / second.wall, first.processor / second.processor
+    table.row("ratio", *(f"{value:.2f}" for value in ratio))
+
+
+if __name__ == "__main__":
+    main()
