@@ -31,7 +31,7 @@ def section(config: Json, where: str) -> dict[str, Any]:
     kv_heads = config.get("num_key_value_heads") or heads
     model = llama.sizes_section(config, where, kv_heads, tied=False)
     groups = (config.get("n_group") or 1, config.get("topk_group") or 1)
-    share = (config.get("rope_parameters") or {}).get(SHARE, config.get(SHARE, 0.5))
+    share: Any = (config.get("rope_parameters") or {}).get(SHARE, config.get(SHARE, 0.5))
     whole = {key: value for key, value in config.items() if key != SHARE}
     if whole.get("rope_parameters"):
         whole["rope_parameters"] = {**whole["rope_parameters"], SHARE: 1.0}
