@@ -6,6 +6,8 @@ what a search takes.
                       gpt-oss-120B on 64 H100s is the mean of four releases, 5,810 to 5,993
     JaxPP             marin-community/marin, issue 7024: 67B-A2B (issue 6044 has its sizes), DualPipeV, everything computed again
     marin             the same, issue 6979: FSDP without expert parallelism, everything computed again; 203 to 210 thousand tokens/s on 8
+    AutoModel         NVIDIA-NeMo/Automodel (2026), its performance summary: DeepSeek-V3 on 1,024 H100s, PP 4 of 8 chunks, EP 64, FSDP 256, rows
+                      sent by DeepEP
     MaxText           its docs/reference/models/tiering.md; sequences a chip: AI-Hypercomputer/tpu-recipes, training/v5p/Mixtral-8X7B-Maxtext
 
 How they send rows to experts, and what else their profiles have:
@@ -22,8 +24,7 @@ How they send rows to experts, and what else their profiles have:
                    loses what is parallel to v and is gated by head, 10 a layer, so 5 a norm; logits of 8,192 tokens at
                    a time (pull request 6572)
 
-Left out: rows in float8, which experts' products do not have here; DeepSeek-V3, whose attention (MLA) and dense layers
-are not ours; TPU v6e.
+Left out: rows in float8, which experts' products do not have here; TPU v6e.
 """
 
 from collections.abc import Iterator
@@ -102,16 +103,15 @@ MODELS: dict[str, Keys] = {
         "vocab_size": 32000,
         "moe": {"d_ff": 14336},
     },
-    # DeepSeek-V3's size: 671 B parameters, 37.6 B active. Grouped queries of 112 heads stand in for its latent
-    # attention (their weights are as many, and of its FLOPs over scores 70%), 58 layers of experts for 58 and three
-    # dense ones.
-    "DeepSeek-V3's size": {
-        "layers": 58,
+    "DeepSeek-V3": {
+        "family": "deepseek_v3",
+        "layers": 61,
+        "dense_layers": 3,
         "d_model": 7168,
-        "heads": 112,
-        "kv_heads": 8,
-        "head_dim": 128,
+        "heads": 128,
+        "dense_d_ff": 18432,
         "vocab_size": 129280,
+        "mla": {"q_rank": 1536, "kv_rank": 512, "nope": 128, "rope": 64, "value": 128},
         "moe": {
             "experts": 256,
             "top_k": 8,
@@ -193,6 +193,13 @@ def runs() -> Iterator[Run]:
         name = f"gpt-oss, {rows // 16 // microbatches} rows"
         config = config_of("gpt-oss-120B", staged, rows, 4096, **keys)
         yield _run("Megatron-Bridge", name, "h100", ALL_TO_ALL, reported, config)
+    staged = {"microbatches": 32, "remat": "full", "zero_stage": 1}
+    chunks = {"schedule": "interleaved", "virtual_stages": 8}
+    config = config_of(
+        "DeepSeek-V3", {"data": 256, "expert": 64, "pipeline": 4}, 8192, 4096, **staged, **chunks
+    )
+    deep_ep = replace(HYBRID_EP, execution="asynchronous", overlap_data=True)
+    yield _run("AutoModel", "DeepSeek-V3", "h100", deep_ep, 865, config)
     v_shaped = {
         "microbatches": 32,
         "remat": "full",
@@ -263,7 +270,7 @@ def table() -> None:
 
 def searched() -> None:
     """Prints the layouts that a search takes, with nothing dropped."""
-    for model, devices, rows in (("Qwen3-30B-A3B", 16, 1024), ("DeepSeek-V3's size", 1024, 8192)):
+    for model, devices, rows in (("Qwen3-30B-A3B", 16, 1024), ("DeepSeek-V3", 1024, 8192)):
         keys = config_of(model, {"data": devices}, rows, 4096)
         found = search(load(keys), named("h100", devices), devices)
         best = found.plans[0]

@@ -26,6 +26,7 @@ from meshtrain.errors import ConfigError, short
 from meshtrain.hf.hf_directory import DTYPES, TensorFiles
 from meshtrain.hf.mapping import Box, Source, full_box, layers, mappings
 from meshtrain.hf.peft import Adapters
+from meshtrain.hf_families import hf_family
 from meshtrain.model.weights import Weight
 from meshtrain.model.weights import adapters as adapter_weights
 from meshtrain.parallel.layout import Layout
@@ -36,6 +37,7 @@ Tree = Any
 PIECE = (
     2 << 20
 )  # bytes read at a time, which cost three times as many while they are cut out, cast and copied
+AHEAD = 16  # tokens that a model predicts further, at most
 LOG_EVERY = 10.0  # seconds
 # Tensors that transformers also writes: those that follow from the config, and ViT's pooler, which its class never
 # reads.
@@ -75,7 +77,15 @@ def check(model: ModelConfig, files: TensorFiles) -> None:
                     )
     if model.tied_head and "lm_head.weight" in files.names:
         _check_tied(files, *mappings(model)["embedding.tokens"].tensors(None))
-    unused = [name for name in files.names if name not in used and not _ignored(name)]
+    # layers behind the last one predict further tokens, and have copies of embedding and head
+    behind = tuple(f"model.layers.{model.layers + n}." for n in range(AHEAD))
+    unused = [
+        name
+        for name in files.names
+        if name not in used
+        and not _ignored(name)
+        and not (hf_family(model.family).latent and name.startswith(behind))
+    ]
     if unused:
         raise ConfigError(
             f"{where} has {short(unused[0])}, for which this model has no place ({len(unused)} such)."

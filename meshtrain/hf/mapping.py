@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshtrain.config.model import ModelConfig
-from meshtrain.config.stacks import BLOCKS, layers_of_stacks, model_of_stack
+from meshtrain.config.stacks import BLOCKS, layers_of_stacks, model_of_stack, stack_of_layers
 from meshtrain.hf.hf_directory import TensorFiles
 from meshtrain.hf_families import WeightName, hf_family
 from meshtrain.model.weights import COUNTED, Weight, weights
@@ -169,8 +169,8 @@ class ExpertMapping(TensorMapping):
     """The matrices of all experts of a layer, and the tensors that hold one of them each."""
 
     def tensors(self, layer: int | None) -> list[str]:
-        assert layer is not None
-        number = self.layers[layer]
+        # those of further predictions have their number in the name
+        number = None if layer is None else self.layers[layer]
         return [self.name.theirs.format(number, expert) for expert in range(self.weight.dims[0][1])]
 
     def read(self, files: TensorFiles, layer: int | None, box: Box) -> np.ndarray:
@@ -394,7 +394,7 @@ def mappings(model: ModelConfig, files: TensorFiles | None = None) -> dict[str, 
     def mapping(weight: Weight) -> TensorMapping:
         stack, _, ours = weight.name.partition(".")
         layers = stacks.get(stack, ())
-        by_name = by_stack[stack] if layers else next(iter(by_stack.values()))
+        by_name = by_stack[stack if layers else stack_of_layers(model)[-1]]
         known = f"{BLOCKS}.{ours}" if layers else weight.name
         if weight.counts and known not in by_name:
             return NoTensor(weight, WeightName(weight.name, ""), layers)

@@ -31,6 +31,7 @@ LEGAL = {
 SIZES = {"q_rank": "q_lora_rank", "kv_rank": "kv_lora_rank", "nope": "qk_nope_head_dim"}
 SIZES |= {"rope": "qk_rope_head_dim", "value": "v_head_dim"}
 MSCALES = ("mscale", "mscale_all_dim")
+LAYER = "model.layers.{}."
 FP8 = "fp8"  # quantization_config.quant_method
 
 
@@ -90,6 +91,7 @@ def config(model: Json, length: int) -> dict[str, Any]:
         **{theirs: getattr(model["mla"], ours) or None for ours, theirs in SIZES.items()},
         "head_dim": model["mla"].rope,
         "rope_parameters": rope,
+        "num_nextn_predict_layers": model["mtp"],
         "first_k_dense_replace": model["dense_layers"],
         "intermediate_size": model["dense_d_ff"],
         "moe_intermediate_size": moe.d_ff or FAMILIES[model["family"]].d_ff(model["d_model"]),
@@ -120,8 +122,26 @@ def rope_parameters(model: Json) -> dict[str, Any]:
 
 
 def names(model: Json) -> Iterator[WeightName]:
-    """Yields the names of all layers: of the shared experts that of a dense MLP too, whichever a layer has."""
-    layer = "model.layers.{}."
+    """Yields the names of all weights; of further predictions those of layers behind the last one."""
+    of_model = list(_names(model))
+    yield from of_model
+    for depth in range(model["mtp"]):
+        ours = f"mtp.depth_{depth}."
+        layer = f"model.layers.{model['layers'] + depth}."
+        yield WeightName(f"{ours}embedding_norm.scale", f"{layer}enorm.weight")
+        yield WeightName(f"{ours}stream_norm.scale", f"{layer}hnorm.weight")
+        yield WeightName(f"{ours}project", f"{layer}eh_proj.weight", "linear")
+        yield WeightName(f"{ours}norm.scale", f"{layer}shared_head.norm.weight")
+        for name in of_model:
+            if name.ours.startswith("blocks."):
+                theirs = layer + name.theirs.removeprefix(LAYER).replace("{}", "{1}")
+                block = f"{ours}block.{name.ours.removeprefix('blocks.')}"
+                yield name._replace(ours=block, theirs=theirs)
+
+
+def _names(model: Json) -> Iterator[WeightName]:
+    """Yields those of all layers: of the shared experts that of a dense MLP too, whichever a layer has."""
+    layer = LAYER
     at = f"{layer}self_attn."
     ours = "blocks.attention."
     others = (f"{ours}k", f"{ours}v", f"{ours}q", "blocks.mlp.")

@@ -147,7 +147,8 @@ def transient_bytes(config: Config) -> float:
 
 def expert_transfers(config: Config) -> list[tuple[str, Transfer]]:
     """Collectives over the axis `expert` of a chunk's layers, in one pass."""
-    return list(_transfers(config, expert_ranks(config))) if config.mesh.expert > 1 else []
+    spread = config.mesh.expert > 1 and config.model.moe.experts
+    return list(_transfers(config, expert_ranks(config))) if spread else []
 
 
 def _transfers(config: Config, ranks: int) -> Iterator[tuple[str, Transfer]]:

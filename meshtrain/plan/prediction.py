@@ -50,12 +50,16 @@ def _join(config: Config) -> Iterator[Moment]:
     def transfer(moment: str, kind: str, what: str, count: int) -> Moment:
         return moment, Transfer(TENSOR, kind, what, stream, count, ranks)
 
+    # what the block takes is computed again
+    again = int(config.parallel.remat != "none")
     if not config.parallel.sequence_parallel:
+        yield transfer("backward", ALL_REDUCE, "joined inputs summed again", again)
         yield transfer("forward", ALL_REDUCE, "joined inputs summed", 1)
         yield transfer("backward", ALL_REDUCE, "joined inputs' cotangents summed", 2)
         return
     yield transfer("forward", ALL_GATHER, "inputs gathered to be joined", 2)
     yield transfer("forward", REDUCE_SCATTER, "joined inputs scattered", 1)
+    yield transfer("backward", REDUCE_SCATTER, "joined inputs scattered again", again)
     yield transfer("backward", ALL_GATHER, "inputs gathered again to be joined", 2)
     yield transfer("backward", ALL_GATHER, "joined inputs' cotangents gathered", 1)
     yield transfer("backward", REDUCE_SCATTER, "inputs' cotangents scattered", 2)

@@ -75,6 +75,8 @@ def test_what_it_can_hold_is_read_again_as_it_was(family, keys):
         if key != "activation" or not HF_FAMILIES[family].activation
     }
     width = {"moe": {"d_ff": 24}} if FAMILIES[family].experts else {}
+    if HF_FAMILIES[family].dense_first:
+        width["moe"]["balance"] = "bias"
     if HF_FAMILIES[family].latent:
         width["moe"] |= {"balance": "bias", "groups": [8, 4], "shared_experts": 1}
         width["mla"] = {"q_rank": 8, "kv_rank": 12, "nope": 6, "rope": 4, "value": 5}

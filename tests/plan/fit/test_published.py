@@ -38,7 +38,8 @@ def test_no_run_of_a_team_that_says_what_it_ran_is_off_by_more_than_a_sixth(runs
 
 def test_mixtures_of_experts_are_planned_within_a_fifth_and_what_their_messages_cost_within_a_tenth():
     rows = {run.name: run.predicted() / run.seconds - 1 for run in experts.runs()}
-    assert len(rows) == 9 and max(map(abs, rows.values())) <= 0.2
+    assert len(rows) == 10 and max(map(abs, rows.values())) <= 0.2
+    assert abs(rows["DeepSeek-V3 on 1024"]) <= 0.15
     # of one machine, which differ in how rows are sent alone
     sent = [error for name, error in rows.items() if name.startswith("Qwen3-30B")]
     assert len(sent) == 4 and max(map(abs, sent)) <= 0.1
