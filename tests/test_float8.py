@@ -242,7 +242,7 @@ def test_layers_of_one_kind_stand_together(layers, pipeline, chunks, skip, kinds
         {"float8_skip": skip},
     )
     segments = Layout(config, make_mesh(config)).segments
-    assert [segment.products for segment in segments] == kinds
+    assert [segment.period[0].products for segment in segments] == kinds
     assert segments[0].first == 0 and segments[-1].behind == -(-layers // pipeline // chunks)
 
 

@@ -16,7 +16,6 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-from counted import before_or_after_the_clocks
 from covering import thorough_but
 
 from meshtrain.config import Config, load
@@ -147,13 +146,14 @@ def measured(program: Program) -> dict[str, float]:
     """Bytes sent by name, from the compiled step; on CPU idle slots of the pipeline are skipped."""
     config = program.config
     found: dict[str, float] = defaultdict(float)
-    for c in collectives(program.lower().compile(), program.mesh, program.busy):
-        if not before_or_after_the_clocks(c.source):
-            found[name(c, config)] += c.sent * c.times
+    for c in collectives(program.lower().compile(), program.mesh, program.taken):
+        found[name(c, config)] += c.sent * c.times
     found.pop("nothing: one device", None)
     if "messages" in found:
-        found["messages in idle clocks"] = found["messages"] * (1 - program.busy)
-        found["messages"] *= program.busy
+        # messages stand in no conditional
+        busy = program.taken("layer")
+        found["messages in idle clocks"] = found["messages"] * (1 - busy)
+        found["messages"] *= busy
     return dict(found)
 
 

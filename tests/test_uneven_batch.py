@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from counted import before_or_after_the_clocks
 from data_configs import config as text_config
 from short_runs import canonical_numbers, first_moment, start
 from train_in_processes import train_in_processes
@@ -212,11 +211,10 @@ def test_the_program_sends_what_the_planner_says():
     mesh, parallel = {"data": 3, "pipeline": 2}, {"microbatches": 2, "zero_stage": 2}
     config = replaced(one_device(10), mesh=mesh, parallel=parallel, train={"uneven_batch": "pad"})
     program, planned = Program(config), plan(config, "cpu")
-    found = collectives(program.lower().compile(), program.mesh, program.busy)
-    counted = [c for c in found if not before_or_after_the_clocks(c.source)]
+    found = collectives(program.lower().compile(), program.mesh, program.taken)
     sent = {
-        axis: sum(c.sent * c.times for c in counted if c.axis == axis)
-        for axis in {c.axis for c in counted}
+        axis: sum(c.sent * c.times for c in found if c.axis == axis)
+        for axis in {c.axis for c in found}
     }
     for axis, nbytes in by_axis(planned.transfers).items():
         assert sent.get(axis, 0) == pytest.approx(nbytes, rel=0.01, abs=256), (

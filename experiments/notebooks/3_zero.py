@@ -165,7 +165,7 @@ for stage, state in enumerate(states):
 # for the backward: $3\Psi$ instead of $2\Psi$ (section 7).
 
 # %%
-sent = [collectives(step, program.mesh, program.busy) for program, step in stages]
+sent = [collectives(step, program.mesh, program.taken) for program, step in stages]
 
 
 def by_kind(found):
@@ -262,7 +262,7 @@ for (stage, hold), formula in formulas.items():
         f"parallel.microbatches={m}",
         f"train.global_batch_size={8 * m}",
     )
-    found = sum(by_kind(collectives(step, program.mesh, program.busy)).values())
+    found = sum(by_kind(collectives(step, program.mesh, program.taken)).values())
     temporaries[stage, hold] = step.memory_analysis().temp_size_in_bytes / psi
     print(
         f"{stage:5}  {hold!s:5}  {formula:13.2f}  {found:16.2f}  {temporaries[stage, hold]:31.1f}"

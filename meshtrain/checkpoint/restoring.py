@@ -99,6 +99,7 @@ def compare(old: Mapping[str, Any], config: Config, where: str, weights_only: bo
         key = rules[name]
         if key.null and was is None:
             was = value_of(before, name)
+            was = list(was) if isinstance(was, tuple) else was
         follows = (
             key.null
             and key.resume not in SHAPES

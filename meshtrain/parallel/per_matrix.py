@@ -108,7 +108,8 @@ def _by_stack(
         return {stack: one.init({stack: params[stack]}) for stack, one in of_stacks.items()}
 
     def update(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        updates, states = {}, {}
+        updates: Tree = {}
+        states: Tree = {}
         for stack, one in of_stacks.items():
             parts = ({stack: gradients[stack]}, state[stack], {stack: params[stack]})
             found, states[stack] = one.update(*parts)

@@ -125,8 +125,8 @@ def test_a_tensor_too_many_or_of_another_shape_is_refused(copy):
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 KINDS = (
-    "there are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmoe, deepseek_v3, glm4_moe, gpt_oss, gpt2, gemma2, "
-    "gemma3_text, vit, kimi_k2"
+    "there are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmoe, deepseek_v3, glm4_moe, gpt_oss, qwen3_next, "
+    "qwen3_5_text, qwen3_5_moe_text, gpt2, gemma2, gemma3_text, vit, kimi_k2"
 )
 
 

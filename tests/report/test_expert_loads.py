@@ -23,7 +23,7 @@ from meshtrain.report.text import render
 COUNTED = np.array([[4, 0, 2, 2, 1, 3.0], [8, 0, 0, 0, 0, 0.5]])
 RUN = {
     "model": {
-        "layers": 5,
+        "layers": 2,
         "d_model": 16,
         "heads": 2,
         "vocab_size": 260,

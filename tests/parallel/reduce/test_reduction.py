@@ -51,7 +51,7 @@ def run(algorithm, mesh, zero, **parallel):
     numbers = canonical_numbers(Layout(config, make_mesh(config)))
     metrics, program, (_, last) = train(config, STEPS, numbers)
     sent = defaultdict(float)
-    for c in collectives(program.lower().compile(), program.mesh, program.busy):
+    for c in collectives(program.lower().compile(), program.mesh, program.taken):
         if c.axes and set(c.axes) <= {"island", "data"} and c.bytes > 100:
             sent[c.kind] += c.sent * c.senders * c.times
     return (

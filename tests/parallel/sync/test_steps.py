@@ -28,7 +28,7 @@ FLAT = {"data": 4, "islands": 2}  # no stages, which compile slowly
 
 
 def across(built: Program, jitted, *more):
-    found = collectives(jitted.lower(built.state_shapes, *more).compile(), built.mesh, built.busy)
+    found = collectives(jitted.lower(built.state_shapes, *more).compile(), built.mesh, built.taken)
     assert found, "the program has no collective at all: nothing is shown"
     return [c for c in found if ISLAND in c.axes]
 
