@@ -353,11 +353,8 @@ class Program(Shown):
         updates, optimizer = self.optimizer.update(grads, before[1], before[0])
         params, clipped = self.local.clip(optax.apply_updates(before[0], updates), gradients)
         after = params, optimizer, gradients.feedback
-        metrics = {
-            "loss": gradients.loss,
-            "grad_norm": norm,
-            "learning_rate": self.learning_rate(updates_made(state.optimizer)),
-        }
+        learning_rate = self.learning_rate(updates_made(state.optimizer))
+        metrics = {"loss": gradients.loss, "grad_norm": norm, "learning_rate": learning_rate}
         scale = state.scale
         if scale is not None:
             left_out = gradients.statistics.get("residual_norm", 0.0)
@@ -514,17 +511,7 @@ class Program(Shown):
 
     def taken(self, source: str) -> float:
         """Returns in which share of the clocks a conditional is taken, by the source of an operation in it."""
-        table = self.layout.table
-        if table is None or not self.local.forward.skips:
-            return 1.0
-        # The first embedding stands before the clocks, and the last one's gradient behind them.
-        if f"shard_map/{xla.EMBEDDING}/cond/" in source:
-            return 1.0
-        if xla.EMBEDDING in source:
-            return (table.microbatches - 1) / table.clocks
-        # The head takes a microbatch once, layers in each chunk.
-        chunks = 1 if xla.HEAD in source else table.chunks
-        return table.microbatches * chunks / table.clocks
+        return self.local.forward.taken(source)
 
 
 class TrainStep:

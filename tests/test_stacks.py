@@ -312,7 +312,10 @@ def test_a_pattern_of_attention_alone_is_the_program_without_one() -> None:
     [
         ({"dense_layers": 1}, "model.dense_layers is 1, but without model.moe.experts all"),
         ({"dense_layers": 4, "moe": {"experts": 4}}, "legal are at most 3"),
-        ({"pattern": ["ful"]}, "model.pattern has 'ful'; legal are full, linear; did you mean full?"),
+        (
+            {"pattern": ["ful"]},
+            "model.pattern has 'ful'; legal are full, linear; did you mean full?",
+        ),
         ({"pattern": ["full"] * 5}, "model.pattern has 5 kinds, but there are model.layers 4"),
     ],
 )

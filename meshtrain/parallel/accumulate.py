@@ -18,7 +18,8 @@ from jax import Array, lax
 from meshtrain.compat import vary, varying
 from meshtrain.inputs import input_name, inputs
 from meshtrain.parallel.forward import Batch, Forward, LabelLosses, LossAndGradients, Totals, added
-from meshtrain.parallel.pipeline.stage import Slot, Stage, after
+from meshtrain.parallel.pipeline.buffers import after
+from meshtrain.parallel.pipeline.stage import Slot, Stage
 from meshtrain.parallel.zero import Weights
 
 Tree = Any

@@ -109,6 +109,20 @@ class Forward:
         """The parts of the weights that embedding and loss work with."""
         return ("embedding", "head", *["mtp"] * (self.predictions is not None))
 
+    def taken(self, source: str) -> float:
+        """Returns in which share of the clocks a conditional is taken, by the source of an operation in it."""
+        table = self.layout.table
+        if table is None or not self.skips:
+            return 1.0
+        # The first embedding stands before the clocks, and the last one's gradient behind them.
+        if f"shard_map/{xla.EMBEDDING}/cond/" in source:
+            return 1.0
+        if xla.EMBEDDING in source:
+            return (table.microbatches - 1) / table.clocks
+        # The head takes a microbatch once, layers in each chunk.
+        chunks = 1 if xla.HEAD in source else table.chunks
+        return table.microbatches * chunks / table.clocks
+
     @property
     def stream_axes(self) -> tuple[str, ...]:
         """The mesh axes over which the residual stream varies."""
@@ -428,6 +442,37 @@ def _dealt(stacked: Tree, count: int) -> list[Tree]:
         return [stacked]
     turns = jax.tree.map(lambda a: a.reshape(-1, count, *a.shape[1:]), stacked)
     return [jax.tree.map(lambda a, n=n: a[:, n], turns) for n in range(count)]
+
+
+def joined(parts: list[Tree]) -> Tree:
+    """Concatenates stacked layers."""
+    if len(parts) == 1:
+        return parts[0]
+    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
+
+
+def joined_stacks(parts: list[dict[str, Tree]]) -> dict[str, Tree]:
+    """Concatenates the stacked layers of each stack; a part may have some stacks only."""
+    stacks = dict.fromkeys(stack for part in parts for stack in part)
+    return {stack: joined([part[stack] for part in parts if stack in part]) for stack in stacks}
+
+
+def group_stacks(segment: Segment, of_places: list[Tree]) -> dict[str, Tree]:
+    """Returns the stacked layers of each stack, from those of each place of a period, [turns, ..]."""
+    places: dict[str, list[Tree]] = {}
+    for kind, tree in zip(segment.period, of_places, strict=True):
+        places.setdefault(kind.stack, []).append(tree)
+
+    def interleave(*arrays: Array) -> Array:
+        return jnp.stack(arrays, 1).reshape(-1, *arrays[0].shape[1:])
+
+    return {
+        stack: trees[0] if len(trees) == 1 else jax.tree.map(interleave, *trees)
+        for stack, trees in places.items()
+    }
+
+
+# --- buffers
 
 
 def added(totals: Tree, more: Tree) -> Tree:

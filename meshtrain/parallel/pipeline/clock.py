@@ -24,8 +24,9 @@ from meshtrain.compat import vary, varying
 from meshtrain.inputs import inputs
 from meshtrain.mesh import PIPELINE
 from meshtrain.parallel.forward import LabelLosses, Totals, added
+from meshtrain.parallel.pipeline.buffers import empty, read, write
 from meshtrain.parallel.pipeline.paired import Pair, PairSlots, run_pair
-from meshtrain.parallel.pipeline.stage import Slot, Stage, empty, read, write
+from meshtrain.parallel.pipeline.stage import Slot, Stage
 from meshtrain.schedule.buffers import Executed
 from meshtrain.schedule.phases import Ops, Phase
 from meshtrain.schedule.table import B, F, Table

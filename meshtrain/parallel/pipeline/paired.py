@@ -22,8 +22,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from meshtrain import xla
+from meshtrain.parallel.pipeline.buffers import put, read, write
 from meshtrain.parallel.pipeline.order import ordered
-from meshtrain.parallel.pipeline.stage import Slot, Stage, put, read, write
+from meshtrain.parallel.pipeline.stage import Slot, Stage
 
 Tree = Any
 

@@ -21,8 +21,8 @@ from jax import Array, lax
 
 from meshtrain import xla
 from meshtrain.compat import varying
+from meshtrain.parallel.pipeline.buffers import after, empty, write
 from meshtrain.parallel.pipeline.clock import Carry, Execution, rows_of
-from meshtrain.parallel.pipeline.stage import after, empty, write
 from meshtrain.parallel.zero import Weights
 from meshtrain.schedule.phases import ClockSection, Phase, sections
 from meshtrain.schedule.table import G, R

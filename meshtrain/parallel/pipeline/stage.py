@@ -35,8 +35,17 @@ from jax import Array, lax
 from meshtrain.compat import residuals, vary, varying, with_residuals
 from meshtrain.inputs import inputs
 from meshtrain.mesh import DATA, PIPELINE
-from meshtrain.parallel.forward import Batch, Forward, LabelLosses, Totals, added
+from meshtrain.parallel.forward import (
+    Batch,
+    Forward,
+    LabelLosses,
+    Totals,
+    added,
+    group_stacks,
+    joined_stacks,
+)
 from meshtrain.parallel.layout import Segment
+from meshtrain.parallel.pipeline.buffers import add, after, empty, put, read, write
 from meshtrain.parallel.placement import buckets
 from meshtrain.parallel.zero import Weights
 
@@ -403,8 +412,8 @@ class Stage:
                 if start < stop:
                     indices = jnp.arange(segment.turn(start), segment.turn(stop), dtype=jnp.int32)
                     gx, gradient = lax.scan(backward_turn, gx, indices, reverse=True)
-                    parts.append(_group_stacks(segment, gradient))
-            bucket = _joined_stacks(parts[::-1])
+                    parts.append(group_stacks(segment, gradient))
+            bucket = joined_stacks(parts[::-1])
             if gradients is None:
                 bucket = jax.tree.map(lambda g: g.astype(jnp.float32), bucket)
             else:
@@ -429,7 +438,7 @@ class Stage:
             gx, complete = backward_bucket(gx, *bucket)
             complete = after(complete, sent[-1])
         sent.append(send(complete))
-        return gx, _joined_stacks(sent[::-1])
+        return gx, joined_stacks(sent[::-1])
 
     def _buckets(self) -> list[tuple[int, int]]:
         """Returns the slots (first, one behind the last) of each bucket, which ends where a turn does."""
@@ -542,132 +551,6 @@ def _pick(stacked: Tree, at: Array) -> Tree:
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, at, 0, keepdims=False), stacked)
 
 
-def joined(parts: list[Tree]) -> Tree:
-    """Concatenates stacked layers."""
-    if len(parts) == 1:
-        return parts[0]
-    return jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
-
-
-def _joined_stacks(parts: list[dict[str, Tree]]) -> dict[str, Tree]:
-    """Concatenates the stacked layers of each stack; a part may have some stacks only."""
-    stacks = dict.fromkeys(stack for part in parts for stack in part)
-    return {stack: joined([part[stack] for part in parts if stack in part]) for stack in stacks}
-
-
-def _group_stacks(segment: Segment, of_places: list[Tree]) -> dict[str, Tree]:
-    """Returns the stacked layers of each stack, from those of each place of a period, [turns, ..]."""
-    places: dict[str, list[Tree]] = {}
-    for kind, tree in zip(segment.period, of_places, strict=True):
-        places.setdefault(kind.stack, []).append(tree)
-
-    def interleave(*arrays: Array) -> Array:
-        return jnp.stack(arrays, 1).reshape(-1, *arrays[0].shape[1:])
-
-    return {
-        stack: trees[0] if len(trees) == 1 else jax.tree.map(interleave, *trees)
-        for stack, trees in places.items()
-    }
-
-
-# --- buffers
-
-
-def put(parts: list[Tree], n: int, part: Tree) -> list[Tree]:
-    """Returns the list with another part at n."""
-    return [*parts[:n], part, *parts[n + 1 :]]
-
-
-def empty(shape: tuple[int, ...], like: Tree, zero: Array | float = 0) -> Tree:
-    """Returns `shape` places for values like `like`, which may differ between stages; all are filled with `zero`.
-
-    An array as `zero` has the buffers made only when it is there.
-    """
-
-    def zeros(a: Array) -> Array:
-        filled = jnp.full((*shape, *a.shape), zero, a.dtype)
-        return vary(filled, (*varying(a), PIPELINE))
-
-    return jax.tree.map(zeros, like)
-
-
 def _zeros(like: Tree) -> Tree:
     """Returns zeros of a result that is not computed."""
     return jax.tree.map(lambda a: vary(jnp.zeros(a.shape, a.dtype), varying(a)), like)
-
-
-def read(buffers: Tree, *at: Array) -> Tree:
-    """Returns the values at the place whose first indices are `at`."""
-    return jax.tree.map(lambda buffer: _slice(buffer, at).reshape(buffer.shape[len(at) :]), buffers)
-
-
-def write(buffers: Tree, values: Tree, *at: Array, active: Array | None = None) -> Tree:
-    """Returns the buffers with `values` at the place whose first indices are `at`, if `active` (None: always)."""
-
-    def replace(old: Array, value: Array) -> Array:
-        return value if active is None else jnp.where(active, value, old)
-
-    return _update(buffers, values, at, replace)
-
-
-def add(buffers: Tree, values: Tree, *at: Array, active: Array) -> Tree:
-    """Adds `values`, if `active`, at the place whose first indices are `at`, in the buffers' dtype."""
-
-    def sum_up(old: Array, value: Array) -> Array:
-        return old + jnp.where(active, value, 0).astype(old.dtype)
-
-    return _update(buffers, values, at, sum_up)
-
-
-def _update(
-    buffers: Tree,
-    values: Tree,
-    at: tuple[Array, ...],
-    combine: Callable[[Array, Array], Array],
-) -> Tree:
-    """Returns the buffers with `combine(old, value)` at a place.
-
-    Old and value keep the axes of `at`, of size 1. With a reshape between them XLA's GPU compiler no longer sees that
-    it reads where it writes, and copies the place first.
-    """
-
-    def update(buffer: Array, value: Array) -> Array:
-        value = value.reshape((*(1 for _ in at), *value.shape))
-        combined = combine(_slice(buffer, at), value)
-        return lax.dynamic_update_slice(buffer, combined, _start(buffer, at))
-
-    return jax.tree.map(update, buffers, values)
-
-
-def _slice(buffer: Array, at: tuple[Array, ...]) -> Array:
-    sizes = (*(1 for _ in at), *buffer.shape[len(at) :])
-    return lax.dynamic_slice(buffer, _start(buffer, at), sizes)
-
-
-def _start(buffer: Array, at: tuple[Array, ...]) -> tuple[Array, ...]:
-    return (*at, *(jnp.zeros((), jnp.int32) for _ in buffer.shape[len(at) :]))
-
-
-# --- collectives that travel while the device computes
-
-
-def after(values: Tree, *others: Tree) -> Tree:
-    """Returns `values`, which are now there no sooner than the others.
-
-        values ──► start ─────────── done ──► arrived              on the links
-        carry  ─────────►   work   ──────────► its result          on the device
-
-    XLA's scheduler lets a collective travel under all that stands between its start and its done, even a whole loop
-    with collectives of its own. On GPUs `mesh.compiler_options` limits how many travel at a time.
-
-    Left alone, XLA starts a collective as soon as it can and waits for it at once. Two calls prevent that:
-
-        sent = send(after(values, carry))      it starts no sooner than the work begins
-        next = after(next, sent)               what is sent next starts no sooner than it has arrived
-
-    XLA schedules from the program's end. Between a loop and a done it takes the loop first, unless something behind
-    the loop needs its result.
-
-    The values come to vary over all mesh axes of the others, as operands of one barrier do.
-    """
-    return lax.optimization_barrier((values, others))[0]

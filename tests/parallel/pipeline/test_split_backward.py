@@ -17,8 +17,9 @@ from meshtrain.compat import vary
 from meshtrain.config import load
 from meshtrain.mesh import AXES, make_mesh
 from meshtrain.model.grouped import grouped
+from meshtrain.parallel.pipeline.buffers import empty
 from meshtrain.parallel.pipeline.split_backward import Halves, split_backward
-from meshtrain.parallel.pipeline.stage import Slot, Stage, empty
+from meshtrain.parallel.pipeline.stage import Slot, Stage
 from meshtrain.step import Program
 
 BATCH, WIDTH, HIDDEN = 5, 7, 11

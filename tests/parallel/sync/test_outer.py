@@ -53,7 +53,9 @@ def test_copies_of_a_weight_stay_equal_whatever_shares_the_message(case):
     state, _ = exchange(state._replace(islands=state.islands._replace(params=own, counted=counted)))
     assert largest_difference(before, state.params) > 1e-3
     assert copies_differ(state) == []
-    sent = sum(c.sent for c in collectives(exchange, built.mesh, built.taken) if c.axes == (ISLAND,))
+    sent = sum(
+        c.sent for c in collectives(exchange, built.mesh, built.taken) if c.axes == (ISLAND,)
+    )
     assert sent == pytest.approx(built.islands.outer.sent_bytes(0), rel=1e-6)
     assert sum(
         flow.sent for flow in gradient_traffic.sync_transfers(built.config)
