@@ -37,7 +37,7 @@ ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 PAUSES = (0.1, 0.4, 1.5, 4.0)  # seconds between two tries
 
 
-class Refused(OSError):
+class RequestRefused(OSError):
     """A store refused as often as it was asked: nobody need ask again."""
 
 
@@ -57,7 +57,7 @@ def retried(read: Callable[[], T]) -> T:
         try:
             return read()
         except OSError as error:
-            if error.errno not in PASSING or isinstance(error, Refused):
+            if error.errno not in PASSING or isinstance(error, RequestRefused):
                 raise
             time.sleep(pause)
     return read()

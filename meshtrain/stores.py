@@ -1,7 +1,7 @@
 """Object stores (s3://, gs://, hf://): requests that are bounded whole, tried again, and end in one sentence; local
 copies of what is read.
 
-    read(s3://bucket/a, at, size) ──► one request ── too slow, cut short, 503 ──► again, PAUSES apart ──► Refused
+    read(s3://bucket/a, at, size) ──► one request ── too slow, cut short, 503 ──► again, PAUSES apart ──► RequestRefused
     local_copy(s3://bucket/model) ──► CACHE/copy-1f3a.../config.json, model.safetensors
 
 fsspec's file systems do the talking (extra `remote`). A timeout of a socket begins anew with each byte that drips in,
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshtrain.errors import ConfigError, not_installed, short
-from meshtrain.files import PAUSES, Refused, cache_directory, locked, temporary_beside
+from meshtrain.files import PAUSES, RequestRefused, cache_directory, locked, temporary_beside
 
 T = TypeVar("T")
 
@@ -113,7 +113,8 @@ def _once(address: str, method: str, seconds: float, fresh: bool, *given: Any, *
 def _ask(
     address: str, method: str, *given: Any, size: int = 0, whole: int | None = None, **more: Any
 ) -> Any:
-    """Returns what a method of fsspec's answers, PATH standing for the path; Refused once it was tried often enough.
+    """Returns what a method of fsspec's answers, PATH standing for the path; RequestRefused once it was tried often
+    enough.
 
     `size`: bytes on their way. `whole`: bytes that an answer has, or it was cut short. FileNotFoundError,
     FileExistsError at once.
@@ -144,7 +145,7 @@ def _ask(
                 fresh = True
         if pause is not None:
             time.sleep(pause * random.uniform(0.8, 1.2))
-    raise Refused(number, reason, address)
+    raise RequestRefused(number, reason, address)
 
 
 def read(address: str, at: int = 0, size: int | None = None) -> bytes:

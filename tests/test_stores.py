@@ -6,7 +6,7 @@ import pytest
 
 from meshtrain import stores
 from meshtrain.errors import ConfigError
-from meshtrain.files import Refused
+from meshtrain.files import RequestRefused
 
 pytest.importorskip("s3fs", reason="needs the extra remote")
 pytest.importorskip("moto", reason="needs moto's server")
@@ -73,7 +73,7 @@ def test_a_fault_that_stays_is_refused_in_bounded_time(server: StoreServer, faul
     stores.write(f"{ROOT}/a", b"x" * 1000)
     server.fail(1000, fault)
     began = time.monotonic()
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRefused) as refused:
         stores.read(f"{ROOT}/a", 0, 1000)
     assert time.monotonic() - began < 20
     assert refused.value.filename == f"{ROOT}/a"

@@ -27,7 +27,7 @@ from meshtrain.checkpoint.global_arrays import GlobalArrays
 from meshtrain.checkpoint.manifest import Start, StepManifest
 from meshtrain.config import Config
 from meshtrain.errors import Unreadable, refusal
-from meshtrain.files import ABSENT, Refused, is_full, retried
+from meshtrain.files import ABSENT, RequestRefused, is_full, retried
 from meshtrain.run.directory import note_checkpoint
 from meshtrain.run.processes import gathered, is_first
 from meshtrain.step import State
@@ -416,7 +416,7 @@ def _reason(error: BaseException, root: Path | None = None) -> str:
     """Returns the system's reason, under however many layers; `root`: where something could not be written."""
     if isinstance(error, _FailedElsewhere):
         return str(error)
-    if isinstance(error, Refused):
+    if isinstance(error, RequestRefused):
         return f"{error.filename}: {refusal(error)}"
     reasons = [
         os.strerror(number).lower()

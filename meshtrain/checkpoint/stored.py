@@ -23,7 +23,7 @@ from meshtrain.checkpoint import steps
 from meshtrain.checkpoint.steps import COMMIT, DIGESTS, MANIFEST, STORED
 from meshtrain.errors import ConfigError, refusal, short
 from meshtrain.files import (
-    Refused,
+    RequestRefused,
     is_address,
     locked,
     refuse_passing,
@@ -102,7 +102,7 @@ class StoredSteps:
             [name for name in files if name != COMMIT],
         )
         if not stores.write_new(f"{address}/{COMMIT}", (writing / COMMIT).read_bytes()):
-            raise Refused(errno.EEXIST, "another run has written this step", address)
+            raise RequestRefused(errno.EEXIST, "another run has written this step", address)
         write_atomically(writing / STORED, f"{address}\n".encode())
         for place in steps.PLACES:
             shutil.rmtree(writing / place, ignore_errors=True)

@@ -6,7 +6,8 @@
     both                                     dense_linear_blocks           linear_blocks  ...
 
 A model whose layers are all of one kind has one stack, `blocks`. Which layers are in which stack is a fact of the
-model, whatever the mesh: weights, checkpoints, files, placement, the program and the planner all ask for it here. No JAX.
+model, whatever the mesh: weights, checkpoints, files, placement, the program and the planner all ask for it here. No
+JAX.
 """
 
 import functools

@@ -282,7 +282,8 @@ class Stages:
     """Returns how the layers are assigned to the virtual stages.
 
     A virtual stage has slots of kinds, the same on all, since all run one program. Its layers take the first slots that
-    they fit into, in order; the others are padding. Layers of one kind have as many slots as the longest stage has layers.
+    they fit into, in order; the others are padding. Layers of one kind have as many slots as the longest
+    stage has layers.
 
         slots                     dense  blocks  blocks  blocks
         virtual stage 0             0       1       2       ·

@@ -190,7 +190,8 @@ class Zero:
 
     def reduce_early(self, gradients: Tree) -> Tree:
         """Reduce-scatters gradients of parts, by their names (of a stack: of some layers, stacked), that are already
-        complete, to overlap with the rest of the backward pass; `reduce_grads` passes them through. Norms and biases, which are
+        complete, to overlap with the rest of the backward pass; `reduce_grads` passes them through. Norms and
+        biases, which are
         small, stay as they are: at the end one message takes all of them.
         """
 

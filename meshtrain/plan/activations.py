@@ -392,7 +392,8 @@ def _work(config: Config, platform: str) -> float:
 
 
 # numbers a token and head of a chunk's tokens, and of keys' and values' width, that the rule's backward has at hand
-PAIRS, ROWS = 7, 9
+PAIRS = 7
+ROWS = 9
 
 
 def _rule(config: Config) -> float:

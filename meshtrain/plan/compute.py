@@ -264,7 +264,8 @@ def _attention_mixer(
 
 
 # Passes over float32 rows of keys and values of a chunk, and over its pairs of tokens, of the rule forward.
-RULE_ROWS, RULE_PAIRS = 12, 6
+RULE_ROWS = 12
+RULE_PAIRS = 6
 
 
 def _linear_mixer(
@@ -281,7 +282,9 @@ def _linear_mixer(
     heads = sizes.value_heads // shape.tensor
     keys = sizes.key_heads // shape.tensor * sizes.key_dim
     values = heads * sizes.value_dim
-    c, k, v = sizes.chunk, sizes.key_dim, sizes.value_dim
+    c = sizes.chunk
+    k = sizes.key_dim
+    v = sizes.value_dim
     maps = k if shape.context > 1 else 0
     of_chunk = [(c, k, c), (c, k, c), (c, c, c // 3), (c, c, k + v), (c, k, v + maps)]
     of_chunk += [(k, c, v + maps), (c, k, v), (c, c, v)]

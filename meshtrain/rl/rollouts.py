@@ -67,7 +67,7 @@ class Drawing(NamedTuple):
     goes_on: jax.Array  # bool []: any slot of any rank
 
 
-class Drawn(NamedTuple):
+class DrawnAnswers(NamedTuple):
     """The answers of a wave, the same on all devices."""
 
     tokens: Any  # int32 [S, most]
@@ -137,7 +137,7 @@ class Rollouts:
             answers += [self._answer(wave, drawn, int(slot)) for slot in slots]
         return [answers[first : first + group] for first in range(0, len(answers), group)]
 
-    def _answer(self, wave: Wave, drawn: Drawn, slot: int) -> Answer:
+    def _answer(self, wave: Wave, drawn: DrawnAnswers, slot: int) -> Answer:
         count = drawn.counts[slot]
         tokens = drawn.tokens[slot, :count]
         experts = None
@@ -206,7 +206,7 @@ class Rollouts:
 
     @cached_property
     def _program(self) -> Any:
-        """The compiled program (weights, Wave) -> Drawn."""
+        """The compiled program (weights, Wave) -> DrawnAnswers."""
         rows = PartitionSpec(self.forward.rows)
         mapped = jax.shard_map(
             self._draw_wave,
@@ -218,7 +218,7 @@ class Rollouts:
         weights = self.resharding.shardings(self.resharding.specs)
         return jax.jit(mapped, in_shardings=(weights, everywhere), out_shardings=everywhere)
 
-    def _draw_wave(self, weights: Parts, wave: Wave) -> Drawn:
+    def _draw_wave(self, weights: Parts, wave: Wave) -> DrawnAnswers:
         state, prompt_experts = self._begin(weights, wave)
 
         def step(state: Drawing) -> Drawing:
@@ -231,7 +231,9 @@ class Rollouts:
             return self._choose(wave, state, read.logits)
 
         state = lax.while_loop(lambda state: state.goes_on, step, state)
-        return Drawn(state.drawn, state.logprobs, state.counts, state.experts, prompt_experts)
+        return DrawnAnswers(
+            state.drawn, state.logprobs, state.counts, state.experts, prompt_experts
+        )
 
     def _begin(self, weights: Parts, wave: Wave) -> tuple[Drawing, jax.Array | None]:
         """Reads the prompts, and chooses the first token of every slot; with the experts of the prompts, if they are

@@ -452,8 +452,8 @@ class Stage:
     # --- buffers of the layers
 
     def stash_shapes(self, split: bool) -> tuple[list[Tree], list[Tree]]:
-        """Returns two lists of shapes, for a layer of each place of each segment: those that F stashes, and those that I
-        leaves for W if the backward is `split`.
+        """Returns two lists of shapes, for a layer of each place of each segment: those that F stashes, and those that
+        I leaves for W if the backward is `split`.
         """
         zero = jnp.zeros((), jnp.int32)
 
