@@ -154,7 +154,7 @@ def run(data_ranks, tensor_ranks, stages):
     for k in range(3):
         state, metrics = step(state, program.place(data.batch(k)))
         losses.append(float(metrics["loss"]))
-    return losses, live_bytes(state), collectives(step, program.mesh, program.busy)
+    return losses, live_bytes(state), collectives(step, program.mesh, program.taken)
 
 
 runs = {shape: run(*shape) for shape in [(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]}
