@@ -304,8 +304,11 @@ def _add_attention(model: ModelConfig, add: Callable[..., None]) -> None:
 def _add_latent(model: ModelConfig, add: Callable[..., None]) -> None:
     """Adds the weights of latent attention but for its output's: down to what all heads share, and up to each head.
 
-    q_down  [embed, latent]   q_norm  [latent]   q_up  [latent, heads, nope + rope]    or q where q_rank is 0
-    kv_down [embed, latent + rope]   kv_norm [latent]   k_up [latent, heads, nope]   v_up [latent, heads, value]
+        q_down  [embed, latent]          q_norm  [latent]    q_up  [latent, heads, nope + rope]
+        kv_down [embed, latent + rope]   kv_norm [latent]    k_up  [latent, heads, nope]
+                                                             v_up  [latent, heads, value]
+
+    Where q_rank is 0, q [embed, heads, nope + rope] stands in the place of the first line.
     """
     mla = model.mla
     embed = ("embed", model.d_model)

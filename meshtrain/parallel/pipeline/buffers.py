@@ -1,7 +1,9 @@
 """Buffers of a stage: places that are read and written by index, and the order of what travels.
 
-places      0     1     2          a clock's table says which one a microbatch has
-buffer    [ x ] [ x ] [ . ]  ──►   `read`, `write` and `add` take [place, ...] out of arrays that are carried
+    places      0     1     2
+    buffer    [ x ] [ x ] [ . ]
+
+The table says which place a microbatch has in a clock. Buffers are arrays [places, ...] that a loop carries.
 """
 
 from collections.abc import Callable
