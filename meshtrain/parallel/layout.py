@@ -90,9 +90,11 @@ class SlotKind(NamedTuple):
 class Segment(NamedTuple):
     """Neighbouring slots of a chunk, of one kind or of a period of kinds that comes over and over:
 
-    slots      dense   linear linear full   linear linear full
-    segments   ──┬──   ────────────────┬───────────────────
-         1 turn of [dense]     2 turns of [linear, linear, full]
+        slots      dense   linear linear full   linear linear full
+        segments   ──┬──   ────────────────┬───────────────────
+             1 turn of [dense]     2 turns of [linear, linear, full]
+
+    A segment is one loop, whose body has a layer of each kind of its period.
     """
 
     first: int  # slot
