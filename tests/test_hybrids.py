@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from meshtrain.config import ConfigError, load
+from meshtrain.config.follow import put
 from meshtrain.step import Program
 
 ROWS, LENGTH, VOCABULARY = 4, 48, 31
@@ -56,17 +57,28 @@ def batch(packed: bool) -> dict[str, np.ndarray]:
     return arrays | {"segments": segments, "positions": positions, "weights": weights}
 
 
-def loss_and_gradient(config, packed: bool):
+def loss_and_gradient(config, packed: bool, params=None, one=None):
+    """Returns both, of the program's own weights unless others are given; `one`: what the loss is multiplied by."""
     program = Program(config)
-    placed = program.place(batch(packed))
-    one = jnp.float32(1)
-    loss, gradient = jax.jit(program.gradients)(program.init().params, placed, jnp.int32(0), one)
+    params = program.init().params if params is None else params
+    one = jnp.float32(1) if one is None else one
+    loss, gradient = jax.jit(program.gradients)(
+        params, program.place(batch(packed)), jnp.int32(0), one
+    )
     return float(loss), program.layout.canonical(jax.tree.map(np.asarray, gradient))
 
 
 @functools.cache
 def of_one_device(experts: bool, packed: bool):
-    return loss_and_gradient(config({}, EXPERTS if experts else None), packed)
+    """Returns both in float64, from the weights that float32 has."""
+    of_float32 = config({}, EXPERTS if experts else None)
+    params = jax.tree.map(np.asarray, Program(of_float32).init().params)
+    wide = dict.fromkeys(("compute", "reduce", "gradient_sums"), "float64")
+    with pytest.MonkeyPatch.context() as patch, jax.enable_x64(True):
+        patch.setattr(jnp, "float32", jnp.float64)
+        one = jnp.float64(1)
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params)
+        return loss_and_gradient(put(of_float32, precision=wide), packed, params, one)
 
 
 @pytest.mark.thorough
