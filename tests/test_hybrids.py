@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from meshtrain.config import ConfigError, load
+from meshtrain.config.follow import put
 from meshtrain.step import Program
 
 ROWS, LENGTH, VOCABULARY = 4, 48, 31
@@ -29,6 +30,23 @@ EXPERTS = {
     "layers": 5,
     "d_ff": None,
     "moe": {"experts": 4, "top_k": 2, "d_ff": 8, "shared_experts": 1},
+}
+# widths that products in float8 take on two tensor ranks
+OF_SIXTEENS = {
+    "d_ff": 32,
+    "head_dim": 16,
+    "linear": MODEL["linear"] | {"key_dim": 16, "value_dim": 8},
+}
+SPLIT = (
+    {"data": 2, "tensor": 2, "pipeline": 2},
+    {"zero_stage": 2, "microbatches": 2, "schedule": "1f1b"},
+)
+# steps of sgd are as long as the gradients are
+SGD = {"name": "sgd", "learning_rate": 0.1}
+CROSSES = {
+    "LoRA": {"lora": {"rank": 2}, "optimizer": SGD},
+    "float8": {"precision": {"matmul": "float8", "float8_skip": [0, 0]}, "optimizer": SGD},
+    "muon": {"optimizer": {"name": "muon", "learning_rate": 0.01}},
 }
 
 
@@ -56,17 +74,28 @@ def batch(packed: bool) -> dict[str, np.ndarray]:
     return arrays | {"segments": segments, "positions": positions, "weights": weights}
 
 
-def loss_and_gradient(config, packed: bool):
+def loss_and_gradient(config, packed: bool, params=None, one=None):
+    """Returns both, of the program's own weights unless others are given; `one`: what the loss is multiplied by."""
     program = Program(config)
-    placed = program.place(batch(packed))
-    one = jnp.float32(1)
-    loss, gradient = jax.jit(program.gradients)(program.init().params, placed, jnp.int32(0), one)
+    params = program.init().params if params is None else params
+    one = jnp.float32(1) if one is None else one
+    loss, gradient = jax.jit(program.gradients)(
+        params, program.place(batch(packed)), jnp.int32(0), one
+    )
     return float(loss), program.layout.canonical(jax.tree.map(np.asarray, gradient))
 
 
 @functools.cache
 def of_one_device(experts: bool, packed: bool):
-    return loss_and_gradient(config({}, EXPERTS if experts else None), packed)
+    """Returns both in float64, from the weights that float32 has."""
+    of_float32 = config({}, EXPERTS if experts else None)
+    params = jax.tree.map(np.asarray, Program(of_float32).init().params)
+    wide = dict.fromkeys(("compute", "reduce", "gradient_sums"), "float64")
+    with pytest.MonkeyPatch.context() as patch, jax.enable_x64(True):
+        patch.setattr(jnp, "float32", jnp.float64)
+        one = jnp.float64(1)
+        params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params)
+        return loss_and_gradient(put(of_float32, precision=wide), packed, params, one)
 
 
 @pytest.mark.thorough
@@ -104,6 +133,38 @@ def test_first_loss_and_gradients_are_those_of_one_device_to_a_millionth(
     norm = np.linalg.norm
     errors = jax.tree.map(lambda x, y: norm(x - y) / max(norm(y), 1e-30), seen, gradient)
     assert max(jax.tree.leaves(errors)) < 1e-6, errors
+
+
+@functools.cache
+def three_steps(cross: str, split: bool):
+    """Returns the losses and gradient norms of three steps, and how far they move each weight."""
+    sections = CROSSES[cross]
+    mesh, parallel = SPLIT if split else ({}, {})
+    train = {"global_batch_size": ROWS, "sequence_length": LENGTH}
+    given = {"model": MODEL | OF_SIXTEENS, "mesh": mesh, "train": train, "parallel": parallel}
+    program = Program(load(given | sections))
+    numbers = lambda state: program.layout.canonical(jax.tree.map(np.asarray, state.params))
+    state = program.init()
+    before = numbers(state)
+    metrics = []
+    for _ in range(3):
+        state, found = program.train_step(state, program.place(batch(packed=True)))
+        metrics.append([float(found["loss"]), float(found["grad_norm"])])
+    return np.array(metrics), jax.tree.map(np.subtract, numbers(state), before)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("cross", CROSSES)
+def test_three_steps_on_three_axes_are_those_of_one_device(cross):
+    metrics, moved = three_steps(cross, split=True)
+    expected, should_move = three_steps(cross, split=False)
+    # float8 rounds a sum in another order to another of its few numbers, see test_float8
+    of_float8 = cross == "float8"
+    np.testing.assert_allclose(metrics[:, 0], expected[:, 0], rtol=1e-4 if of_float8 else 1e-6)
+    np.testing.assert_allclose(metrics[:, 1], expected[:, 1], rtol=0.03 if of_float8 else 1e-6)
+    norm = np.linalg.norm
+    errors = jax.tree.map(lambda x, y: norm(x - y) / max(norm(y), 1e-30), moved, should_move)
+    assert max(jax.tree.leaves(errors)) < (0.03 if of_float8 else 1e-5), errors
 
 
 @pytest.mark.parametrize(
