@@ -263,12 +263,18 @@ def pattern_config(name: str, placed: bool) -> Config:
 @pytest.mark.parametrize("name", thorough_but(list(PATTERNS), lambda _: False, ["2 x 2 x 2"]))
 def test_a_pattern_of_kinds_has_the_gradients_of_one_device(name: str, gate: None) -> None:
     alone = pattern_config(name, placed=False)
-    numbers = canonical_numbers(Program(alone).layout)
+    layout = Program(alone).layout
+    # matrices so small that 12 layers do not make rounding larger
+    numbers = layout.map(
+        lambda weight, x: x if weight.name.endswith("scale") else np.float32(0.3) * x,
+        canonical_numbers(layout),
+    )
     loss, gradients = gradients_of(alone, numbers, batch_of(False))
     mesh_loss, on_mesh = gradients_of(pattern_config(name, placed=True), numbers, batch_of(False))
     assert mesh_loss == pytest.approx(loss, rel=WITHIN)
     apart = jax.tree.map(lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b), on_mesh, gradients)
-    assert max(jax.tree.leaves(apart)) < 4 * WITHIN
+    # both are rounded to float32
+    assert max(jax.tree.leaves(apart)) < 2 * WITHIN
 
 
 def test_a_pattern_runs_its_layers_in_their_order(gate: None) -> None:
