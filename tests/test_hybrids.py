@@ -158,13 +158,13 @@ def three_steps(cross: str, split: bool):
 def test_three_steps_on_three_axes_are_those_of_one_device(cross):
     metrics, moved = three_steps(cross, split=True)
     expected, should_move = three_steps(cross, split=False)
-    # float8 rounds a sum in another order to another of its few numbers, see test_float8
-    of_float8 = cross == "float8"
-    np.testing.assert_allclose(metrics[:, 0], expected[:, 0], rtol=1e-4 if of_float8 else 1e-6)
-    np.testing.assert_allclose(metrics[:, 1], expected[:, 1], rtol=0.03 if of_float8 else 1e-6)
+    # A sum in another order may round to another of float8's few numbers. Without float8 the losses are 8e-6, the norms
+    # 6e-4 and the moves 0.1 away.
+    within, of_moves = (5e-6, 1e-3) if cross == "float8" else (1e-6, 1e-5)
+    np.testing.assert_allclose(metrics, expected, rtol=within)
     norm = np.linalg.norm
     errors = jax.tree.map(lambda x, y: norm(x - y) / max(norm(y), 1e-30), moved, should_move)
-    assert max(jax.tree.leaves(errors)) < (0.03 if of_float8 else 1e-5), errors
+    assert max(jax.tree.leaves(errors)) < of_moves, errors
 
 
 @pytest.mark.parametrize(
