@@ -27,6 +27,7 @@ import numpy as np
 from meshtrain.config import Config
 from meshtrain.config.follow import replaced
 from meshtrain.config.model import PROJECTIONS, LoraConfig, ModelConfig, positions_of
+from meshtrain.config.stacks import layers_of_stacks
 from meshtrain.errors import ConfigError, short
 from meshtrain.hf.hf_directory import DTYPES, ENDING, TensorFiles
 from meshtrain.hf.mapping import Source, mappings
@@ -95,6 +96,11 @@ def peft_modules(model: ModelConfig) -> list[PeftModule]:
         raise ConfigError(
             f"adapters of {model.family} are not exchanged with PEFT: transformers 4 and 5 call its modules "
             "differently; merge them, and export that."
+        )
+    if len(layers_of_stacks(model)) > 1:
+        raise ConfigError(
+            f"adapters of {model.family} are not exchanged with PEFT where its layers are of several kinds "
+            "(model.dense_layers, model.pattern); merge them, and export that."
         )
     by_name = mappings(model)
     modules = dict[str, list[Weight]]()

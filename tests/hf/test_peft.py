@@ -23,7 +23,7 @@ from meshtrain.config import load
 from meshtrain.errors import ConfigError
 from meshtrain.hf import peft
 from meshtrain.hf.hf_directory import config_of
-from meshtrain.hf.peft import Adapters
+from meshtrain.hf.peft import Adapters, peft_modules
 from meshtrain.mesh import make_mesh
 from meshtrain.model.weights import adapters
 
@@ -291,3 +291,9 @@ def test_a_section_that_adapters_contradict_is_refused(tmp_path, capsys):
     assert "lora.rank is 8, but the adapters in" in refusals.refused(
         main, capsys, *words, "--set", "lora.rank=8"
     )
+
+
+def test_adapters_of_layers_of_several_kinds_are_refused():
+    model = {"family": "mixtral", "layers": 3, "dense_layers": 1, "moe": {"experts": 4}}
+    with pytest.raises(ConfigError, match=r"PEFT .*several kinds .*model\.dense_layers"):
+        peft_modules(load({"model": model}).model)
