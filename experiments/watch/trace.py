@@ -77,11 +77,12 @@ def counted(trace: Trace, config: Config) -> dict[tuple[str, str], float]:
     stages = config.mesh.pipeline
     busy = 1.0
     if stages > 1:
-        busy = make_table(
+        schedule = make_table(
             parallel.schedule, stages, parallel.microbatches, parallel.virtual_stages
-        ).busy
+        )
+        busy = schedule.microbatches * schedule.chunks / schedule.clocks
     found: dict[tuple[str, str], float] = defaultdict(float)
-    for one in collectives(trace.module, mesh, busy):
+    for one in collectives(trace.module, mesh, lambda source: busy):
         if f"shard_map/{xla.EMBEDDING}/cond/" not in one.source:
             found[one.kind, one.axis] += one.times
     return found
