@@ -11,7 +11,7 @@ from meshtrain.files import RequestRefused
 pytest.importorskip("s3fs", reason="needs the extra remote")
 pytest.importorskip("moto", reason="needs moto's server")
 
-from store_server import BUCKET, StoreServer, store_server
+from store_server import BUCKET, StoreServer, impatient, store_server
 
 ROOT = f"s3://{BUCKET}/things"
 
@@ -25,13 +25,9 @@ def server():
 
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch, server: StoreServer, tmp_path):
-    monkeypatch.setattr(stores, "PAUSES", (0.01, 0.02))
-    monkeypatch.setattr(stores, "PATIENCE", 3.0)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield
-    monkeypatch.undo()
-    server.fault = lambda method, path: None
-    stores.remove([f"{ROOT}/{name}" for name in stores.listing(ROOT)])
+    with impatient(monkeypatch, server, tmp_path / "cache", ROOT):
+        yield
+        monkeypatch.undo()
 
 
 def test_what_is_written_is_read_in_whole_and_by_ranges_and_listed():

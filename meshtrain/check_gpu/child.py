@@ -5,7 +5,6 @@ Prints a JSON line on the device, then one a run: `{"name": ..., "steps": [[loss
 
 import json
 import sys
-from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ import meshtrain as mt
 from meshtrain import xla
 from meshtrain.check_gpu.cases import CASES, STEPS
 from meshtrain.errors import short
+from meshtrain.run.versions import versions
 
 
 def device() -> dict[str, Any]:
@@ -25,10 +25,7 @@ def device() -> dict[str, Any]:
         "kind": here.device_kind,
         "devices": jax.device_count(),
         "driver": here.client.platform_version,
-        "jax": jax.__version__,
-        "jaxlib": jax.lib.__version__,
-        "meshtrain": version("meshtrain"),
-    }
+    } | versions()
 
 
 def losses(name: str) -> list[list[float]]:

@@ -13,11 +13,10 @@ which the files have as layers behind the last one.
 from collections.abc import Iterator
 from typing import Any
 
-from meshtrain.families import FAMILIES, yarn_amplitude
-from meshtrain.hf_families import llama
+from meshtrain.families import yarn_amplitude
+from meshtrain.hf_families import llama, mixture
 from meshtrain.hf_families.family import HfFamily, WeightName
 from meshtrain.hf_families.json_fields import Json, activation, positive, refuse_unless
-from meshtrain.hf_families.mixture import in_memory
 
 # Fields with the one value that is computed here.
 LEGAL = {
@@ -42,18 +41,7 @@ def section(config: Json, where: str) -> dict[str, Any]:
     model = llama.sizes_section(config, where, heads, tied=False)
     model["activation"] = activation(config.get("hidden_act", "silu"), where)
     mla = {ours: config.get(theirs) or 0 for ours, theirs in SIZES.items()}
-    groups = (config.get("n_group") or 1, config.get("topk_group") or 1)
-    moe = {
-        "experts": positive(config, "n_routed_experts", where),
-        "top_k": positive(config, "num_experts_per_tok", where),
-        "d_ff": positive(config, "moe_intermediate_size", where),
-        "shared_experts": config.get("n_shared_experts") or 0,
-        "router": "sigmoid",
-        "normalize": bool(config.get("norm_topk_prob", True)),
-        "route_scale": float(config.get("routed_scaling_factor", 1.0)),
-        "groups": groups if groups[0] > 1 else (),
-        "balance": "bias",
-    }
+    moe = mixture.sigmoid_section(config, where, config.get("n_shared_experts") or 0)
     model["dense_d_ff"] = model.pop("d_ff")
     model |= {"dense_layers": config.get("first_k_dense_replace", 3), "mla": mla, "moe": moe}
     return model | rope_section(config, where, mla["nope"] + mla["rope"])
@@ -82,7 +70,6 @@ def rope_section(config: Json, where: str, width: int) -> dict[str, Any]:
 
 
 def config(model: Json, length: int) -> dict[str, Any]:
-    moe = model["moe"]
     rope = rope_parameters(model)
     return {
         **llama.sizes_config(model, length),
@@ -92,16 +79,7 @@ def config(model: Json, length: int) -> dict[str, Any]:
         "head_dim": model["mla"].rope,
         "rope_parameters": rope,
         "num_nextn_predict_layers": model["mtp"],
-        "first_k_dense_replace": model["dense_layers"],
-        "intermediate_size": model["dense_d_ff"],
-        "moe_intermediate_size": moe.d_ff or FAMILIES[model["family"]].d_ff(model["d_model"]),
-        "n_routed_experts": moe.experts,
-        "n_shared_experts": moe.shared_experts,
-        "num_experts_per_tok": moe.top_k,
-        "norm_topk_prob": moe.normalize,
-        "routed_scaling_factor": moe.route_scale,
-        "n_group": moe.groups[0] if moe.groups else 1,
-        "topk_group": moe.groups[1] if moe.groups else 1,
+        **mixture.dense_first_config(model),
     }
 
 
@@ -168,7 +146,7 @@ def _family(name: str) -> HfFamily:
         section,
         config,
         names,
-        in_memory,
+        mixture.in_memory,
         model_type="deepseek_v3",
         window=False,
         router="sigmoid",

@@ -16,11 +16,9 @@ Layers behind the last one, which predict further tokens, do not belong to the c
 from collections.abc import Iterator
 from typing import Any
 
-from meshtrain.families import FAMILIES
-from meshtrain.hf_families import llama
+from meshtrain.hf_families import llama, mixture
 from meshtrain.hf_families.family import HfFamily, WeightName
 from meshtrain.hf_families.json_fields import Json, activation, positive, refuse_unless
-from meshtrain.hf_families.mixture import in_memory
 
 SHARE = "partial_rotary_factor"
 
@@ -30,7 +28,6 @@ def section(config: Json, where: str) -> dict[str, Any]:
     heads = positive(config, "num_attention_heads", where)
     kv_heads = config.get("num_key_value_heads") or heads
     model = llama.sizes_section(config, where, kv_heads, tied=False)
-    groups = (config.get("n_group") or 1, config.get("topk_group") or 1)
     rope = config.get("rope_parameters") or {}
     share = float(rope.get(SHARE) or config.get(SHARE) or 0.5)
     whole = {key: value for key, value in config.items() if key != SHARE}
@@ -44,17 +41,7 @@ def section(config: Json, where: str) -> dict[str, Any]:
         "qk_norm": bool(config.get("use_qk_norm", False)),
         "rope_share": share,
         "dense_layers": dense,
-        "moe": {
-            "experts": positive(config, "n_routed_experts", where),
-            "top_k": positive(config, "num_experts_per_tok", where),
-            "d_ff": positive(config, "moe_intermediate_size", where),
-            "shared_experts": config.get("n_shared_experts", 1),
-            "router": "sigmoid",
-            "normalize": bool(config.get("norm_topk_prob", True)),
-            "route_scale": float(config.get("routed_scaling_factor", 1.0)),
-            "groups": groups if groups[0] > 1 else (),
-            "balance": "bias",
-        },
+        "moe": mixture.sigmoid_section(config, where, config.get("n_shared_experts", 1)),
     }
     width = model.pop("d_ff")
     if dense:
@@ -65,7 +52,6 @@ def section(config: Json, where: str) -> dict[str, Any]:
 
 
 def config(model: Json, length: int) -> dict[str, Any]:
-    moe = model["moe"]
     rope = llama.rope_parameters(model) | {SHARE: model["rope_share"]}
     return {
         **llama.sizes_config(model, length),
@@ -74,16 +60,7 @@ def config(model: Json, length: int) -> dict[str, Any]:
         SHARE: model["rope_share"],
         "attention_bias": model["qkv_bias"],
         "use_qk_norm": model["qk_norm"],
-        "first_k_dense_replace": model["dense_layers"],
-        "intermediate_size": model["dense_d_ff"],
-        "moe_intermediate_size": moe.d_ff or FAMILIES[model["family"]].d_ff(model["d_model"]),
-        "n_routed_experts": moe.experts,
-        "n_shared_experts": moe.shared_experts,
-        "num_experts_per_tok": moe.top_k,
-        "norm_topk_prob": moe.normalize,
-        "routed_scaling_factor": moe.route_scale,
-        "n_group": moe.groups[0] if moe.groups else 1,
-        "topk_group": moe.groups[1] if moe.groups else 1,
+        **mixture.dense_first_config(model),
         "num_nextn_predict_layers": 0,
     }
 
@@ -104,7 +81,7 @@ GLM4_MOE = HfFamily(
     section,
     config,
     names,
-    in_memory,
+    mixture.in_memory,
     qkv_bias=None,
     qk_norm=None,
     window=False,

@@ -102,3 +102,36 @@ QWEN3_MOE = _family("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm=True, normalize=
 OLMOE = _family(
     "olmoe", "OlmoeForCausalLM", qk_norm=True, normalize=None, window=False, wide_heads=False
 )
+
+
+def sigmoid_section(config: Json, where: str, shared: Any) -> dict[str, Any]:
+    """Returns the section `moe` of DeepSeek's fields: a router of sigmoid with groups and a bias."""
+    groups = (config.get("n_group") or 1, config.get("topk_group") or 1)
+    return {
+        "experts": positive(config, "n_routed_experts", where),
+        "top_k": positive(config, "num_experts_per_tok", where),
+        "d_ff": positive(config, "moe_intermediate_size", where),
+        "shared_experts": shared,
+        "router": "sigmoid",
+        "normalize": bool(config.get("norm_topk_prob", True)),
+        "route_scale": float(config.get("routed_scaling_factor", 1.0)),
+        "groups": groups if groups[0] > 1 else (),
+        "balance": "bias",
+    }
+
+
+def dense_first_config(model: Json) -> dict[str, Any]:
+    """Returns DeepSeek's fields of experts behind dense layers."""
+    moe = model["moe"]
+    return {
+        "first_k_dense_replace": model["dense_layers"],
+        "intermediate_size": model["dense_d_ff"],
+        "moe_intermediate_size": moe.d_ff or FAMILIES[model["family"]].d_ff(model["d_model"]),
+        "n_routed_experts": moe.experts,
+        "n_shared_experts": moe.shared_experts,
+        "num_experts_per_tok": moe.top_k,
+        "norm_topk_prob": moe.normalize,
+        "routed_scaling_factor": moe.route_scale,
+        "n_group": moe.groups[0] if moe.groups else 1,
+        "topk_group": moe.groups[1] if moe.groups else 1,
+    }

@@ -15,7 +15,7 @@ from meshtrain.errors import ConfigError, Unreadable
 pytest.importorskip("s3fs", reason="needs the extra remote")
 pytest.importorskip("moto", reason="needs moto's server")
 
-from store_server import BUCKET, StoreServer, store_server
+from store_server import BUCKET, StoreServer, impatient, store_server
 
 ROOT = f"s3://{BUCKET}/run"
 
@@ -29,12 +29,8 @@ def server():
 
 @pytest.fixture(autouse=True)
 def impatience(monkeypatch, server: StoreServer, tmp_path):
-    monkeypatch.setattr(stores, "PAUSES", (0.01, 0.02))
-    monkeypatch.setattr(stores, "PATIENCE", 5.0)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield
-    server.fault = lambda method, path: None
-    stores.remove([f"{ROOT}/{name}" for name in stores.listing(ROOT)])
+    with impatient(monkeypatch, server, tmp_path / "cache", ROOT, 5.0):
+        yield
 
 
 def settings(directory, layout="one device", **checkpoint):

@@ -5,7 +5,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+import pytest
+
+from meshtrain import stores
 
 BUCKET = "bucket"
 EXPIRED = (
@@ -105,3 +110,16 @@ def store_server() -> Iterator[StoreServer]:
         os.environ.update(before)
         listening.shutdown()
         thread.join(10)
+
+
+@contextmanager
+def impatient(
+    patch: pytest.MonkeyPatch, server: StoreServer, cache: Path, root: str, patience: float = 3.0
+) -> Iterator[None]:
+    """Has requests tried again at once, with a cache of a test's own; behind it the store is whole and `root` empty."""
+    patch.setattr(stores, "PAUSES", (0.01, 0.02))
+    patch.setattr(stores, "PATIENCE", patience)
+    patch.setenv("XDG_CACHE_HOME", str(cache))
+    yield
+    server.fault = lambda method, path: None
+    stores.remove([f"{root}/{name}" for name in stores.listing(root)])
