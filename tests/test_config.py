@@ -85,7 +85,7 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "a mistyped choice": (
         "model: {family: lama}",
         [],
-        ["model.family is 'lama'", "gpt_oss, gpt2", "did you mean llama?"],
+        ["model.family is 'lama'", "gpt_oss, glm4_moe", "did you mean llama?"],
     ),
     "a ZeRO stage that is none": (
         "parallel: {zero_stage: 4}",

@@ -91,11 +91,11 @@ def problems(model: "ModelConfig") -> Iterator[str]:
     if model.heads % model.kv_heads:
         legal = listed_divisors(model.heads)
         yield f"model.kv_heads {model.kv_heads} does not divide model.heads {model.heads}; legal are {legal}."
-    if family.rotary and model.head_dim * model.rope_share % 2:
-        yield (
-            f"model.head_dim {model.head_dim} times model.rope_share {model.rope_share:g} is "
-            f"{model.head_dim * model.rope_share:g}; rotary positions turn pairs of numbers, so it must be even."
-        )
+    if family.rotary and (turned := model.head_dim * model.rope_share) % 2:
+        numbers = f"model.head_dim {model.head_dim} times model.rope_share {model.rope_share:g}"
+        if model.rope_share == 1:
+            numbers = "model.head_dim"
+        yield f"{numbers} is {turned:g}; rotary positions turn pairs of numbers, so it must be even."
     if model.window and not family.causal:
         but = f"but in {family.name} attention goes both ways, and a window reaches back only"
         yield f"model.window is {model.window}, {but}; leave it out."

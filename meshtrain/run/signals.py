@@ -10,6 +10,7 @@ back may swallow an exception. A thread sees to it that a command ends all the s
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -46,6 +47,7 @@ class StopSignals:
             self._watched = is_command()
             if self._watched:
                 self._watch()
+                sys.unraisablehook = _pass_over_stopped
             for number in self._ours() & heard():
                 self._previous[number] = signal.signal(number, self._handle)
         return self
@@ -53,6 +55,7 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         if self._watched:
             signal.set_wakeup_fd(-1)
+            sys.unraisablehook = sys.__unraisablehook__
             self._watched = False
         for number in self._ours() & self._previous.keys():
             signal.signal(number, self._previous[number])  # type: ignore[arg-type]
@@ -138,6 +141,12 @@ class StopSignals:
             _say(f"{name}: stopping after this step, with a checkpoint.")
         else:
             raise Stopped(_NOTHING_LOST.format(name))
+
+
+def _pass_over_stopped(raised: "sys.UnraisableHookArgs") -> None:
+    """Reports what a finalizer or the garbage collector swallowed, but for Stopped, which the thread meets."""
+    if not issubclass(raised.exc_type, Stopped):
+        sys.__unraisablehook__(raised)
 
 
 def _say(sentence: str) -> None:

@@ -106,6 +106,22 @@ def test_a_request_that_was_met_does_not_end_what_the_process_does_afterwards():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.thorough
+def test_a_request_that_the_garbage_collector_swallows_is_met_without_a_traceback():
+    program = (
+        "import gc, os, signal, time; from meshtrain.run import early; import meshtrain.run.signals as signals\n"
+        "early.hear(); signals.PATIENCE = 0.2\n"
+        "with signals.StopSignals():\n"
+        "    def ask(phase, _): phase == 'stop' or os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    gc.callbacks.append(ask); gc.collect(); gc.callbacks.clear(); time.sleep(60)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 75 and "Traceback" not in done.stderr, done.stderr
+    assert "SIGTERM: stopped before the first step" in done.stderr
+
+
 def test_a_signal_that_is_held_is_met_at_the_end():
     passed = []
     with StopSignals() as stop, pytest.raises(Stopped), stop.held():
