@@ -47,7 +47,6 @@ class StopSignals:
             self._watched = is_command()
             if self._watched:
                 self._watch()
-                sys.unraisablehook = _pass_over_stopped
             for number in self._ours() & heard():
                 self._previous[number] = signal.signal(number, self._handle)
         return self
@@ -55,7 +54,6 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         if self._watched:
             signal.set_wakeup_fd(-1)
-            sys.unraisablehook = sys.__unraisablehook__
             self._watched = False
         for number in self._ours() & self._previous.keys():
             signal.signal(number, self._previous[number])  # type: ignore[arg-type]
@@ -76,6 +74,14 @@ class StopSignals:
                 if number in SIGNALS:
                     self._meet_late(signal.Signals(number).name)
 
+        report = sys.unraisablehook
+
+        def pass_over_stopped(raised: "sys.UnraisableHookArgs") -> None:
+            """Leaves to the thread a request that a finalizer or the garbage collector swallowed."""
+            if not issubclass(raised.exc_type, Stopped):
+                report(raised)
+
+        sys.unraisablehook = pass_over_stopped
         threading.Thread(target=hear, name="meshtrain-signals", daemon=True).start()
 
     def _meet_late(self, name: str) -> None:
@@ -141,12 +147,6 @@ class StopSignals:
             _say(f"{name}: stopping after this step, with a checkpoint.")
         else:
             raise Stopped(_NOTHING_LOST.format(name))
-
-
-def _pass_over_stopped(raised: "sys.UnraisableHookArgs") -> None:
-    """Reports what a finalizer or the garbage collector swallowed, but for Stopped, which the thread meets."""
-    if not issubclass(raised.exc_type, Stopped):
-        sys.__unraisablehook__(raised)
 
 
 def _say(sentence: str) -> None:
