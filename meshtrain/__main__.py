@@ -10,6 +10,7 @@ from pathlib import Path
 
 from meshtrain import cli
 from meshtrain.commands import COMMANDS, MODULES, listed
+from meshtrain.config import load
 from meshtrain.errors import nearest, say, short
 from meshtrain.run import early
 from meshtrain.run.versions import versions
@@ -30,10 +31,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"there is no command {short(name)}{ending}")
         return 2
     cli.typed = "python -m meshtrain" if Path(sys.argv[0]).name == "__main__.py" else "meshtrain"
+    if name == "train" and (code := _refuse(rest[:-1])):
+        return code
     sys.argv = [f"meshtrain.{name}", *rest[:-1]]
     # Ends by the command's own exit code.
     runpy.run_module(f"meshtrain.{MODULES.get(name, name)}", run_name="__main__", alter_sys=True)
     return 0
+
+
+@cli.command
+def _refuse(arguments: Sequence[str] | None) -> int:
+    """Answers a mistake in a config within a second: `meshtrain.train` imports JAX before it reads one."""
+    options = cli.train_parser().parse_args(arguments)
+    path = Path(options.config)
+    # A pipe can be read only once.
+    if path.is_file() or not path.exists():
+        load(options.config, options.set, reading=True)
+    return cli.DONE
 
 
 def version() -> str:

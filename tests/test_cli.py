@@ -511,6 +511,22 @@ def test_the_list_of_commands_has_every_command_with_a_line_and_runs_it(capsys, 
     assert capsys.readouterr().err == "meshtrain: there is no command trian; did you mean train?\n"
 
 
+def test_a_mistake_in_a_config_is_answered_before_jax_is_imported(tmp_path):
+    (tmp_path / "jax.py").write_text("raise SystemExit('JAX is imported')")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+
+    def asked(config: str, text: str = "") -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "meshtrain", "train", "--config", config]
+        return subprocess.run(command, env=environment, input=text, capture_output=True, text=True)
+
+    (tmp_path / "run.yaml").write_text("model: {layer: 2}")
+    done = asked(str(tmp_path / "run.yaml"))
+    assert done.returncode == cli.USAGE and "did you mean layers?" in done.stderr
+    assert "JAX is imported" in asked("quickstart").stderr
+    # A pipe is left to the command, which could not read it again.
+    assert "JAX is imported" in asked("/dev/stdin", "model: {layer: 2}").stderr
+
+
 @pytest.mark.parametrize(
     ("called", "usage"),
     [("/usr/bin/meshtrain", "meshtrain"), ("/x/meshtrain/__main__.py", "python -m meshtrain")],
