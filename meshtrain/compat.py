@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,6 +103,26 @@ def keep_compiled() -> None:
         # All that this module asks of it: who writes, and (no client) whether programs are sent to other processes.
         alone = SimpleNamespace(global_state=SimpleNamespace(process_id=0, client=None))
         compiler.distributed = alone  # type: ignore[assignment]
+
+
+def cache_compiled(directory: Path, most: int) -> None:
+    """Has the next process read from `directory` what this one compiles, unless another cache is named.
+
+    Programs beyond `most` bytes are removed, those written first. A directory that cannot be used is left alone.
+    """
+    name = "jax_compilation_cache_dir"
+    if getattr(jax.config, name) is not None:
+        return
+    with contextlib.suppress(OSError):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        programs = sorted((path.stat().st_mtime, path) for path in directory.iterdir())
+        size = sum(path.stat().st_size for _, path in programs)
+        for _, path in programs:
+            if size <= most:
+                break
+            size -= path.stat().st_size
+            path.unlink()
+        jax.config.update(name, str(directory))
 
 
 def compile_collectives_anew() -> None:

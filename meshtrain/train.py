@@ -32,13 +32,14 @@ import numpy as np
 from meshtrain.checkpoint import Checkpointer, CheckpointError
 from meshtrain.checkpoint.steps import committed_in
 from meshtrain.cli import DONE, FAILED, STOPPED, command, train_parser
-from meshtrain.compat import meet
+from meshtrain.compat import cache_compiled, meet
 from meshtrain.config import Config, ConfigError, chosen, load, notes, to_yaml
 from meshtrain.data import Loader, SplitBatches, open_data, resolve_epochs
 from meshtrain.data.batches import digests
 from meshtrain.errors import Unreadable, say
 from meshtrain.evaluate.evaluation import Evaluation
 from meshtrain.families import FAMILIES
+from meshtrain.files import cache_directory
 from meshtrain.inputs import a_config, inputs
 from meshtrain.mesh import join_cluster, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from meshtrain.rl.answering import AnswerBatches
     from meshtrain.rl.prompts import Prompts
 
+CACHE = 4 << 30  # bytes of compiled programs that stay for later runs
 # seconds that a process waits for the last one to have compiled
 COMPILE_TIMEOUT = 3600
 # errors that are one sentence
@@ -83,6 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.print_config:
             print(to_yaml(config), end="")
             return DONE
+        # A user without a home has no cache.
+        with suppress(ConfigError):
+            cache_compiled(cache_directory() / "compiled", CACHE)
         result = train(config)
         if result.exit_code != FAILED and is_first():
             print(_commands(config))

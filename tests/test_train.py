@@ -86,6 +86,34 @@ def test_text_that_must_be_prepared_first_is_announced(tmp_path, monkeypatch, ca
     assert f"{tmp_path}/text.txt: 93 batches an epoch of 64 tokens\n" in said.out
 
 
+COUNTS_HITS = """
+import sys
+from meshtrain.train import main
+import jax
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: "cache_hits" in event and hits.append(event))
+assert main(sys.argv[1:]) == 0
+print("hits", len(hits))
+"""
+
+
+@pytest.mark.thorough
+def test_a_command_on_one_device_reads_what_the_last_one_compiled_and_removes_the_oldest(tmp_path):
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+
+    def hits(name: str, text: str = COUNTS_HITS) -> int:
+        (tmp_path / name).mkdir()
+        command = [sys.executable, "-c", text, *write(tmp_path / name)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        return int(done.stdout.rpartition("hits ")[2])
+
+    assert hits("first") == 0
+    assert hits("second") > 2
+    limited = COUNTS_HITS.replace("import jax", "import jax, meshtrain.train as t; t.CACHE = 0")
+    assert hits("third", limited) == 0
+
+
 @pytest.mark.thorough
 def test_a_run_that_is_done_adds_nothing_when_run_again(tmp_path):
     arguments = write(tmp_path)
