@@ -44,27 +44,41 @@ KINDS = Registry(LayerKind(FULL), LayerKind(LINEAR))
 
 def kinds_of_layers(model: Model) -> list[str]:
     """Returns the kind of each layer, in the order of the model."""
-    pattern = model.pattern or (FULL,)
-    return [pattern[layer % len(pattern)] for layer in range(model.layers)]
+    return _kinds(model.layers, model.pattern)
 
 
-@functools.lru_cache(maxsize=256)
+def _kinds(layers: int, pattern: tuple[str, ...]) -> list[str]:
+    return [(pattern or (FULL,))[layer % (len(pattern) or 1)] for layer in range(layers)]
+
+
+def is_uniform(model: Any) -> bool:
+    """Returns whether a model's layers are sure to be of one kind."""
+    return not model.pattern and not model.dense_layers
+
+
 def stack_of_layers(model: Any) -> tuple[str, ...]:
     """Returns the name of each layer's stack, in the order of the model."""
-    kinds = [
-        (layer < model.dense_layers, kind) for layer, kind in enumerate(kinds_of_layers(model))
-    ]
+    return _stacks(model.layers, model.dense_layers, model.pattern)
+
+
+# A search asks millions of times: a few numbers are hashed sooner than a model.
+@functools.lru_cache(maxsize=256)
+def _stacks(layers: int, dense_layers: int, pattern: tuple[str, ...]) -> tuple[str, ...]:
+    kinds = [(layer < dense_layers, kind) for layer, kind in enumerate(_kinds(layers, pattern))]
     if len(set(kinds)) == 1:
-        return (BLOCKS,) * model.layers
+        return (BLOCKS,) * layers
     return tuple(
         f"{DENSE}_" * dense + f"{mixer}_" * (mixer != FULL) + BLOCKS for dense, mixer in kinds
     )
 
 
-@functools.lru_cache(maxsize=256)
 def layers_of_stacks(model: Any) -> dict[str, tuple[int, ...]]:
     """Returns the layers of each stack, by its name, in the order in which the model has them first."""
-    names = stack_of_layers(model)
+    return _layers(stack_of_layers(model))
+
+
+@functools.lru_cache(maxsize=256)
+def _layers(names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     return {
         stack: tuple(layer for layer, name in enumerate(names) if name == stack)
         for stack in dict.fromkeys(names)

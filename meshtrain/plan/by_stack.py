@@ -10,7 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from meshtrain.config import Config
-from meshtrain.config.stacks import BLOCKS, layers_of_stacks, model_of_stack, stack_of_layers
+from meshtrain.config.stacks import (
+    BLOCKS,
+    is_uniform,
+    layers_of_stacks,
+    model_of_stack,
+    stack_of_layers,
+)
 from meshtrain.model.weights import is_trained, weights
 from meshtrain.parallel.placement import stages
 
@@ -26,8 +32,7 @@ class StackConfig(NamedTuple):
 
 def stack_configs(config: Config) -> list[StackConfig]:
     """Returns the config of each stack; of a model with one stack the config itself."""
-    stacks = layers_of_stacks(config.model)
-    if len(stacks) == 1:
+    if is_uniform(config.model) or len(stacks := layers_of_stacks(config.model)) == 1:
         return [StackConfig(BLOCKS, config)]
     return [StackConfig(stack, _config_of(config, stack)) for stack in stacks]
 
@@ -68,6 +73,8 @@ def averaged(function: Callable[..., Result]) -> Callable[..., Result]:
 
     @functools.wraps(function)
     def mean(config: Config, *more: Any, **named: Any) -> Result:
+        if is_uniform(config.model):
+            return function(config, *more, **named)
         several = stack_configs(config)
         if len(several) == 1:
             return function(config, *more, **named)
