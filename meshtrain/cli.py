@@ -14,6 +14,7 @@ import math
 import os
 import re
 import select
+import shlex
 import stat
 import sys
 import traceback
@@ -262,8 +263,11 @@ class Parser(argparse.ArgumentParser):
         ):
             self._refuse_bare_config(words)
         parsed, beyond = super().parse_known_args(words, namespace)
-        if beyond and (setting := self._setting(*beyond[:1])):
-            self.error(f"unexpected argument {short(beyond[0])}{setting}")
+        if beyond:
+            ending = self._setting(*beyond[:1])
+            if not ending and "--prompt" in self._option_string_actions:
+                ending = f"; did you mean --prompt {shlex.quote(short(beyond[0]))}?"
+            self.error(f"unexpected argument {short(beyond[0])}{ending}")
         if folders := getattr(parsed, "trust", None):
             already = os.environ.get(TRUST, "").split(os.pathsep)
             os.environ[TRUST] = os.pathsep.join(filter(None, dict.fromkeys([*already, *folders])))

@@ -125,8 +125,9 @@ def nearest(word: str, legal: Iterable[str], shown: Callable[[str], object] = st
     """Returns the end of a sentence on the legal word nearest to a wrong one, as it is `shown`; nothing if none is
     near.
     """
-    near = difflib.get_close_matches(word, list(legal), n=1, cutoff=0.6)
-    return f"; did you mean {shown(near[0])}?" if near else ""
+    spellings = {name.casefold(): name for name in legal}
+    near = difflib.get_close_matches(word.casefold(), spellings, n=1, cutoff=0.6)
+    return f"; did you mean {shown(spellings[near[0]])}?" if near else ""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -149,7 +149,7 @@ WRONG = {
             "runs/x --prompt hello --step last",
             "argument --step: 'last' is not a step; it must be a number, best or newest",
         ),
-        ("runs/x hello", "unrecognized arguments: hello"),
+        ("runs/x hello", "unexpected argument hello; did you mean --prompt hello?"),
     ],
     "serve": [
         ("--port 8000", "the following arguments are required: RUN"),

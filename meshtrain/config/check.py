@@ -196,7 +196,7 @@ def _length_problems(config: Config, length: int) -> Iterator[str]:
     parts = 2 * context if zigzag or linear else context
     if length % parts:
         way = "which gives each rank two chunks of a row" if zigzag or linear else "with ulysses"
-        yield f"mesh.context {context}, {way}, needs a row of a multiple of {parts} tokens, but it has {length}."
+        yield f"mesh.context {context}, {way}, needs rows of a multiple of {parts} tokens, but a row has {length}."
     reach = config.model.linear.conv - 1
     if linear and context > 1 and length // parts < reach:
         yield (
@@ -230,7 +230,10 @@ def _batch_problems(config: Config) -> Iterator[str]:
         uneven = f"mesh.data {data} does not divide train.global_batch_size {batch}"
         yield f"{uneven}; legal are {listed_divisors(batch)}, or set {PADDED}."
     if own % microbatches:
-        of_rank = f"each data rank gets {own} sequences (train.global_batch_size {batch} / mesh.data {data})"
+        sequences = "1 sequence" if own == 1 else f"{own} sequences"
+        of_rank = (
+            f"each data rank gets {sequences} (train.global_batch_size {batch} / mesh.data {data})"
+        )
         uneven = f"{of_rank}, which parallel.microbatches {microbatches} does not divide"
         yield f"{uneven}; legal are {listed_divisors(own)}, or set {PADDED}."
 

@@ -22,15 +22,21 @@ BOTH = "neither beside the config that names it nor in the working directory"
 def config_file(source: str | os.PathLike[str]) -> str | Path:
     """Returns the path of a config: itself, or of the one that comes along under a plain name such as quickstart.
 
-    ConfigError for a plain name of none.
+    ConfigError for a plain name of none, and for a path that is not there and ends in the name of one.
     """
     if not isinstance(source, str):
         return Path(source)
-    if not source.replace("_", "").replace("-", "").isalnum() or os.path.lexists(source):
-        return source
     names = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+    is_plain = source.replace("_", "").replace("-", "").isalnum()
+    stem = Path(source).stem
+    if os.path.lexists(source) or not (is_plain or stem in names):
+        return source
     if source in names:
         return CONFIGS / f"{source}.yaml"
+    if not is_plain:
+        raise ConfigError(
+            f"there is no config file {short(source)}; did you mean {stem}, which comes along?"
+        )
     ending = nearest(source, names) or "."
     raise ConfigError(
         f"there is no config {short(source)}; give a YAML file, or one of {', '.join(names)}{ending}"

@@ -113,17 +113,22 @@ def value(hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str]
     """Returns the value of a node, as a `hint` within the bounds of its `key` or one of the `words` that may stand for
     one. Raises ConfigError, which begins with `where`.
     """
-    origin = typing.get_origin(hint)
-    args = typing.get_args(hint)
     if key.null and node.tag == NULL:
         return None
+    return _value(hint, key, node, where, words)
+
+
+def _value(hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str] = ()) -> Any:
+    """Returns the value of a node, or of a list's item, of which none is null."""
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         if node.tag == NULL and type(None) in args:
             return None
         words = [
             word for a in args if typing.get_origin(a) is Literal for word in typing.get_args(a)
         ]
-        return value(next(a for a in args if a is not type(None)), key, node, where, words)
+        return _value(next(a for a in args if a is not type(None)), key, node, where, words)
     if origin is tuple:
         return _list(args[0], key, node, where)
     return _scalar(hint, key, node, where, words)
@@ -135,7 +140,7 @@ def _list(item: Any, key: Key, node: yaml.Node, where: str) -> tuple:
         given = node.value if isinstance(node, yaml.ScalarNode) and node.value else "qkv, mlp_out"
         example = short(given) if item is str else "2, 3"
         raise ConfigError(f"{where} is {shape(node)}; it must be a list, such as [{example}].")
-    return tuple(value(item, key, inner, f"{where}[{i}]") for i, inner in enumerate(node.value))
+    return tuple(_value(item, key, inner, f"{where}[{i}]") for i, inner in enumerate(node.value))
 
 
 def _scalar(hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str]) -> Any:
