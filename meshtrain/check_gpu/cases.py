@@ -17,6 +17,17 @@ _DENSE: dict[str, Any] = {
 }
 _MOE = {"experts": 8, "top_k": 2, "d_ff": 64, "balance": "sequence", "balance_weight": 1.0e-2}
 _SPARSE = {name: value for name, value in _DENSE.items() if name != "d_ff"} | {"moe": _MOE}
+_LINEAR = {"key_heads": 2, "value_heads": 4, "key_dim": 32, "value_dim": 32, "conv": 4, "chunk": 64}
+_HYBRID = _DENSE | {"family": "qwen3_5", "pattern": ["linear", "full"], "linear": _LINEAR}
+_LATENT = {"q_rank": 64, "kv_rank": 32, "nope": 16, "rope": 16, "value": 16}
+_OF_HEADS = ("kv_heads", "head_dim")
+_DEEPSEEK = {name: value for name, value in _SPARSE.items() if name not in _OF_HEADS} | {
+    "family": "deepseek_v3",
+    "dense_layers": 1,
+    "dense_d_ff": 256,
+    "mla": _LATENT,
+    "mtp": 1,
+}
 _BFLOAT16 = {"compute": "bfloat16"}
 _FLOAT8 = _BFLOAT16 | {"matmul": "float8", "float8_skip": [0, 0]}
 
@@ -64,6 +75,8 @@ CASES: dict[str, dict[str, Any]] = {
     "odd sizes": _case(_DENSE | {"head_dim": 40, "vocab_size": 517}, 3, 193),
     "experts": _case(_SPARSE),
     "experts, capacity": _case(_SPARSE, parallel={"experts": {"capacity": 1.25}}),
+    "linear attention": _case(_HYBRID),
+    "latent attention": _case(_DEEPSEEK),
     "float8, rowwise": _case(_DENSE, precision=_FLOAT8),
     "float8, wgrad": _case(_DENSE, precision=_FLOAT8 | {"float8_wgrad": "float8"}),
     "float8, tensorwise": _case(_DENSE, precision=_FLOAT8 | {"float8_recipe": "tensorwise"}),
