@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    parser = Parser(prog="python -m meshtrain.check_gpu", description=DESCRIPTION)
+    parser = Parser(prog="python -m meshtrain check-gpu", description=DESCRIPTION)
     parser.add_argument(
         "names", nargs="*", metavar="CHECK", help=f"which checks (default: all): {', '.join(CASES)}"
     )
