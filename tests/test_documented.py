@@ -72,6 +72,8 @@ NOT_HERE = {
     "srun python -m meshtrain.train": "a row of measurements; tests/launch/test_slurm_cluster.py has srun do so",
     "python -m meshtrain.sweep --config FILE --over optimizer.learning_rate=1e-3,3e-3 --over model.layers=2,4": "four "
     "runs; tests/test_sweep.py has two",
+    "python -m meshtrain.sweep --config FILE --over KEY=A,B": "likewise",
+    "python -m meshtrain.check_gpu.child NAME...": "the command starts it; tests/check_gpu has both",
     "srun meshtrain train --config FILE": "likewise, where Slurm is installed",
     "python -m meshtrain.serve RUN": "serves until it is told to end; tests/serve/ has it",
     "python -m meshtrain.serve RUN --cache 64 --cache-seconds 3600": "likewise",
@@ -461,7 +463,7 @@ def test_the_guides_file_of_parts_is_trained_by_its_config(directory):
     blocks = fenced(GUIDES["docs/extending.md"])
     parts = "\n\n".join(block for kind, block in blocks if kind == "py")
     (directory / "mine.py").write_text(parts)
-    (directory / "c.yaml").write_text(dict(blocks)["yaml"])
+    (directory / "c.yaml").write_text(next(block for kind, block in blocks if kind == "yaml"))
     printed = typed(["meshtrain.train", "--config", "c.yaml", "--set", "train.steps=2"], directory)
     assert re.search(r"relu_llama .* data 2 x tensor 2 x pipeline 2(?s:.*)step 2/2", printed), (
         printed

@@ -218,7 +218,7 @@ def test_where_accelerators_send_beside_the_backward_the_logits_are_the_same(mes
         program.__dict__.pop("_gradients", None)
         step = jax.jit(lambda *of: program._gradients(*of).maxima)
         maxima = step(params, batch, jnp.int32(0), jnp.float32(1), None)
-        found.append(np.asarray(maxima)[program.layout.places])
+        found.append(np.asarray(maxima)[program.layout.stacks["blocks"].places])
     dense = dense_maxima(config, canonical_numbers(program.layout), batch_of(config, kind))
     for maxima in found:
         np.testing.assert_allclose(maxima, dense, rtol=2e-6)

@@ -70,9 +70,9 @@ def held_in_step(program: Program) -> dict[str, int]:
     def pieces(masters: Any, batch: Any) -> tuple[Any, Any]:
         opened = program.local.zero.gather_params(masters)
         batches, tokens = program.local.microbatches(batch)
-        _, gradients = accumulate.accumulate(
+        gradients = accumulate.accumulate(
             program.local.forward, opened, batches, None, 1 / tokens + zeros
-        )
+        ).gradients
         read = opened.constant if jax.tree.leaves(opened.constant) else opened.differentiated
         return jax.tree.map(lambda x: x[None], (read, gradients))
 

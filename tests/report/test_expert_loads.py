@@ -82,12 +82,9 @@ def test_rows_of_a_run_count_every_token_of_every_layer(tmp_path, uneven_or_isla
             "parallel": {"sync": {"every": 2, "start": 1}},
         },
     }
-    mt.train(
-        mt.load(
-            {**RUN, **more[uneven_or_islands], "run": {"directory": str(tmp_path)}},
-            ["telemetry.experts_every=2"],
-        )
-    )
+    five = ["telemetry.experts_every=2", "model.layers=5"]
+    run = {**RUN, **more[uneven_or_islands], "run": {"directory": str(tmp_path)}}
+    mt.train(mt.load(run, five))
     rows = rows_of(tmp_path)
     told = [row for row in rows if "expert_tokens" in row]
     assert [row["step"] for row in told] == [1, 3, 5]
@@ -102,7 +99,7 @@ def test_rows_of_a_run_count_every_token_of_every_layer(tmp_path, uneven_or_isla
             assert max(row["layer_expert_load"].values()) == pytest.approx(row["expert_load"])
     alone = tmp_path / "alone"
     if uneven_or_islands == "uneven stages":  # layers are in their order, wherever they lie
-        mt.train(mt.load({**RUN, "run": {"directory": str(alone)}}, ["telemetry.experts_every=2"]))
+        mt.train(mt.load({**RUN, "run": {"directory": str(alone)}}, five))
         assert rows_of(alone)[0]["expert_tokens"] == rows[0]["expert_tokens"]
 
 

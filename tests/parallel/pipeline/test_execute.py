@@ -375,7 +375,7 @@ def used_places(program: Program) -> np.ndarray:
 
     def local(masters: Tree, batch: Tree) -> jax.Array:
         batches, _ = program.local.microbatches(batch)
-        [(inputs, _)] = last_carry(program, masters, batches).stash  # of the one segment of layers
+        [[(inputs, _)]] = last_carry(program, masters, batches).stash  # one segment, of one place
         return jnp.any(inputs != 0, axis=tuple(range(1, inputs.ndim)))[None]
 
     out = PartitionSpec(("data", "pipeline"))
