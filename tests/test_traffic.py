@@ -169,7 +169,9 @@ def name(c: Collective, config: Config) -> str:
         return "weights and gradients"
     if c.axis == "tensor" and len(c.loops) == loops + 1:
         return "layers"
-    if len(c.loops) == loops == 1 and set(c.axes) <= {"tensor", "pipeline"}:
+    # A phase of one clock is no loop.
+    in_clock = loops == 1 and (len(c.loops) == 1 or "token_embedding" in c.source)
+    if in_clock and set(c.axes) <= {"tensor", "pipeline"}:
         return "embedding and head" if c.bytes >= activations else "loss"
     if not c.loops and c.kind == "all-reduce":
         return "once a step"

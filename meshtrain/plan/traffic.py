@@ -106,10 +106,11 @@ def _multiply(config: Config, iterations: Iterations) -> list[Transfer]:
     assigned = stages(config)
     for stack, one in stack_configs(config):
         of_layers = _list_layers(one)
-        # theirs are of as many layers as a chunk of such layers alone has
+        # Theirs are of as many layers as a chunk of such layers alone has; what all layers share is sent once.
         here, alone = assigned.slots.count(stack), stages(one).longest
         transfers += [
-            (moment, replace(t, count=t.count // alone * here)) for moment, t in of_layers
+            (moment, replace(t, count=t.count // alone * here or t.count))
+            for moment, t in of_layers
         ]
     last = last_config(config)
     transfers += prediction_transfers(last, _list_layers(last), edge)
