@@ -211,7 +211,7 @@ def residuals(
     given: float = 0.0,
     gathered: int = 1,
 ) -> float:
-    """Bytes a token that one layer keeps for its backward: what `jax.vjp` of `model.layers.Block` holds besides
+    """Bytes a token that one layer keeps for its backward: what `jax.vjp` of `model.decoder.Block` holds besides
     weights.
 
     Counts of [token, width] arrays: `tests/plan/test_memory.py` compares them with the traced model. `names` are those

@@ -24,7 +24,7 @@ from meshtrain.model.weights import EXPERT_BLOCK
 from meshtrain.parallel.placement import expert_axes, expert_ranks, stages
 from meshtrain.plan import shapes
 from meshtrain.plan.compute import FrameworkProfile, Layer, Seconds, product
-from meshtrain.plan.gradient_traffic import FLOAT32, Transfer, layer_waits
+from meshtrain.plan.gradient_traffic import FLOAT32, Moment, Transfer, layer_waits
 
 CHOICE = 2 * FLOAT32  # bytes of a chosen expert and its weight
 # Of a pair's messages, with room for 1.25 of an even load: as in the compiled program (`experiments.plan.timed`).
