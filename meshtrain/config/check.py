@@ -60,11 +60,7 @@ def check(config: Config) -> None:
 
 def callbacks(config: Config) -> list[Any]:
     """Returns the functions that run.callbacks names; ConfigError for a name of nothing."""
-    if not config.run.callbacks:
-        return []
-    from meshtrain.config.imports import named
-
-    return [named("run.callbacks", text) for text in config.run.callbacks]
+    return [_named("run.callbacks", text) for text in config.run.callbacks]
 
 
 def hooks(config: Config) -> dict[str, Any]:
@@ -72,11 +68,16 @@ def hooks(config: Config) -> dict[str, Any]:
     keys = hook_texts(config)
     if not any(keys.values()):
         return {}
+    return {
+        key.partition(".")[2]: _named(key, text) for key, text in keys.items() if text is not None
+    }
+
+
+def _named(key: str, text: str) -> Any:
+    """Returns the function that a key names."""
     from meshtrain.config.imports import named
 
-    return {
-        key.partition(".")[2]: named(key, text) for key, text in keys.items() if text is not None
-    }
+    return named(key, text)
 
 
 def hook_texts(config: Config) -> dict[str, str | None]:
