@@ -124,7 +124,8 @@ def a_batch(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndar
     return _images(batch, config) if of_images else _text(batch, config)
 
 
-def _text(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarray]:
+def _check_objective(batch: Mapping[str, ArrayLike], config: Config) -> None:
+    """ConfigError for a batch without what its objective learns from, or with what others learn from."""
     objective = config.train.objective
     learned = needed(config)
     if missing := [name for name in learned if name not in batch]:
@@ -136,6 +137,10 @@ def _text(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarra
         if name in batch and name not in learned:
             unused = f"which train.objective {objective} does not learn from"
             raise ConfigError(f"this batch has {name}, {unused}; leave them out.")
+
+
+def _text(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarray]:
+    _check_objective(batch, config)
     arrays = {
         name: some_ids(name, batch[name], config.model.vocab_size) for name in (TOKENS, LABELS)
     }
@@ -149,19 +154,23 @@ def _text(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarra
                 f"{name} has shape {list(array.shape)}, but tokens {list(arrays[TOKENS].shape)}."
             )
     if EXPERTS in arrays:
-        experts = arrays[EXPERTS]
-        number = config.model.moe.experts
-        if experts.min() < 0 or experts.max() >= number:
-            wrong = experts.min() if experts.min() < 0 else experts.max()
-            raise ConfigError(f"experts have the number {wrong}; they are 0 to {number - 1}.")
+        most = config.model.moe.experts - 1
+        if (wrong := _outside(arrays[EXPERTS], most)) is not None:
+            raise ConfigError(f"experts have the number {wrong}; they are 0 to {most}.")
     if "pairs" in arrays:
-        pairs = arrays["pairs"]
         length = arrays["pairs"].shape[1]
-        if pairs.min() < 0 or pairs.max() > length // 2:
-            wrong = pairs.min() if pairs.min() < 0 else pairs.max()
-            legal = f"in a row of {length} labels they are 1 to {length // 2}, 0: none"
+        most = length // 2
+        if (wrong := _outside(arrays["pairs"], most)) is not None:
+            legal = f"in a row of {length} labels they are 1 to {most}, 0: none"
             raise ConfigError(f"pairs have the number {wrong}; {legal}.")
     return arrays
+
+
+def _outside(numbers: np.ndarray, most: int) -> int | None:
+    """Returns a number below 0 or above `most`; None if there is none."""
+    if numbers.min() < 0:
+        return numbers.min()
+    return numbers.max() if numbers.max() > most else None
 
 
 def _images(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarray]:
@@ -215,8 +224,7 @@ def some_ids(name: str, values: ArrayLike, vocabulary: int) -> np.ndarray:
         raise ConfigError(
             f"{name} are {ids.dtype}{list(ids.shape)}; they must be whole numbers [B, T]."
         )
-    if ids.min() < 0 or ids.max() >= vocabulary:
-        wrong = ids.min() if ids.min() < 0 else ids.max()
+    if (wrong := _outside(ids, vocabulary - 1)) is not None:
         away = (
             "; what should not count in the loss has the weight 0 in `weights`"
             if name == LABELS

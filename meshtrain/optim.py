@@ -79,18 +79,21 @@ def make_optimizer(config: Config, layout: Layout) -> optax.GradientTransformati
         optimizer = optax.chain(optax.clip_by_global_norm(o.grad_clip), optimizer)
     if not config.model.moe.experts:
         return optimizer
-    from meshtrain.parallel.loads import optimize_loads
-
-    return optimize_loads(optimizer, config, layout)
+    return _loads().optimize_loads(optimizer, config, layout)
 
 
 def load_metrics(config: Config, layout: Layout, gradients: Tree) -> dict[str, jax.Array]:
     """Returns the routers' counts for the row of metrics; nothing without experts."""
     if not config.model.moe.experts:
         return {}
-    from meshtrain.parallel.loads import metrics
+    return _loads().metrics(config, layout, gradients)
 
-    return metrics(config, layout, gradients)
+
+def _loads() -> Any:
+    """Returns the module of experts' loads, which no run without experts imports."""
+    from meshtrain.parallel import loads
+
+    return loads
 
 
 def _decay(rate: optax.Schedule, weight_decay: float, mask: Tree) -> optax.GradientTransformation:

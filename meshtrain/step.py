@@ -323,9 +323,8 @@ class Program(Shown):
             in_specs=(self.layout.shards, self.rows, everywhere, everywhere, specs),
             out_specs=Gradients(everywhere, shards, specs, everywhere, everywhere, maxima=maxima),
         )
-        if not self.config.model.mtp:
+        if (add_ahead := self.local.add_ahead) is None:
             return mapped
-        from meshtrain.parallel.predictions import add_ahead
 
         def gradients(params: Tree, batch: Batch, *more: Any) -> Gradients:
             order = self.column_order(inputs(batch).shape[1])

@@ -255,7 +255,7 @@ sequence_parallel
 
 # %% [markdown]
 # ## In meshtrain
-# The model in `meshtrain.model` calls `enter` and `leave` just so (`layers.Block`), and knows of no mesh. What they do
+# The model in `meshtrain.model` calls `enter` and `leave` just so (`decoder.Block`), and knows of no mesh. What they do
 # on one is in `meshtrain/parallel/tensor.py`; per layer, forward / backward:
 #
 # | | tensor parallel | + sequence parallel |

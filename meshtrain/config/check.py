@@ -60,11 +60,7 @@ def check(config: Config) -> None:
 
 def callbacks(config: Config) -> list[Any]:
     """Returns the functions that run.callbacks names; ConfigError for a name of nothing."""
-    if not config.run.callbacks:
-        return []
-    from meshtrain.config.imports import named
-
-    return [named("run.callbacks", text) for text in config.run.callbacks]
+    return [_named("run.callbacks", text) for text in config.run.callbacks]
 
 
 def hooks(config: Config) -> dict[str, Any]:
@@ -72,11 +68,16 @@ def hooks(config: Config) -> dict[str, Any]:
     keys = hook_texts(config)
     if not any(keys.values()):
         return {}
+    return {
+        key.partition(".")[2]: _named(key, text) for key, text in keys.items() if text is not None
+    }
+
+
+def _named(key: str, text: str) -> Any:
+    """Returns the function that a key names."""
     from meshtrain.config.imports import named
 
-    return {
-        key.partition(".")[2]: named(key, text) for key, text in keys.items() if text is not None
-    }
+    return named(key, text)
 
 
 def hook_texts(config: Config) -> dict[str, str | None]:
@@ -260,7 +261,6 @@ def _schedule_problems(schedule: str) -> Iterator[str]:
 
 
 def _pipeline_problems(config: Config) -> Iterator[str]:
-    layers = config.model.layers
     stages = config.mesh.pipeline
     parallel = config.parallel
     schedule = parallel.schedule
@@ -278,10 +278,23 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
         free = ", ".join(name for name in SCHEDULES if legal_chunks(name) is None)
         but = f"parallel.virtual_stages is {chunks}, but {schedule} always has {fixed}"
         yield f"{but}; leave it out, or set parallel.schedule to one that has any number: {free}."
+    yield from _size_problems(config)
+    # A table from outside may be none that can run.
+    if is_table or (schedule in SCHEDULES and not SCHEDULES[schedule].formulas):
+        make_table(schedule, stages, microbatches, chunks)
+
+
+def _size_problems(config: Config) -> Iterator[str]:
+    """Yields a sentence on each number of stages, microbatches or layers that no schedule can have."""
+    layers = config.model.layers
+    stages = config.mesh.pipeline
+    chunks = config.parallel.virtual_stages
+    microbatches = config.parallel.microbatches
+    split = config.parallel.layer_split
     what = f"mesh.pipeline {stages}" + (
         f" x parallel.virtual_stages {chunks}" if chunks > 1 else ""
     )
-    if stages * chunks > layers and parallel.layer_split is None:
+    if stages * chunks > layers and split is None:
         legal = (
             f"legal are at most {layers} in all, unless parallel.layer_split says which have none"
         )
@@ -293,16 +306,12 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
             f"parallel.microbatches {microbatches} with {what} is more than a schedule can have"
         )
         yield f"{too_many}; legal are at most {legal}."
-    split = parallel.layer_split
     if split is not None and (len(split) != stages * chunks or sum(split) != layers):
         yield (
             f"parallel.layer_split {short(list(split))} has {len(split)} entries that sum to {sum(split)}; it must "
             "have "
             f"{stages * chunks} (mesh.pipeline x parallel.virtual_stages) that sum to model.layers {layers}."
         )
-    # A table from outside may be none that can run.
-    if is_table or (schedule in SCHEDULES and not SCHEDULES[schedule].formulas):
-        make_table(schedule, stages, microbatches, chunks)
 
 
 def _address_problems(config: Config) -> Iterator[str]:
@@ -411,9 +420,8 @@ def _remat_problems(config: Config) -> Iterator[str]:
 def float8_problems(config: Config) -> Iterator[str]:
     """Yields a sentence on each thing that products in float8 cannot be made of."""
     precision = config.precision
-    model = config.model
-    skip = config.precision.float8_skip
-    tensor = config.mesh.tensor
+    layers = config.model.layers
+    skip = precision.float8_skip
     for name, legal in (("matmul", ("compute", "float8")), ("float8_recipe", RECIPES)):
         value = getattr(precision, name)
         if value.lower() in ("mxfp8", "nvfp4"):
@@ -433,44 +441,45 @@ def float8_problems(config: Config) -> Iterator[str]:
             f"precision.float8_skip is {short(list(skip))}; give two numbers, of the first layers and of the last "
             "ones."
         )
-    elif sum(skip) >= model.layers:
+    elif sum(skip) >= layers:
         yield (
-            f"precision.float8_skip {list(skip)} leaves none of model.layers {model.layers} in float8; legal are "
+            f"precision.float8_skip {list(skip)} leaves none of model.layers {layers} in float8; legal are "
             "fewer in all."
         )
-    mla = model.mla
-    own = {
-        "model.kv_heads x model.head_dim": (model.kv_heads * model.head_dim, 1),
-    }
-    if mla.kv_rank:
-        own = {
-            "model.mla.q_rank": (mla.q_rank, 1),
-            "model.mla.kv_rank": (mla.kv_rank, 1),
-            "model.mla.rope": (mla.rope, 1),
-            "model.heads x model.mla.nope": (model.heads * mla.nope, tensor),
-            "model.heads x model.mla.value": (model.heads * mla.value, tensor),
-        }
-    widths: tuple[tuple[str, int, int], ...] = (
-        ("model.d_model", model.d_model, 1),
-        ("model.heads x model.head_dim", model.heads * model.head_dim, tensor),
-        *((name, *width) for name, width in own.items()),
-        ("model.d_ff", model.d_ff, tensor),
-    )
-    if LINEAR in model.pattern:
-        linear = model.linear
-        keys = linear.key_heads * linear.key_dim
-        values = linear.value_heads * linear.value_dim
-        widths += (
-            ("model.linear.key_heads x model.linear.key_dim", keys, tensor),
-            ("model.linear.value_heads x model.linear.value_dim", values, tensor),
-        )
-    for name, width, ranks in widths if precision.float8_recipe != "blockwise" else ():
-        if width % (16 * ranks):
-            over = f" over mesh.tensor {ranks}" if ranks > 1 else ""
+    # multiplied in the compute dtype
+    if precision.float8_recipe == "blockwise":
+        return
+    tensor = config.mesh.tensor
+    for name, width, is_split in _product_widths(config):
+        if width % (16 * tensor if is_split else 16):
+            over = f" over mesh.tensor {tensor}" if is_split and tensor > 1 else ""
             yield (
                 f"{name} {width}{over} is not a multiple of 16, as products in float8 need; widen it, or set "
                 "precision.matmul to compute."
             )
+
+
+def _product_widths(config: Config) -> Iterator[tuple[str, int, bool]]:
+    """Yields each side of a layer's products: the keys that make it, its width, and whether mesh.tensor splits it."""
+    model = config.model
+    mla = model.mla
+    yield "model.d_model", model.d_model, False
+    yield "model.heads x model.head_dim", model.heads * model.head_dim, True
+    if mla.kv_rank:
+        yield "model.mla.q_rank", mla.q_rank, False
+        yield "model.mla.kv_rank", mla.kv_rank, False
+        yield "model.mla.rope", mla.rope, False
+        yield "model.heads x model.mla.nope", model.heads * mla.nope, True
+        yield "model.heads x model.mla.value", model.heads * mla.value, True
+    else:
+        yield "model.kv_heads x model.head_dim", model.kv_heads * model.head_dim, False
+    yield "model.d_ff", model.d_ff, True
+    if LINEAR in model.pattern:
+        linear = model.linear
+        keys = linear.key_heads * linear.key_dim
+        values = linear.value_heads * linear.value_dim
+        yield "model.linear.key_heads x model.linear.key_dim", keys, True
+        yield "model.linear.value_heads x model.linear.value_dim", values, True
 
 
 def _tuning_problems(config: Config) -> Iterator[str]:

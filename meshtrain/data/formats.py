@@ -10,6 +10,7 @@ from typing import IO, Any, cast
 
 from meshtrain.errors import not_installed
 from meshtrain.files import is_address
+from meshtrain.stores import open_object
 
 JSON_LINES = (".jsonl", ".ndjson")
 PARQUET = ".parquet"
@@ -72,8 +73,6 @@ def open_plain(path: str) -> IO[bytes]:
 def _opened(path: str) -> IO[bytes]:
     if not is_address(path):
         return open(path, "rb")
-    from meshtrain.stores import open_object
-
     return open_object(path)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from meshtrain import stores
 from meshtrain.data.formats import (
     JSON_LINES,
     PARQUET,
@@ -238,8 +239,6 @@ def _objects_under(address: str) -> list[InputFile]:
 
     ConfigError if there are none, or prepared shards.
     """
-    from meshtrain import stores
-
     root = address.rstrip("/")
     base = root.rpartition("/")[2]
     entries = stores.listing(root)

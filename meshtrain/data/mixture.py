@@ -32,12 +32,14 @@ from meshtrain.data.manifest import are_prepared, is_preparation
 from meshtrain.data.packing import Packed
 from meshtrain.data.permutation import key_of, permute
 from meshtrain.data.pieces import DocumentPieces, open_pieces
+from meshtrain.data.remote import open_stored
 from meshtrain.data.shards import Corpus, Source, open_shards
 from meshtrain.data.token_rows import Windows
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError, nearest, refusal, short
 from meshtrain.files import is_address, refuse_passing
 from meshtrain.sources import MIXTURE, SOURCES, has_documents, has_text
+from meshtrain.stores import listing
 
 BLOCK = 1 << 12
 
@@ -84,9 +86,6 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
     path = Path(os.path.expanduser(name))
     try:
         if is_address(name):
-            from meshtrain.data.remote import open_stored
-            from meshtrain.stores import listing
-
             if are_prepared(listing(name)):
                 return open_stored(name, data, tokenizer)
             return open_path(name, name, data, tokenizer)

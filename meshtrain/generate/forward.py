@@ -24,6 +24,7 @@ from meshtrain.config.stacks import LINEAR, kinds_of_layers, stack_of_layers
 from meshtrain.families import FAMILIES
 from meshtrain.generate import held
 from meshtrain.generate.cache import DecodeAttention, LayerCache, OwnGroups, PromptAttention
+from meshtrain.generate.latent import LatentDecode, LatentPrompt
 from meshtrain.generate.linear_cache import DecodeMix, LinearCache, PromptMix
 from meshtrain.generate.resharding import Parts
 from meshtrain.mesh import TENSOR, platform
@@ -84,8 +85,6 @@ class DecodingForward:
         prompt: type[PromptAttention] = PromptAttention
         self._decode: type[DecodeAttention] = DecodeAttention
         if sizes.mla.kv_rank:
-            from meshtrain.generate.latent import LatentDecode, LatentPrompt
-
             prompt = LatentPrompt
             self._decode = LatentDecode
         self._prompt = partial(prompt, self.parts.attention, self.groups)

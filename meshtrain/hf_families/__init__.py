@@ -190,6 +190,11 @@ def _problem(family: HfFamily, model: Json) -> str | None:
         return f"model.mla.kv_rank {model['mla'].kv_rank}"
     if model["mtp"] and not family.latent:
         return f"model.mtp {model['mtp']}"
+    return _other_than(_required(family, model), model)
+
+
+def _required(family: HfFamily, model: Json) -> Json:
+    """Returns the one value that a class of transformers computes with, of each key that it does not have."""
     scaled = family.gemma or (family.latent and model["rope_scaling"] == "yarn")
     required = {} if scaled else {"query_scalar": model["head_dim"]}
     required |= {} if family.gemma else {"logit_cap": 0.0}
@@ -198,8 +203,7 @@ def _problem(family: HfFamily, model: Json) -> str | None:
     required |= {} if family.local_theta else {"rope_theta_local": 0.0}
     required |= {} if family.part_turned or family.hybrid else {"rope_share": 1.0}
     required |= {} if family.dense_first else {"dense_layers": 0}
-    required |= {} if family.hybrid else {"pattern": ()}
-    return _other_than(required, model)
+    return required | ({} if family.hybrid else {"pattern": ()})
 
 
 def _other_than(legal: Json, model: Json) -> str | None:

@@ -22,14 +22,22 @@ from flax import nnx
 from meshtrain.compat import vary, varying
 from meshtrain.config import LoraConfig, ModelConfig
 from meshtrain.config.model import positions_of
-from meshtrain.config.stacks import layers_of_stacks, model_of_stack, stack_of_layers
+from meshtrain.config.stacks import (
+    FULL,
+    KINDS,
+    LINEAR,
+    kind_of,
+    layers_of_stacks,
+    model_of_stack,
+    stack_of_layers,
+)
 from meshtrain.families import FAMILIES
 from meshtrain.model.attention import capped
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import EMBEDDING_SITE, NO_DROPOUT, Dropout
-from meshtrain.model.layers import Block, Norm
-from meshtrain.model.products import linear, linear_float32, make_parameters
-from meshtrain.model.rope import sequences
+from meshtrain.model.layers import MLP, Attention, Norm
+from meshtrain.model.products import enter, linear, linear_float32, make_parameters, unrounded
+from meshtrain.model.rope import Sequence, sequences
 
 
 class Embedding(nnx.Module):
@@ -201,6 +209,73 @@ class Head(nnx.Module):
         return self.read(x_BTD)
 
 
+def mixer_of(config: ModelConfig) -> Any:
+    """Returns the class of what a model's layers, which are all alike, mix tokens by."""
+    kind = kind_of(config)
+    if kind == LINEAR:
+        from meshtrain.model.linear_attention import LinearAttention
+
+        return LinearAttention
+    if kind != FULL:
+        return KINDS[kind].module
+    if config.mla.kv_rank:
+        from meshtrain.model.latent import LatentAttention
+
+        return LatentAttention
+    return Attention
+
+
+class Block(nnx.Module):
+    """Pre-norm transformer block; with post-norms too each branch is normed once more before it is added.
+
+    With experts, `mlp` is what every token is computed by beside those it chooses, if there is any. `config` is that of
+    its stack (`config.stacks.model_of_stack`), whose layers are all alike.
+    """
+
+    mlp: MLP | None = None
+    experts: Any = None  # a model.experts.Experts
+    attention_post_norm: Norm | None = None
+    mlp_post_norm: Norm | None = None
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None) -> None:
+        self.attention_norm = Norm("blocks.attention_norm", config, rngs)
+        self.attention = mixer_of(config)("blocks.attention", config, rngs, lora)
+        self.mlp_norm = Norm("blocks.mlp_norm", config, rngs)
+        if config.d_ff:
+            self.mlp = MLP("blocks.mlp", config, rngs, lora)
+        if config.moe.experts:
+            from meshtrain.model.experts import Experts
+
+            self.experts = Experts("blocks.experts", config, rngs)
+        if config.post_norms:
+            self.attention_post_norm = Norm("blocks.attention_post_norm", config, rngs)
+            self.mlp_post_norm = Norm("blocks.mlp_post_norm", config, rngs)
+
+    def __call__(
+        self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives, dropout: Dropout
+    ) -> jax.Array:
+        first = collectives.first_position(x_BTD.shape[1])
+        a = self.attention(
+            enter(self.attention_norm(x_BTD), collectives, self.attention),
+            sequence,
+            collectives,
+            dropout.at(0),
+        )
+        if self.attention_post_norm is not None:
+            a = self.attention_post_norm(a, collectives.share_stream)
+        x_BTD = x_BTD + dropout.at(1).stream(a, first)
+        normed = self.mlp_norm(x_BTD)
+        for_experts = collectives.expert_collectives()
+        parts = self.experts is not None and for_experts is not collectives
+        h = normed if parts and self.mlp is None else enter(normed, collectives, self.mlp)
+        m = self.mlp(h, collectives) if self.mlp is not None else jnp.zeros_like(x_BTD)
+        if self.experts is not None:
+            m = m + self.experts(normed if parts else unrounded(h), sequence, for_experts)
+        if self.mlp_post_norm is not None:
+            m = self.mlp_post_norm(m, collectives.share_stream)
+        return x_BTD + dropout.at(2).stream(m, first)
+
+
 class Decoder(nnx.Module):
     """The whole model on one device; also the recipe for its parts elsewhere."""
 
@@ -221,7 +296,7 @@ class Decoder(nnx.Module):
         if config.mtp:
             from meshtrain.model.prediction import Predictions
 
-            self.mtp = Predictions(config, nnx.Rngs(params=jax.random.fold_in(root, 3)))
+            self.mtp = Predictions(config, Block, nnx.Rngs(params=jax.random.fold_in(root, 3)))
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Logits [B, T, V] of tokens [B, T], or [B, 1, V] of patches [B, N, P], on one device, for notebooks and

@@ -33,8 +33,8 @@ from meshtrain.errors import name_of
 from meshtrain.families import FAMILIES
 from meshtrain.model.attention import attend, attention_arguments, output_shape
 from meshtrain.model.collectives import Collectives
+from meshtrain.model.decoder import Block
 from meshtrain.model.dropout import Dropout
-from meshtrain.model.layers import Block
 from meshtrain.model.loss import LabelLosses, Mixed, Vocabulary, cross_entropies
 from meshtrain.model.rope import Sequence
 

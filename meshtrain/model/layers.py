@@ -16,13 +16,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.compat import vary, varying
 from meshtrain.config import LoraConfig, ModelConfig
-from meshtrain.config.stacks import FULL, KINDS, LINEAR, kind_of
 from meshtrain.families import FAMILIES
 from meshtrain.model.attention import attend, attention_arguments
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import Dropout
 from meshtrain.model.products import (
-    enter,
     hidden,
     keeping_arguments,
     linear,
@@ -186,15 +184,6 @@ class Attention(nnx.Module):
         return self.attend(q, k, v, sequence.segments_BT, collectives, *more, **how)
 
 
-def attention_of(config: ModelConfig) -> type[Attention]:
-    """Returns the class of a model's attention."""
-    if not config.mla.kv_rank:
-        return Attention
-    from meshtrain.model.latent import LatentAttention
-
-    return LatentAttention
-
-
 def gated(x: jax.Array, z: jax.Array) -> jax.Array:
     """Returns x times the sigmoid of z."""
     return x * jax.nn.sigmoid(z)
@@ -239,61 +228,3 @@ class MLP(nnx.Module):
         if self.down_bias is not None:
             y = y + collectives.share(self.down_bias[...])
         return checkpoint_name(collectives.leave(y), "mlp_out")
-
-
-class Block(nnx.Module):
-    """Pre-norm transformer block; with post-norms too each branch is normed once more before it is added.
-
-    With experts, `mlp` is what every token is computed by beside those it chooses, if there is any. `config` is that of
-    its stack (`config.stacks.model_of_stack`), whose layers are all alike.
-    """
-
-    mlp: MLP | None = None
-    experts: Any = None  # a model.experts.Experts
-    attention_post_norm: Norm | None = None
-    mlp_post_norm: Norm | None = None
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None) -> None:
-        self.attention_norm = Norm("blocks.attention_norm", config, rngs)
-        mixer: Any
-        if (kind := kind_of(config)) == LINEAR:
-            from meshtrain.model.linear_attention import LinearAttention as mixer
-        elif kind == FULL:
-            mixer = attention_of(config)
-        else:
-            mixer = KINDS[kind].module
-        self.attention = mixer("blocks.attention", config, rngs, lora)
-        self.mlp_norm = Norm("blocks.mlp_norm", config, rngs)
-        if config.d_ff:
-            self.mlp = MLP("blocks.mlp", config, rngs, lora)
-        if config.moe.experts:
-            from meshtrain.model.experts import Experts
-
-            self.experts = Experts("blocks.experts", config, rngs)
-        if config.post_norms:
-            self.attention_post_norm = Norm("blocks.attention_post_norm", config, rngs)
-            self.mlp_post_norm = Norm("blocks.mlp_post_norm", config, rngs)
-
-    def __call__(
-        self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives, dropout: Dropout
-    ) -> jax.Array:
-        first = collectives.first_position(x_BTD.shape[1])
-        a = self.attention(
-            enter(self.attention_norm(x_BTD), collectives, self.attention),
-            sequence,
-            collectives,
-            dropout.at(0),
-        )
-        if self.attention_post_norm is not None:
-            a = self.attention_post_norm(a, collectives.share_stream)
-        x_BTD = x_BTD + dropout.at(1).stream(a, first)
-        normed = self.mlp_norm(x_BTD)
-        for_experts = collectives.expert_collectives()
-        parts = self.experts is not None and for_experts is not collectives
-        h = normed if parts and self.mlp is None else enter(normed, collectives, self.mlp)
-        m = self.mlp(h, collectives) if self.mlp is not None else jnp.zeros_like(x_BTD)
-        if self.experts is not None:
-            m = m + self.experts(normed if parts else unrounded(h), sequence, for_experts)
-        if self.mlp_post_norm is not None:
-            m = self.mlp_post_norm(m, collectives.share_stream)
-        return x_BTD + dropout.at(2).stream(m, first)

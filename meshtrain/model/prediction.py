@@ -9,6 +9,8 @@ As in the published files the embedding comes first. A depth takes the stream of
 norm; the first takes the model's through the head's. `parallel.predictions` has the losses.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -17,8 +19,10 @@ from meshtrain.compat import vary, varying
 from meshtrain.config import ModelConfig
 from meshtrain.config.stacks import last_of_stacks
 from meshtrain.model.collectives import Collectives
-from meshtrain.model.layers import Block, Norm
+from meshtrain.model.layers import Norm
 from meshtrain.model.products import linear, make_parameters
+
+MakeBlock = Callable[[ModelConfig, nnx.Rngs], nnx.Module]  # `decoder.Block`
 
 
 class Prediction(nnx.Module):
@@ -26,12 +30,14 @@ class Prediction(nnx.Module):
 
     project: nnx.Param
 
-    def __init__(self, name: str, config: ModelConfig, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, name: str, config: ModelConfig, make_block: MakeBlock, rngs: nnx.Rngs
+    ) -> None:
         self.embedding_norm = Norm(f"{name}.embedding_norm", config, rngs)
         self.stream_norm = Norm(f"{name}.stream_norm", config, rngs)
         self.norm = Norm(f"{name}.norm", config, rngs)
         make_parameters(self, name, config, rngs)
-        self.block = Block(last_of_stacks(config), rngs)
+        self.block = make_block(last_of_stacks(config), rngs)
 
     def join(
         self, h_BTD: jax.Array, embedded_BTD: jax.Array, collectives: Collectives
@@ -55,9 +61,9 @@ class Prediction(nnx.Module):
 class Predictions(nnx.Module):
     """All depths, `depth_0` the first."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, make_block: MakeBlock, rngs: nnx.Rngs) -> None:
         for name in depths(config):
-            setattr(self, name, Prediction(f"mtp.{name}", config, rngs))
+            setattr(self, name, Prediction(f"mtp.{name}", config, make_block, rngs))
 
 
 def depths(config: ModelConfig) -> list[str]:

@@ -10,7 +10,7 @@ differentiated times a `seed`, which holds that divisor and the loss scale.
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +37,6 @@ from meshtrain.parallel.layout import Layout, Segment, SlotKind
 from meshtrain.parallel.remat import checkpointed
 from meshtrain.parallel.tensor import MeshCollectives
 from meshtrain.parallel.zero import Weights, Zero
-
-if TYPE_CHECKING:
-    from meshtrain.parallel.predictions import PredictionLosses
 
 Tree = Any
 # tokens, labels and, where needed, positions, segments, weights, pairs, reference: [.., b, T]; rows: [.., b]. Images
@@ -68,7 +65,8 @@ class LossAndGradients(NamedTuple):
 class Forward:
     """Embedding, layers and loss on one device of the mesh, from its weights as `zero.gather_params` returns them."""
 
-    predictions: "PredictionLosses | None" = None  # of further tokens, where there are any
+    # the losses of further tokens, where there are any: `PredictionLosses.seeded` of `parallel.predictions`
+    predictions: Callable[..., tuple[Array, Array]] | None = None
 
     def __init__(
         self, layout: Layout, zero: Zero, collectives: MeshCollectives, parts: ModelParts
@@ -85,18 +83,14 @@ class Forward:
         self.skips = skips_idle_work(layout.config, collectives.platform)
         # A CPU waits for a collective at once.
         self.overlaps = collectives.platform != "cpu"
-        decoder = nnx.eval_shape(
+        self.decoder = nnx.eval_shape(
             lambda: Decoder(layout.config.model, nnx.Rngs(0), layout.config.lora)
         )
-        self.embedding_graph, _ = nnx.split(decoder.embedding)
+        self.embedding_graph, _ = nnx.split(self.decoder.embedding)
         self.block_graphs = {
-            stack: nnx.split(getattr(decoder, stack))[0] for stack in layout.stacks
+            stack: nnx.split(getattr(self.decoder, stack))[0] for stack in layout.stacks
         }
-        self.head_graph, _ = nnx.split(decoder.head)
-        if layout.config.model.mtp:
-            from meshtrain.parallel.predictions import PredictionLosses
-
-            self.predictions = PredictionLosses(self, decoder.mtp)
+        self.head_graph, _ = nnx.split(self.decoder.head)
 
     def disable_adapters(self) -> "Forward":
         """Returns the same with LoRA's adapters off."""
@@ -302,7 +296,7 @@ class Forward:
         head = self.head_weights(weights)
         seeded, total, measured = self.seeded_loss(head, x, batch, here, seed)
         if self.predictions is not None:
-            more, ahead = self.predictions.seeded(weights, head, x, batch, here, seed)
+            more, ahead = self.predictions(weights, head, x, batch, here, seed)
             seeded = seeded + more
             measured = {**measured, "mtp_loss": ahead}
         return _where(here, (seeded, (total, measured)))

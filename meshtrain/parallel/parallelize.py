@@ -121,6 +121,12 @@ class LocalStep:
         # 4. embedding, layers and loss of those weights, each layer under its activation checkpointing
         self.forward = Forward(layout, self.zero, collectives, parts)
         forward = self.forward
+        self.add_ahead = None
+        if self.config.model.mtp:
+            from meshtrain.parallel import predictions
+
+            self.add_ahead = predictions.add_ahead
+            forward.predictions = predictions.PredictionLosses(forward).seeded
         self.qk_clip = None
         if self.config.optimizer.qk_clip:
             from meshtrain.parallel.qk_clip import QkClip

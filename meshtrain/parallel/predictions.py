@@ -11,7 +11,7 @@ label may come from another rank. All else is done where the loss is, on the las
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,16 +24,14 @@ from meshtrain.inputs import LABELS, TOKENS, WEIGHTS
 from meshtrain.model.dropout import NO_DROPOUT
 from meshtrain.model.prediction import depths
 from meshtrain.model.rope import sequences
+from meshtrain.parallel.forward import Batch, Forward
 from meshtrain.parallel.remat import checkpointed
 from meshtrain.parallel.zero import Weights
-
-if TYPE_CHECKING:
-    from meshtrain.parallel.forward import Batch, Forward
 
 Tree = Any
 
 
-def add_ahead(batch: "Batch", order: np.ndarray | None, count: int) -> "Batch":
+def add_ahead(batch: Batch, order: np.ndarray | None, count: int) -> Batch:
     """Returns a global batch with the labels of each depth and their weights, from 1 on; `order`: the position of each
     place of a row, None if it is the place.
     """
@@ -61,10 +59,11 @@ def _name(array: str, by: int) -> str:
 class PredictionLosses:
     """The losses of all depths on one device, of the parts that `forward` has."""
 
-    def __init__(self, forward: "Forward", predictions: nnx.Module) -> None:
+    def __init__(self, forward: Forward) -> None:
         self.forward = forward
         self.graphs = {
-            name: nnx.split(getattr(predictions, name))[0] for name in depths(forward.config.model)
+            name: nnx.split(getattr(forward.decoder.mtp, name))[0]
+            for name in depths(forward.config.model)
         }
 
     def seeded(
@@ -72,7 +71,7 @@ class PredictionLosses:
         weights: Weights,
         head: tuple[Tree, Array | None],
         x: Array,
-        batch: "Batch",
+        batch: Batch,
         here: Array,
         seed: Array,
     ) -> tuple[Array, Array]:
@@ -101,7 +100,7 @@ class PredictionLosses:
             total = total + measured.get("nll", loss) / model.mtp
         return seeded, total
 
-    def _layer(self, graph: Any, depth: int, batch: "Batch", here: Array) -> Any:
+    def _layer(self, graph: Any, depth: int, batch: Batch, here: Array) -> Any:
         """Returns the function of a depth's weights, the norm of the depth before, the head's weights, x and embedded
         tokens to x.
         """

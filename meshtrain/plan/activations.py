@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from meshtrain.config import Config, ModelConfig
 from meshtrain.config.follow import drops
+from meshtrain.config.model import MlaConfig
 from meshtrain.config.stacks import LINEAR, kind_of
 from meshtrain.families import FAMILIES
 from meshtrain.model.kernels import Kernel, attention_kernel, block_size
@@ -54,42 +55,42 @@ def widths(model: ModelConfig, tensor: int, sequence_parallel: bool, gathered: i
     k = model.head_dim
     groups = own if own * tensor == model.kv_heads else heads
     stream = model.d_model / (tensor if sequence_parallel else 1)
-    hidden = -(-model.d_ff // tensor)
     normed = (heads + own) * k if model.qk_norm else 0
-    behind = stream if model.post_norms else 0
-    matrices = 1 + FAMILIES[model.family].gated
-    made = heads * k + (own if normed else groups) * k + groups * k
-    values = groups * k
-    out = heads * k
     gate = heads * k * FAMILIES[model.family].gated_attention
-    products = (heads + 2 * own) * k
-    latent = 0
-    if mla := model.mla if model.mla.kv_rank else None:
-        values = heads * mla.value
-        out = values
-        down = mla.kv_rank + mla.rope + (mla.q_rank or heads * k)
-        up = heads * mla.nope + values
-        latent = mla.q_rank + gathered * mla.kv_rank
-        normed = mla.q_rank + mla.kv_rank + latent
-        made = down
-        products = down + gathered * up + (heads * k if mla.q_rank else 0)
-    return Widths(
-        stream,
-        model.d_model,
-        heads,
-        heads * k,
-        own * k,
-        gathered * groups * k,
-        hidden,
-        matrices,
-        normed,
-        behind,
-        gathered * values,
-        out,
-        made + gate,
-        products + gate,
-        latent,
-        gate,
+    attention = Widths(
+        stream=stream,
+        full=model.d_model,
+        heads=heads,
+        query=heads * k,
+        own=own * k,
+        key=gathered * groups * k,
+        hidden=-(-model.d_ff // tensor),
+        matrices=1 + FAMILIES[model.family].gated,
+        normed=normed,
+        behind=stream if model.post_norms else 0,
+        value=gathered * groups * k,
+        out=heads * k,
+        made=heads * k + (own if normed else groups) * k + groups * k + gate,
+        products=(heads + 2 * own) * k + gate,
+        gate=gate,
+    )
+    return _latent_widths(attention, model.mla, gathered) if model.mla.kv_rank else attention
+
+
+def _latent_widths(attention: Widths, mla: MlaConfig, gathered: int) -> Widths:
+    """The widths of latent attention, which has as many heads as `attention`."""
+    heads = attention.heads
+    values = heads * mla.value
+    latent = mla.q_rank + gathered * mla.kv_rank
+    down = mla.kv_rank + mla.rope + (mla.q_rank or attention.query)
+    up = gathered * (heads * mla.nope + values) + (attention.query if mla.q_rank else 0)
+    return attention._replace(
+        normed=mla.q_rank + mla.kv_rank + latent,
+        value=gathered * values,
+        out=values,
+        made=down + attention.gate,
+        products=down + up + attention.gate,
+        latent=latent,
     )
 
 
@@ -210,7 +211,7 @@ def residuals(
     given: float = 0.0,
     gathered: int = 1,
 ) -> float:
-    """Bytes a token that one layer keeps for its backward: what `jax.vjp` of `model.layers.Block` holds besides
+    """Bytes a token that one layer keeps for its backward: what `jax.vjp` of `model.decoder.Block` holds besides
     weights.
 
     Counts of [token, width] arrays: `tests/plan/test_memory.py` compares them with the traced model. `names` are those
@@ -365,8 +366,6 @@ def work(config: Config, platform: str) -> float:
 
 def _work(config: Config, platform: str) -> float:
     w = widths(config.model, config.mesh.tensor, config.parallel.sequence_parallel)
-    pieces = splits_kernel_calls(config)
-    length = shapes.length(config) // 2 if pieces else config.train.sequence_length
     size = shapes.itemsize(config.precision.compute)
     how = kernel(config, platform) if not w.state else "rule"
     # what is gathered is also copied, from [rank, sequence] to [sequence]
@@ -374,7 +373,7 @@ def _work(config: Config, platform: str) -> float:
     mlp = size * (2 * w.matrices * w.hidden + copies * w.full + 3 * w.stream + 3 * w.query)
     scores = 0.0
     if how == "blocks":
-        block = 4 * w.heads * min(length, block_size(length)) / (1 + pieces)
+        block = _block_of_scores(config, w)
         if config.parallel.remat == "none":
             return shapes.tokens(config) * max(mlp, 6 * block + 2 * size * w.full)
         scores = (10 if _model_drops(config) else 3) * block
@@ -389,6 +388,13 @@ def _work(config: Config, platform: str) -> float:
     both = config.parallel.context_strategy == "ring" and config.mesh.tensor == 1
     of_experts = experts.transient_bytes(config) if config.model.moe.experts else 0.0
     return shapes.tokens(config) * (mlp + across if both else max(mlp, across)) + of_experts
+
+
+def _block_of_scores(config: Config, w: Widths) -> float:
+    """Bytes a token of the scores of one block."""
+    pieces = splits_kernel_calls(config)
+    length = shapes.length(config) // 2 if pieces else config.train.sequence_length
+    return 4 * w.heads * min(length, block_size(length)) / (1 + pieces)
 
 
 # numbers a token and head of a chunk's tokens, and of keys' and values' width, that the rule's backward has at hand

@@ -24,7 +24,7 @@ from meshtrain.model.weights import EXPERT_BLOCK
 from meshtrain.parallel.placement import expert_axes, expert_ranks, stages
 from meshtrain.plan import shapes
 from meshtrain.plan.compute import FrameworkProfile, Layer, Seconds, product
-from meshtrain.plan.gradient_traffic import FLOAT32, Transfer, layer_waits
+from meshtrain.plan.gradient_traffic import FLOAT32, Moment, Transfer, layer_waits
 
 CHOICE = 2 * FLOAT32  # bytes of a chosen expert and its weight
 # Of a pair's messages, with room for 1.25 of an even load: as in the compiled program (`experiments.plan.timed`).
@@ -145,20 +145,20 @@ def transient_bytes(config: Config) -> float:
     return float(size * (r.slots * (2 * d + 4 * f + again * (d + 4 * f)) + travelling))
 
 
-def expert_transfers(config: Config) -> list[tuple[str, Transfer]]:
+def expert_transfers(config: Config) -> list[Moment]:
     """Collectives over the axis `expert` of a chunk's layers, in one pass."""
     spread = config.mesh.expert > 1 and config.model.moe.experts
     return list(_transfers(config, expert_ranks(config))) if spread else []
 
 
-def _transfers(config: Config, ranks: int) -> Iterator[tuple[str, Transfer]]:
+def _transfers(config: Config, ranks: int) -> Iterator[Moment]:
     layers, r = stages(config).longest, rows(config)
     swaps = config.parallel.experts.dispatch == "all_to_all"
     data = r.sent * config.model.d_model * shapes.itemsize(config.precision.compute)
     choices = r.sent * (1 if swaps else config.model.moe.top_k)
     out, back = (ALL_TO_ALL, ALL_TO_ALL) if swaps else (ALL_GATHER, REDUCE_SCATTER)
 
-    def transfer(moment: str, kind: str, what: str, nbytes: float) -> tuple[str, Transfer]:
+    def transfer(moment: str, kind: str, what: str, nbytes: float) -> Moment:
         return moment, Transfer(EXPERT, kind, what, nbytes, layers, ranks)
 
     yield transfer("forward", out, "rows to their experts", data)

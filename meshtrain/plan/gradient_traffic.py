@@ -115,10 +115,13 @@ class Transfer:
         return self.count * best(self.kind, cluster.axis(self.axis, mesh), self.nbytes).seconds
 
 
+Moment = tuple[str, Transfer]  # a pass (see Iterations.passes), and what is sent in it
+
+
 def layer_waits(
     config: Config,
     cluster: Cluster,
-    transfers: list[tuple[str, Transfer]],
+    transfers: list[Moment],
     seconds: Callable[[Transfer], float] | None = None,
 ) -> tuple[float, float]:
     """Returns the seconds, forward and backward, of one layer's part of a chunk's collectives, one after the other;

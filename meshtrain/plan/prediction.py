@@ -14,9 +14,8 @@ from meshtrain.config.mesh import TENSOR
 from meshtrain.parallel.placement import stages
 from meshtrain.plan import activations, compute, shapes
 from meshtrain.plan.compute import Seconds
-from meshtrain.plan.gradient_traffic import Transfer
+from meshtrain.plan.gradient_traffic import Moment, Transfer
 
-Moment = tuple[str, Transfer]
 # Passes of a layer and of the embedding, as passes of the head.
 OF_HEAD = {"forward": "head", "backward": "unhead", "embedding": "head", "unembedding": "unhead"}
 # Streams that a depth keeps: of the depth before and of the tokens, each before and behind its norm.

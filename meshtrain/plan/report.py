@@ -56,15 +56,7 @@ def headline(plan: Plan) -> str:
         f"{plan.flops_per_device / 1e12:.4g} TFLOP/s a device, MFU {plan.mfu:.1%} "
         f"({plan.mfu_by_half:.1%} without masked scores)",
     ]
-    lines += _rollout(plan)
-    if moe.experts:
-        lines.append(_experts(plan))
-    if (chunks := shapes.loss_chunks(config)) > 1:
-        lines.append(
-            f"loss    by {chunks:,} chunks of {shapes.loss_chunk(config):,} tokens (train.loss_chunk)"
-        )
-    if plan.timeline is not None:
-        lines.append(_pipeline(plan))
+    lines += [*_rollout(plan), *_ways(plan)]
     peak = device.flops(config.precision.compute) / 1e12
     lines.append(
         f"rates   products reach up to {device.efficiency.matmul:.3g} of {peak:,.4g} TFLOP/s: {evidence(device)}"
@@ -74,6 +66,17 @@ def headline(plan: Plan) -> str:
         each = f"{plan.cost_per_billion_tokens:,.0f} for a billion tokens"
         lines.append(f"cost    {plan.cost:,.0f} for {plan.config.train.steps:,} steps, {each}")
     return "\n".join(lines)
+
+
+def _ways(plan: Plan) -> Iterator[str]:
+    """Yields a line on experts, a loss by chunks and the pipeline, of those that there are."""
+    if plan.config.model.moe.experts:
+        yield _experts(plan)
+    if (chunks := shapes.loss_chunks(plan.config)) > 1:
+        tokens = shapes.loss_chunk(plan.config)
+        yield f"loss    by {chunks:,} chunks of {tokens:,} tokens (train.loss_chunk)"
+    if plan.timeline is not None:
+        yield _pipeline(plan)
 
 
 def _rollout(plan: Plan) -> list[str]:

@@ -35,6 +35,7 @@ from meshtrain.plan.experts import expert_transfers
 from meshtrain.plan.gradient_traffic import (
     FLOAT32,
     Iterations,
+    Moment,
     Transfer,
     gradient_transfers,
     sync_transfers,
@@ -117,11 +118,8 @@ def _multiply(config: Config, iterations: Iterations) -> list[Transfer]:
     return [replace(t, count=t.count * iterations.passes(moment)) for moment, t in transfers]
 
 
-def _list_layers(config: Config) -> list["Moment"]:
+def _list_layers(config: Config) -> list[Moment]:
     return [*layer_transfers(config), *context_transfers(config), *expert_transfers(config)]
-
-
-Moment = tuple[str, Transfer]  # a pass (see Iterations.passes), and what is sent in it
 
 
 def _stream_bytes(config: Config) -> int:

@@ -94,14 +94,16 @@ def _facts_of_table(
 
 
 def _all_forward_first(p: int, m: int, v: int) -> ScheduleFacts:
-    waits = (
-        max(m, p) - p + 1
-    )  # clocks that a microbatch which came around the ring waits for its next chunk
-    inbox = waits if v > 1 else int(p > 1)
+    inbox = _ring_wait(p, m) if v > 1 else int(p > 1)
     clocks = v * m + _rounds(p, m, v)
     return ScheduleFacts(
         clocks, m, clocks, 0, 1, Depths(v * m, inbox, m), split=False, spare=Depths(1)
     )
+
+
+def _ring_wait(p: int, m: int) -> int:
+    """Returns the clocks that a microbatch which came around the ring waits for its next chunk, of a group of `m`."""
+    return max(m, p) - p + 1
 
 
 def _one_forward_one_backward(
@@ -109,17 +111,17 @@ def _one_forward_one_backward(
 ) -> ScheduleFacts:
     groups = max(1, m // p)
     largest = math.ceil(m / groups)  # group of microbatches, see `generators`
-    waits = (
-        max(largest, p) - p + 1
-    )  # clocks that a microbatch which came around the ring waits for its next chunk
-    f_inbox, b_inbox = (waits, waits) if v > 1 else (int(p > 1), 1)
-    if (
-        v > 1 and m % groups
-    ):  # in a smaller group the heads' cotangents wait v - 1 clocks for their turn
-        b_inbox = max(waits, min(v, waits + largest - 1))
-    stash = min(v * m, (v - 1) * max(largest, p) + 2 * p - 1 + paired * (1 + split))
+    f_inbox = int(p > 1)
+    b_inbox = 1
+    if v > 1:
+        f_inbox = b_inbox = _ring_wait(p, largest)
+        # in a smaller group the heads' cotangents wait v - 1 clocks for their turn
+        if m % groups:
+            b_inbox = max(b_inbox, min(v, b_inbox + largest - 1))
+    around = (v - 1) * max(largest, p)
+    stash = min(v * m, around + 2 * p - 1 + paired * (1 + split))
     clocks = v * m + _rounds(p, m, v)
-    together = clocks - (v - 1) * max(largest, p) - (p - 1) - paired
+    together = clocks - around - (p - 1) - paired
     # Up to how many microbatches all places are held when a stage is idle.
     fewest = 2 * (p - 1) + paired * ((m > 1) + (split and v == 1 < p))
     few = 1 == v < p and m <= p if paired else m < p

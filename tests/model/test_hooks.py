@@ -21,8 +21,8 @@ from meshtrain.config import Config, ConfigError, load
 from meshtrain.model import hooks
 from meshtrain.model.attention import attend
 from meshtrain.model.collectives import Collectives
+from meshtrain.model.decoder import Block
 from meshtrain.model.hooks import Hooks, ModelParts
-from meshtrain.model.layers import Block
 from meshtrain.model.loss import Mixed
 from meshtrain.parallel.tensor import MeshCollectives
 from meshtrain.step import Program

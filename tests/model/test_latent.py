@@ -76,11 +76,11 @@ def test_attention_is_that_of_the_papers_formulas(case):
     x = np.random.default_rng(0).standard_normal((12, 24))
     want = published(w, x, mla, scale, frequency)
 
+    from meshtrain.model.decoder import mixer_of
     from meshtrain.model.dropout import NO_DROPOUT
-    from meshtrain.model.layers import attention_of
     from meshtrain.model.rope import sequences
 
-    attention = attention_of(config)("blocks.attention", config, nnx.Rngs(0))
+    attention = mixer_of(config)("blocks.attention", config, nnx.Rngs(0))
     nnx.update(attention, nnx.State(jax.tree.map(jnp.float32, w)))
     got = attention(
         jnp.float32(x)[None], sequences(config, jnp.arange(12))(0), Collectives(), NO_DROPOUT
