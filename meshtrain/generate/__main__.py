@@ -82,6 +82,11 @@ def parser() -> Parser:
         help="ends the answer before this text; may be repeated",
     )
     add(
+        "--draft",
+        action="store_true",
+        help="the layer that predicts the token after the next (model.mtp) guesses it: the same tokens, in fewer steps",
+    )
+    add(
         "--length",
         type=whole_number,
         metavar="N",

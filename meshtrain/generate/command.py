@@ -9,6 +9,7 @@ import queue
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -67,18 +68,18 @@ def run(options: argparse.Namespace) -> int:
         say_note(engine)
         for prompt, answer in zip(tokens, answers, strict=True):
             engine.submit(request(options, opened, prompt), answer.hear)
-        return max(
-            [
-                _write(text, answer, len(texts) > 1)
-                for text, answer in zip(texts, answers, strict=True)
-            ]
-        )
+        codes = [
+            _write(text, answer, len(texts) > 1)
+            for text, answer in zip(texts, answers, strict=True)
+        ]
+        say_drafts(engine)
+        return max(codes)
 
 
 def open_for(options: argparse.Namespace, slots: int) -> Opened:
     """Returns the model that a command line asks for, and says what there is to say of it."""
     with warnings.catch_warnings(record=True) as caught:
-        opened = open_asked(options, slots, options.length)
+        opened = replace(open_asked(options, slots, options.length), drafts=options.draft)
     for warning in caught:
         if issubclass(warning.category, UserWarning):
             say(warning.message)
@@ -90,6 +91,16 @@ def open_for(options: argparse.Namespace, slots: int) -> Opened:
 def say_note(engine: Engine) -> None:
     if engine.note:
         say(engine.note)
+
+
+def say_drafts(engine: Engine) -> None:
+    """Says how many drafts were accepted, and how many steps they saved."""
+    status = engine.status
+    if drafts := status.drafts:
+        acceptance = (
+            f"{status.accepted} of {drafts} drafts accepted ({status.accepted / drafts:.1%})"
+        )
+        say(f"{acceptance}: {drafts} steps in the place of {drafts + status.saved}.")
 
 
 def check_fits(opened: Opened, prompt: int, length: int) -> None:
@@ -182,6 +193,7 @@ def run_chat(options: argparse.Namespace) -> int:
         say_note(engine)
         for line in _lines():
             code = _answer(options, engine, messages, line)
+        say_drafts(engine)
     return code
 
 

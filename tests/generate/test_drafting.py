@@ -1,0 +1,102 @@
+"""Drafts change no token: a step takes two where the draft is what the model chooses, and one where it is not."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from golden import GOLDEN
+
+import meshtrain as mt
+from meshtrain.config import ConfigError
+from meshtrain.generate.drafting import Drafting
+from meshtrain.generate.programs import Decoding
+from meshtrain.generate.request import Sampling
+from meshtrain.reader import Model
+
+LENGTH = 32
+VOCABULARY = 31
+SIZES = {"layers": 2, "d_model": 32, "heads": 4, "d_ff": 48, "vocab_size": VOCABULARY, "mtp": 1}
+MLA = {"q_rank": 12, "kv_rank": 16, "nope": 8, "rope": 4, "value": 6}
+MOE = {"experts": 4, "top_k": 2, "d_ff": 16, "shared_experts": 1, "router": "sigmoid"}
+DENSE_FIRST = {"d_ff": None, "dense_d_ff": 48, "dense_layers": 1}
+MODELS = {
+    "plain": {"kv_heads": 2, "tied_head": True},
+    "latent": {**DENSE_FIRST, "mla": MLA, "moe": MOE, "mtp": 2},
+    "learned positions, window": {"family": "gpt2", "max_positions": LENGTH, "window": 5},
+}
+MESHES = {"one": {}, "data 2, tensor 2": {"data": 2, "tensor": 2}}
+PROMPTS = {0: [3, 5, 8, 2], 2: [7], 3: [n * 3 % VOCABULARY for n in range(17)]}
+GREEDY = Sampling()
+DRAWN = Sampling(temperature=0.8, top_p=0.95, seed=5)
+
+
+def program_of(name, mesh="one"):
+    config = mt.load(
+        {
+            "model": SIZES | MODELS[name],
+            "mesh": MESHES[mesh],
+            "train": {"global_batch_size": 16, "sequence_length": LENGTH},
+            "optimizer": {"learning_rate": 1e-2, "schedule": "constant", "warmup_steps": 0},
+        }
+    )
+    return mt.Program(config, mt.make_mesh(config))
+
+
+@cache
+def trained(name):
+    """Weights that have learned to add three, and that now and then another number comes."""
+    program = program_of(name)
+    state = program.init()
+    random = np.random.default_rng(0)
+    for _ in range(40):
+        steps = np.where(random.random((16, LENGTH + 1)) < 0.15, 5, 3)
+        text = (random.integers(VOCABULARY, size=(16, 1)) + np.cumsum(steps, axis=1)) % VOCABULARY
+        rows = text.astype(np.int32)
+        batch = program.place({"tokens": rows[:, :-1], "labels": rows[:, 1:]})
+        state, _ = program.train_step(state, batch)
+    return jax.tree.map(np.asarray, program.layout.canonical(state.params))
+
+
+def model_of(name, mesh="one"):
+    program = program_of(name, mesh)
+    layout = program.layout
+    live = layout.live(jax.tree.map(jnp.asarray, trained(name)))
+    return Model(program, layout.map(lambda w, x: x, live), 0, GOLDEN)
+
+
+def texts_of(run, sampling, damage=lambda state: state):
+    """Returns the texts behind PROMPTS, which begin one step after the other, and for each draft whether it was right."""
+    state = run.empty()
+    waiting = list(PROMPTS)
+    texts = {slot: [] for slot in PROMPTS}
+    right = {slot: [] for slot in PROMPTS}
+    while waiting or min(len(PROMPTS[s]) + len(texts[s]) for s in PROMPTS) < LENGTH:
+        if waiting:
+            slot = waiting.pop(0)
+            state, picked = run.prefill(state, slot, np.array(PROMPTS[slot]), sampling)
+            texts[slot].append(int(picked.tokens))
+        state, picked = run.decode(damage(state))
+        for slot in set(PROMPTS) - set(waiting):
+            tokens = np.asarray(picked.tokens)[slot].reshape(-1)
+            if picked.accepted is not None:
+                right[slot].append(bool(picked.accepted[slot]))
+                tokens = tokens[: 1 + right[slot][-1]]
+            texts[slot] += tokens.tolist()
+    return {s: text[: LENGTH - len(PROMPTS[s])] for s, text in texts.items()}, right
+
+
+@cache
+def undrafted(name, sampling):
+    return texts_of(Decoding(model_of(name), 4, LENGTH), sampling)[0]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_without_drafts_of_which_some_are_right(name, mesh, sampling):
+    texts, right = texts_of(Drafting(model_of(name, mesh), 4, LENGTH), sampling)
+    assert texts == undrafted(name, sampling)
+    checked = np.concatenate(list(right.values()))
+    assert 0.1 < checked.mean() < 1
