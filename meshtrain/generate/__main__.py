@@ -36,7 +36,7 @@ def parser() -> Parser:
         description="Continues prompts, or chats. Standard output holds the generated text and nothing else.",
         epilog="In a chat, Ctrl-C stops an answer and Ctrl-D ends the conversation.",
     )
-    parser.add_model()
+    parser.add_model(drafts=True)
     add = parser.add_argument
     add(
         "--prompt",
@@ -80,11 +80,6 @@ def parser() -> Parser:
         default=[],
         metavar="TEXT",
         help="ends the answer before this text; may be repeated",
-    )
-    add(
-        "--draft",
-        action="store_true",
-        help="the layer that predicts the token after the next (model.mtp) guesses it: the same tokens, in fewer steps",
     )
     add(
         "--length",

@@ -9,7 +9,6 @@ import queue
 import sys
 import warnings
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -79,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
 def open_for(options: argparse.Namespace, slots: int) -> Opened:
     """Returns the model that a command line asks for, and says what there is to say of it."""
     with warnings.catch_warnings(record=True) as caught:
-        opened = replace(open_asked(options, slots, options.length), drafts=options.draft)
+        opened = open_asked(options, slots, options.length)
     for warning in caught:
         if issubclass(warning.category, UserWarning):
             say(warning.message)
@@ -97,9 +96,7 @@ def say_drafts(engine: Engine) -> None:
     """Says how many drafts were accepted, and how many steps they saved."""
     status = engine.status
     if drafts := status.drafts:
-        acceptance = (
-            f"{status.accepted} of {drafts} drafts accepted ({status.accepted / drafts:.1%})"
-        )
+        acceptance = f"{status.accepted_drafts} of {drafts} drafts accepted ({status.accepted_drafts / drafts:.1%})"
         say(f"{acceptance}: {drafts} steps in the place of {drafts + status.saved}.")
 
 

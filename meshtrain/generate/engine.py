@@ -302,7 +302,7 @@ class Engine:
 
     def _tell_drafted(self, running: Running, chosen: list[Any], accepted: bool) -> None:
         """Tells the token that a step has chosen, and the one behind it if its draft was right."""
-        self._count(drafts=1, accepted=int(accepted))
+        self._count(drafts=1, accepted_drafts=int(accepted))
         first, second = ([x if x is None else x[k] for x in chosen] for k in range(2))
         self._tell(running, *first)
         if accepted and not running.ended:

@@ -20,7 +20,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -307,7 +307,8 @@ def open_asked(options: argparse.Namespace, slots: int, length: int | None) -> O
     how = {
         name: getattr(options, name) for name in ("mesh", "precision", "step", "adapter", "weights")
     }
-    return open_model(options.path, length=length, slots=slots, **how)
+    opened = open_model(options.path, length=length, slots=slots, **how)
+    return replace(opened, drafts=getattr(options, "draft", False))
 
 
 def place_model(

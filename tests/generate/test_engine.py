@@ -467,7 +467,7 @@ def test_drafts_change_no_answer_and_are_counted(synchronous):
             left -= 1 + second
             position += 1 + right(position)
     status = engine.status
-    assert (status.drafts, status.accepted, status.saved) == (drafts, accepted, saved)
+    assert (status.drafts, status.accepted_drafts, status.saved) == (drafts, accepted, saved)
     assert status.tokens == sum(request.most for request in requests)
     assert 0 < saved < accepted < drafts
 
@@ -478,4 +478,4 @@ def test_an_end_hides_what_was_drafted_behind_it():
     assert (heard.text, heard.finish, heard.pieces[-1].tokens) == ("abc", "stop", 4)
     # b c, then the end, behind which nothing counts
     status = engine.status
-    assert (status.drafts, status.accepted, status.saved) == (2, 2, 1)
+    assert (status.drafts, status.accepted_drafts, status.saved) == (2, 2, 1)
