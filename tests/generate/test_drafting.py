@@ -1,15 +1,21 @@
 """Drafts change no token: a step takes two where the draft is what the model chooses, and one where it is not."""
 
+import re
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_runs import build_for, config
 from golden import GOLDEN
+from refusals import refused, tells
+from tiny_models import hugging_face
 
 import meshtrain as mt
+from meshtrain.checkpoint import Checkpointer
 from meshtrain.config import ConfigError
+from meshtrain.generate.__main__ import main
 from meshtrain.generate.drafting import Drafting
 from meshtrain.generate.programs import Decoding
 from meshtrain.generate.request import Sampling
@@ -32,16 +38,16 @@ GREEDY = Sampling()
 DRAWN = Sampling(temperature=0.8, top_p=0.95, seed=5)
 
 
-def program_of(name, mesh="one"):
-    config = mt.load(
+def program_of(name, mesh="one", **more):
+    settings = mt.load(
         {
-            "model": SIZES | MODELS[name],
+            "model": SIZES | MODELS[name] | more,
             "mesh": MESHES[mesh],
             "train": {"global_batch_size": 16, "sequence_length": LENGTH},
             "optimizer": {"learning_rate": 1e-2, "schedule": "constant", "warmup_steps": 0},
         }
     )
-    return mt.Program(config, mt.make_mesh(config))
+    return mt.Program(settings, mt.make_mesh(settings))
 
 
 @cache
@@ -100,3 +106,80 @@ def test_tokens_are_those_without_drafts_of_which_some_are_right(name, mesh, sam
     assert texts == undrafted(name, sampling)
     checked = np.concatenate(list(right.values()))
     assert 0.1 < checked.mean() < 1
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN])
+def test_a_wrong_draft_is_never_taken_and_leaves_nothing_behind(sampling):
+    random = np.random.default_rng(1)
+
+    def damage(state):
+        other = random.integers(VOCABULARY, size=4).astype(np.int32)
+        return state._replace(drafts=jax.device_put(other, state.drafts.sharding))
+
+    texts, right = texts_of(Drafting(model_of("latent"), 4, LENGTH), sampling, damage)
+    assert texts == undrafted("latent", sampling)
+    assert np.concatenate(list(right.values())).mean() < 0.15
+
+
+@pytest.mark.thorough
+def test_log_probabilities_are_those_without_drafts():
+    chosen = []
+    for kind in (Decoding, Drafting):
+        run = kind(model_of("plain"), 4, LENGTH)
+        state, first = run.prefill(run.empty(), 1, np.array(PROMPTS[0]), GREEDY)
+        rows = [[float(first.logprobs), *np.asarray(first.likeliest_ids)[:3]]]
+        while len(rows) < 12:
+            state, picked = run.decode(state, likeliest=True)
+            of_slot = [np.asarray(x)[1] for x in picked if x is not None]
+            if picked.accepted is None:
+                of_slot = [x[None] for x in of_slot] + [False]
+            _, logprobs, ids, _, accepted = of_slot
+            rows += [[logprobs[k], *ids[k][:3]] for k in range(1 + accepted)]
+        chosen.append(rows[:12])
+    np.testing.assert_allclose(*chosen, atol=1e-5)
+
+
+# --- commands
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run's directory with one step, of a model of bytes that predicts a token more."""
+    settings = config(tmp_path_factory.mktemp("runs") / "mine", model={"layers": 2, "mtp": 1})
+    program = build_for(settings)
+    checkpointer = Checkpointer(settings, program)
+    checkpointer.save(3, program.init(), 1.0)
+    checkpointer.wait()
+    checkpointer.close()
+    return settings.run.directory
+
+
+@pytest.mark.thorough
+def test_the_command_says_how_many_drafts_were_accepted_and_steps_saved(run, capsys):
+    words = [run, "--prompt", "some words", "--prompt", "a", "--tokens", "9"]
+    assert main(words) == 0
+    plain = capsys.readouterr()
+    assert main([*words, "--draft"]) == 0
+    drafted = capsys.readouterr()
+    assert drafted.out == plain.out and plain.err in drafted.err
+    sentence = drafted.err.removeprefix(plain.err)
+    pattern = r"meshtrain: (\d+) of (\d+) drafts accepted \((.*)%\): (\d+) steps in the place of (\d+)\.\n"
+    accepted, drafts, share, steps, instead = map(float, re.fullmatch(pattern, sentence).groups())
+    assert drafts == steps and share == pytest.approx(100 * accepted / drafts, abs=0.06)
+    assert steps <= instead <= 16 and instead - steps <= accepted
+
+
+@pytest.mark.thorough
+def test_a_model_without_the_layer_is_refused_in_a_sentence(tmp_path, capsys):
+    model = hugging_face(tmp_path / "tiny")
+    sentence = refused(main, capsys, str(model), "--prompt", "x", "--draft")
+    assert tells(sentence, "draft ... model.mtp is 0")
+
+
+def test_linear_attention_is_refused_which_cannot_forget_a_draft():
+    pattern = ["linear", "full"]
+    sizes = {"linear": {"key_heads": 2, "value_heads": 4, "key_dim": 4, "value_dim": 6}}
+    program = program_of("plain", pattern=pattern, **sizes)
+    with pytest.raises(ConfigError, match="linear attention"):
+        Drafting(Model(program, None, 0, GOLDEN), 4, LENGTH)
