@@ -56,7 +56,7 @@ def trained(name):
     program = program_of(name)
     state = program.init()
     random = np.random.default_rng(0)
-    for _ in range(40):
+    for _ in range(15):
         steps = np.where(random.random((16, LENGTH + 1)) < 0.15, 5, 3)
         text = (random.integers(VOCABULARY, size=(16, 1)) + np.cumsum(steps, axis=1)) % VOCABULARY
         rows = text.astype(np.int32)
@@ -105,7 +105,9 @@ def test_tokens_are_those_without_drafts_of_which_some_are_right(name, mesh, sam
     texts, right = texts_of(Drafting(model_of(name, mesh), 4, LENGTH), sampling)
     assert texts == undrafted(name, sampling)
     checked = np.concatenate(list(right.values()))
-    assert 0.1 < checked.mean() < 1
+    print(name, mesh, sampling, checked.mean())
+    assert checked.mean() > 0.1
+    assert sampling == GREEDY or checked.mean() < 1
 
 
 @pytest.mark.thorough
