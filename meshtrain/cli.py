@@ -220,8 +220,10 @@ class Parser(argparse.ArgumentParser):
             "--trust", action="append", default=[], type=_folder, metavar="RUN", help=meaning
         )
 
-    def add_model(self) -> None:
-        """Adds a model that is to be used, as every command that opens one takes it (`generate.opened.open_asked`)."""
+    def add_model(self, drafts: bool = False) -> None:
+        """Adds a model that is to be used, as every command that opens one takes it (`generate.opened.open_asked`);
+        `drafts`: its own may be asked for.
+        """
         add = self.add_argument
         add(
             "path",
@@ -241,6 +243,9 @@ class Parser(argparse.ArgumentParser):
             choices=("float8", "int8"),
             help="holds the weights of the layers' products in 8 bits",
         )
+        if drafts:
+            meaning = "the model's layer of model.mtp guesses each next token: the same tokens, in fewer steps"
+            add("--draft", action="store_true", help=meaning)
         add(
             "--step",
             type=step,

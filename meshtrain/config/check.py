@@ -529,8 +529,6 @@ def _qk_clip_problems(config: Config) -> Iterator[str]:
         f"model.family {model.family} reads images": FAMILIES[model.family].images,
         "model.qk_norm is true, so that these weights do not change the size of logits": model.qk_norm,
         f"model.score_cap {model.score_cap} bounds logits already": model.score_cap,
-        f"model.dense_layers {model.dense_layers} has layers of two kinds": model.dense_layers,
-        f"model.mla.kv_rank {model.mla.kv_rank} makes keys of latents": model.mla.kv_rank,
         f"model.mtp {model.mtp} has a layer of its own": model.mtp,
         f"model.pattern {list(model.pattern)} has layers of several kinds": model.pattern,
         f"lora.rank {config.lora.rank} freezes them": config.lora.rank,

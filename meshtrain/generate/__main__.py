@@ -36,7 +36,7 @@ def parser() -> Parser:
         description="Continues prompts, or chats. Standard output holds the generated text and nothing else.",
         epilog="In a chat, Ctrl-C stops an answer and Ctrl-D ends the conversation.",
     )
-    parser.add_model()
+    parser.add_model(drafts=True)
     add = parser.add_argument
     add(
         "--prompt",

@@ -121,9 +121,9 @@ def laid_out(new_STGK: jax.Array, lengths: jax.Array, positions: int) -> jax.Arr
     return jnp.pad(new, ((0, 0), (0, 0), (0, positions - new.shape[2]), (0, 0)))
 
 
-def appended(cache: jax.Array, new_S1GK: jax.Array, positions: jax.Array) -> jax.Array:
-    """Returns [S, G, P, K] with one position of every slot written."""
-    new = new_S1GK.transpose(0, 2, 1, 3).astype(cache.dtype)
+def appended(cache: jax.Array, new_STGK: jax.Array, positions: jax.Array) -> jax.Array:
+    """Returns [S, G, P, K] with T positions of every slot written, from `positions` [S] on."""
+    new = new_STGK.transpose(0, 2, 1, 3).astype(cache.dtype)
     for slot in range(cache.shape[0]):
         cache = lax.dynamic_update_slice(cache, new[slot : slot + 1], (slot, 0, positions[slot], 0))
     return cache
@@ -153,11 +153,12 @@ class PromptAttention:
 
 
 class DecodeAttention:
-    """Attends with one new token of every slot to its cache, to which it is added first."""
+    """Attends with the new tokens of every slot to its cache, to which they are added first."""
 
     def __init__(
         self, model: ModelConfig, groups: OwnGroups, cache: LayerCache, positions: jax.Array
     ) -> None:
+        """`positions` [S, T]: those of a slot's new tokens, one behind the other."""
         self.model = model
         self.groups = groups
         self.cache = cache
@@ -175,9 +176,9 @@ class DecodeAttention:
         sinks: jax.Array | None = None,
     ) -> jax.Array:
         first = collectives.first_head(q.shape[2])
-        keys = appended(self.cache.keys, self.groups.select(k, first), self.positions)
+        keys = self._appended(self.cache.keys, self.groups.select(k, first))
         assert self.cache.values is not None
-        values = appended(self.cache.values, self.groups.select(v, first), self.positions)
+        values = self._appended(self.cache.values, self.groups.select(v, first))
         self.cache = LayerCache(keys, values)
         visible = seen(self.positions, keys.shape[2], self.model.window, local)
         if not self.groups.split:
@@ -186,12 +187,15 @@ class DecodeAttention:
             values = jnp.take(values, at, axis=1)
         return against(q, LayerCache(keys, values), visible, self.model, sinks)
 
+    def _appended(self, cache: jax.Array, new_STGK: jax.Array) -> jax.Array:
+        return appended(cache, new_STGK, self.positions[:, 0])
+
 
 def seen(
     positions: jax.Array, length: int, window: int, local: jax.Array | bool | None
 ) -> jax.Array:
-    """Returns bool [S, P]: which positions the token at each slot's position sees."""
-    back = positions[:, None] - jnp.arange(length)
+    """Returns bool [S, T, P]: which positions the tokens at each slot's `positions` [S, T] see."""
+    back = positions[..., None] - jnp.arange(length)
     visible = back >= 0
     if not 0 < window < length:
         return visible
@@ -200,37 +204,37 @@ def seen(
 
 
 def against(
-    q_S1HK: jax.Array,
+    q_STHK: jax.Array,
     cache: LayerCache,
     visible: jax.Array,
     model: ModelConfig,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns attention of one query a slot, [S, 1, H, K], to a cache where `visible` [S, P]: [S, H*K] in q's dtype.
+    """Returns attention of queries [S, T, H, K] to a cache where `visible` [S, T, P]: [S*T, H*K] in q's dtype.
 
     The same sums in the same precision as `model.attention.blockwise` does.
     """
-    slots, _, heads, width = q_S1HK.shape
+    slots, length, _, width = q_STHK.shape
     keys = cache.keys
     values = cache.values
     assert values is not None
     cap = model.score_cap
     groups = keys.shape[1]
-    q = (q_S1HK * model.query_scalar**-0.5).reshape(slots, groups, heads // groups, width)
-    scores = jnp.einsum("sgrk,sgpk->sgrp", q, keys, preferred_element_type=jnp.float32)
+    q = (q_STHK * model.query_scalar**-0.5).reshape(slots, length, groups, -1, width)
+    scores = jnp.einsum("stgrk,sgpk->sgtrp", q, keys, preferred_element_type=jnp.float32)
     scores = within(cap, scores) if cap else scores
-    scores = jnp.where(visible[:, None, None], scores, MASKED)
+    scores = jnp.where(visible[:, None, :, None], scores, MASKED)
     p = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
     total = jnp.sum(p, axis=-1, keepdims=True)
     if sinks_H is not None:
         total = total + jnp.exp(
-            sinks_H.astype(jnp.float32).reshape(groups, -1, 1)
+            sinks_H.astype(jnp.float32).reshape(groups, 1, -1, 1)
             - jnp.max(scores, axis=-1, keepdims=True)
         )
     out = (
         jnp.einsum(
-            "sgrp,sgpk->sgrk", p.astype(values.dtype), values, preferred_element_type=jnp.float32
+            "sgtrp,sgpk->sgtrk", p.astype(values.dtype), values, preferred_element_type=jnp.float32
         )
         / total
     )
-    return out.astype(q_S1HK.dtype).reshape(slots, -1)
+    return out.astype(q_STHK.dtype).swapaxes(1, 2).reshape(slots * length, -1)

@@ -67,12 +67,12 @@ def run(options: argparse.Namespace) -> int:
         say_note(engine)
         for prompt, answer in zip(tokens, answers, strict=True):
             engine.submit(request(options, opened, prompt), answer.hear)
-        return max(
-            [
-                _write(text, answer, len(texts) > 1)
-                for text, answer in zip(texts, answers, strict=True)
-            ]
-        )
+        codes = [
+            _write(text, answer, len(texts) > 1)
+            for text, answer in zip(texts, answers, strict=True)
+        ]
+        say_drafts(engine)
+        return max(codes)
 
 
 def open_for(options: argparse.Namespace, slots: int) -> Opened:
@@ -90,6 +90,14 @@ def open_for(options: argparse.Namespace, slots: int) -> Opened:
 def say_note(engine: Engine) -> None:
     if engine.note:
         say(engine.note)
+
+
+def say_drafts(engine: Engine) -> None:
+    """Says how many drafts were accepted, and how many steps they saved."""
+    status = engine.status
+    if drafts := status.drafts:
+        acceptance = f"{status.accepted_drafts} of {drafts} drafts accepted ({status.accepted_drafts / drafts:.1%})"
+        say(f"{acceptance}: {drafts} steps in the place of {drafts + status.saved}.")
 
 
 def check_fits(opened: Opened, prompt: int, length: int) -> None:
@@ -182,6 +190,7 @@ def run_chat(options: argparse.Namespace) -> int:
         say_note(engine)
         for line in _lines():
             code = _answer(options, engine, messages, line)
+        say_drafts(engine)
     return code
 
 

@@ -294,19 +294,35 @@ class Engine:
             arrays: list[Any] = [None if x is None else np.asarray(x) for x in picked]
             self._failed = 0
             for at, running in wanted:
-                self._count(tokens=1)
-                try:
-                    token, *logprobs = (x if x is None or at is None else x[at] for x in arrays)
-                    piece = running.next(int(token), *logprobs)
-                except Exception as error:
-                    # nothing on the device is lost
-                    log.exception("a token could not be told")
-                    problem = f"a token could not be told: {reason(error)}."
-                    piece = Piece("", tokens=running.tokens, finish="error", problem=problem)
-                if piece is not None and piece.finish is not None:
-                    self._end(running, piece)
-                elif piece is not None:
-                    running.ticket.tell(piece)
+                *chosen, accepted = (x if x is None or at is None else x[at] for x in arrays)
+                if accepted is None:
+                    self._tell(running, *chosen)
+                else:
+                    self._tell_drafted(running, chosen, bool(accepted))
+
+    def _tell_drafted(self, running: Running, chosen: list[Any], accepted: bool) -> None:
+        """Tells the token that a step has chosen, and the one behind it if its draft was right."""
+        self._count(drafts=1, accepted_drafts=int(accepted))
+        first, second = ([x if x is None else x[k] for x in chosen] for k in range(2))
+        self._tell(running, *first)
+        if accepted and not running.ended:
+            running.dispatched += 1
+            self._count(saved=1)
+            self._tell(running, *second)
+
+    def _tell(self, running: Running, token: Any, *logprobs: Any) -> None:
+        self._count(tokens=1)
+        try:
+            piece = running.next(int(token), *logprobs)
+        except Exception as error:
+            # nothing on the device is lost
+            log.exception("a token could not be told")
+            problem = f"a token could not be told: {reason(error)}."
+            piece = Piece("", tokens=running.tokens, finish="error", problem=problem)
+        if piece is not None and piece.finish is not None:
+            self._end(running, piece)
+        elif piece is not None:
+            running.ticket.tell(piece)
 
     def _end(self, running: Running, piece: Piece) -> None:
         running.ended = True

@@ -48,6 +48,7 @@ class ReadTokens(NamedTuple):
     logits: jax.Array  # behind the last of each row, float32 [B, V]
     # that took each token, int32 [B, T, layers, top_k]; None without experts
     experts: jax.Array | None
+    stream: jax.Array  # behind the last layer, [B, T, D]
 
 
 class UseCollectives(MeshCollectives):
@@ -101,7 +102,7 @@ class DecodingForward:
         x, experts = self._stream(weights, tokens, jnp.arange(tokens.shape[1]), layers)
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
         caches = tuple(layer.cache for layer in layers)
-        return ReadTokens(caches, self._logits(weights, last)[:, 0], experts)
+        return ReadTokens(caches, self._logits(weights, last)[:, 0], experts, x)
 
     def logprobs(
         self, weights: Parts, text: jax.Array, temperature: jax.Array | float
@@ -117,6 +118,13 @@ class DecodingForward:
         self, weights: Parts, caches: Caches, tokens: jax.Array, positions: jax.Array
     ) -> ReadTokens:
         """Reads one token of every slot at its position, both [S]."""
+        read = self.read_on(weights, caches, tokens[:, None], positions[:, None])
+        return read._replace(logits=read.logits[:, 0])
+
+    def read_on(
+        self, weights: Parts, caches: Caches, tokens: jax.Array, positions: jax.Array
+    ) -> ReadTokens:
+        """Reads tokens of every slot at their positions, both [S, T]; the logits are those behind each, [S, T, V]."""
         model = self.config.model
         layers = [
             DecodeMix(cache)
@@ -124,9 +132,9 @@ class DecodingForward:
             else self._decode(model, self.groups, cache, positions)
             for cache in caches
         ]
-        x, experts = self._stream(weights, tokens[:, None], positions[:, None], layers)
+        x, experts = self._stream(weights, tokens, positions, layers)
         caches = tuple(layer.cache for layer in layers)
-        return ReadTokens(caches, self._logits(weights, x)[:, 0], experts)
+        return ReadTokens(caches, self._logits(weights, x), experts, x)
 
     def _prompt_mixers(self, lengths: jax.Array | None = None) -> Sequence[Mixer]:
         """Returns what mixes the tokens of prompts in each layer, and keeps their cache."""

@@ -16,7 +16,6 @@ from meshtrain.generate.cache import (
     LayerCache,
     PromptAttention,
     against,
-    appended,
     seen,
 )
 from meshtrain.model.collectives import Collectives
@@ -39,7 +38,7 @@ class LatentPrompt(PromptAttention):
 
 
 class LatentDecode(DecodeAttention):
-    """Attends with one new token of every slot to its cached latents, to which its own are added first."""
+    """Attends with the new tokens of every slot to its cached latents, to which theirs are added first."""
 
     def attend_latents(
         self,
@@ -51,7 +50,7 @@ class LatentDecode(DecodeAttention):
         *more: Any,
         local: jax.Array | bool | None = None,
     ) -> jax.Array:
-        cached = appended(self.cache.keys, together(latents), self.positions)
+        cached = self._appended(self.cache.keys, together(latents))
         self.cache = LayerCache(cached, None)
         plain, turned = jnp.split(q, [module.sizes.nope], axis=-1)
         absorbed = jnp.einsum("sthk,rhk->sthr", plain, module.k_up[...])
@@ -59,6 +58,6 @@ class LatentDecode(DecodeAttention):
         queries = jnp.concatenate([absorbed, turned], axis=-1)
         # the positions' part of the output is left out afterwards: the cache is read as it lies
         out = against(queries, LayerCache(cached, cached), visible, self.model)
-        content = out.reshape(*q.shape[:3:2], -1)[..., : module.sizes.kv_rank]
+        content = out.reshape(len(out), q.shape[2], -1)[..., : module.sizes.kv_rank]
         values = jnp.einsum("shr,rhv->shv", content, module.v_up[...])
-        return values.reshape(len(q), -1)
+        return values.reshape(len(out), -1)

@@ -20,7 +20,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -40,6 +40,7 @@ from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import FAMILIES
 from meshtrain.files import is_address
 from meshtrain.generate.cache import cache_heads
+from meshtrain.generate.drafting import Drafting
 from meshtrain.generate.held import KINDS, round_weights
 from meshtrain.generate.programs import Decoding
 from meshtrain.generate.request import Sampling
@@ -72,7 +73,9 @@ def memory_needs(config: Config, slots: int, length: int) -> MemoryNeeds:
     size = itemsize(config.precision.compute)
     placed = [weight.on_device() * size for weight in all_placed(config)]
     heads, *widths = cache_heads(model, mesh.tensor)
-    cache = model.layers * math.ceil(slots / mesh.data) * heads * length * sum(widths) * size
+    # of layers, and of the one that drafts
+    caches = model.layers + bool(model.mtp)
+    cache = caches * math.ceil(slots / mesh.data) * heads * length * sum(widths) * size
     # the stream and what its branches make of it; logits are of one position
     hidden = model.d_ff + (model.moe.top_k * model.expert_width if model.moe.experts else 0)
     of_token = 8 * model.d_model + 3 * math.ceil(hidden / mesh.tensor)
@@ -173,11 +176,12 @@ class Opened:
     weights: str | None = (
         None  # what holds them, see `generate.held`; None: the dtype that computes
     )
+    drafts: bool = False  # see `generate.drafting`
 
     @property
     def decoding(self) -> Callable[..., Decoding]:
         """Makes the device's programs."""
-        return partial(Decoding, kind=self.weights)
+        return partial(Drafting if self.drafts else Decoding, kind=self.weights)
 
 
 def open_model(
@@ -303,7 +307,8 @@ def open_asked(options: argparse.Namespace, slots: int, length: int | None) -> O
     how = {
         name: getattr(options, name) for name in ("mesh", "precision", "step", "adapter", "weights")
     }
-    return open_model(options.path, length=length, slots=slots, **how)
+    opened = open_model(options.path, length=length, slots=slots, **how)
+    return replace(opened, drafts=getattr(options, "draft", False))
 
 
 def place_model(

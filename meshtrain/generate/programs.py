@@ -59,10 +59,14 @@ class Slots(NamedTuple):
     tokens: Any  # int32 [S]: chosen last, and not yet read
     positions: Any  # int32 [S]: theirs
     how: Any  # SamplingArrays
+    drafts: Any = None  # int32 [S]: guesses of the tokens behind; None where nothing is drafted
 
 
 class Picked(NamedTuple):
-    """Chosen tokens; of a prefill those of its slot alone, without the axis S."""
+    """Chosen tokens; of a prefill those of its slot alone, without the axis S.
+
+    With drafts a step chooses two for each slot, [S, 2], of which the second counts where its draft is `accepted`.
+    """
 
     tokens: jax.Array  # int32 [S]
     logprobs: jax.Array | None = (
@@ -72,6 +76,7 @@ class Picked(NamedTuple):
         None  # int32 [S, MOST_LIKELY], or the whole vocabulary where that is smaller
     )
     likeliest_logprobs: jax.Array | None = None  # float32 likewise
+    accepted: jax.Array | None = None  # bool [S]
 
 
 class Decoding:
@@ -82,17 +87,20 @@ class Decoding:
     `generate.held`. Raises ConfigError for what `DecodingForward` refuses.
     """
 
+    forward_type: type[DecodingForward] = DecodingForward
+    drafts = 0  # tokens that a step reads behind the last chosen one, though they may be wrong
+
     def __init__(
         self, model: Model, slots: int, length: int, keep: bool = True, kind: str | None = None
     ) -> None:
         self.slots = slots
         self.length = length
         self.kind = kind
-        self.forward = DecodingForward(model.program, slots, length)
+        self.forward = self.forward_type(model.program, slots, length)
         self.mesh = self.forward.mesh
         self.config = self.forward.config
         self.layout = self.forward.layout
-        self._resharding = Resharding(model.program.layout, self.layout, kind)
+        self._resharding = Resharding(model.program.layout, self.layout, kind, bool(self.drafts))
         self.weights = self._resharding.take_over(model.params, keep)
         self._executables: dict[Name, Any] = {}
         self._others = 0  # programs that were compiled for the same model before
@@ -113,7 +121,7 @@ class Decoding:
         heads, keys, values = cache_heads(model, tensor)
 
         def zeros(width: int) -> jax.Array:
-            shape = (self.slots, heads * tensor, self.length, width)
+            shape = (self.slots, heads * tensor, self.length + self.drafts, width)
             return jnp.zeros(shape, self.forward.dtype)
 
         cache = tuple(
@@ -216,6 +224,7 @@ class Decoding:
                 self.slots,
                 self.length,
                 self.kind,
+                self.drafts,
             )
         )
         self._executables = kept.setdefault((same, hooks, self.mesh), self._executables)
@@ -278,29 +287,33 @@ class Decoding:
     ) -> tuple[Slots, Picked]:
         slots = len(state.tokens)
         slot = slot - lax.axis_index(self.forward.rows) * slots
-        of_prompt, logits, _ = self.forward.read(weights, tokens, length[None])
-        picked = pick(logits, jax.tree.map(lambda x: x[None], how), length[None], logprobs=True)
+        how = jax.tree.map(lambda x: x[None], how)
+        new, picked = self._read_alone(weights, tokens, length[None], how)
         cache = tuple(
-            old.put(new, slot, length) for old, new in zip(state.cache, of_prompt, strict=True)
+            old.put(of_prompt, slot, length)
+            for old, of_prompt in zip(state.cache, new.cache, strict=True)
         )
         # a slot of another rank is none here
         mine = jnp.arange(slots) == slot
         put = lambda old, new: jnp.where(mine, vary(new, varying(old)), old)
-        state = Slots(
-            cache,
-            put(state.tokens, picked.tokens),
-            put(state.positions, length),
-            jax.tree.map(put, state.how, how),
-        )
-        return state, jax.tree.map(lambda x: x[0], picked)
+        rest = jax.tree.map(put, state._replace(cache=None), new._replace(cache=None))
+        return rest._replace(cache=cache), jax.tree.map(lambda x: x[0], picked)
+
+    def _read_alone(
+        self, weights: Parts, tokens: jax.Array, lengths: jax.Array, how: SamplingArrays
+    ) -> tuple[Slots, Picked]:
+        """Reads a prompt [1, T], and chooses the token behind it; the caches are as `put` takes them."""
+        read = self.forward.read(weights, tokens, lengths)
+        picked = pick(read.logits, how, lengths, logprobs=True)
+        return Slots(read.caches, picked.tokens, lengths, how), picked
 
     def _one_more(self, weights: Parts, state: Slots, logprobs: bool) -> tuple[Slots, Picked]:
         positions = state.positions
-        caches, logits, _ = self.forward.step(weights, state.cache, state.tokens, positions)
-        picked = pick(logits, state.how, positions + 1, logprobs)
+        read = self.forward.step(weights, state.cache, state.tokens, positions)
+        picked = pick(read.logits, state.how, positions + 1, logprobs)
         # a slot that goes on beyond its last position is one that nobody reads
         positions = jnp.minimum(positions + 1, self.length - 1)
-        return Slots(caches, picked.tokens, positions, state.how), picked
+        return Slots(read.caches, picked.tokens, positions, state.how), picked
 
 
 def pick(logits: jax.Array, how: SamplingArrays, positions: jax.Array, logprobs: bool) -> Picked:

@@ -117,6 +117,9 @@ class EngineStatus:
     tokens: int = 0  # chosen for a request
     prompt_tokens: int = 0  # read
     steps: int = 0  # of decode
+    drafts: int = 0  # that a request's step has checked
+    accepted_drafts: int = 0  # of these
+    saved: int = 0  # steps that a request would have taken without
     compiled: int = 0  # programs: one for each power of two of a prompt's length, and decode's two
     failures: int = 0  # of the device's programs
     last_step: float = 0.0  # time.monotonic() at the end of the last turn

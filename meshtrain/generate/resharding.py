@@ -38,18 +38,23 @@ class Parts(NamedTuple):
     embedding: Any
     blocks: Any  # a tuple of trees, a layer each
     head: Any
+    # the layer that predicts the token after the next; None where nothing is drafted
+    drafter: Any = None
 
 
 class Resharding:
     """The way from the weights of one layout to those of another on the same mesh that splits over tensor alone.
 
-    `kind`: weights of products are held in it, see `generate.held`.
+    `kind`: weights of products are held in it, see `generate.held`. `drafts`: the drafter is one of the parts.
     """
 
-    def __init__(self, trained: Layout, decoded: Layout, kind: str | None = None) -> None:
+    def __init__(
+        self, trained: Layout, decoded: Layout, kind: str | None = None, drafts: bool = False
+    ) -> None:
         self.trained = trained
         self.decoded = decoded
         self.kind = kind
+        self.drafts = drafts
 
     @property
     def specs(self) -> Parts:
@@ -133,7 +138,8 @@ class Resharding:
         taken = {stack: itertools.count() for stack in layout.stacks}
         stacks = stack_of_layers(layout.config.model)
         blocks = tuple(part(stack, next(taken[stack])) for stack in stacks)
-        return Parts(part("embedding"), blocks, part("head"))
+        drafter = part("mtp")["depth_0"] if self.drafts else None
+        return Parts(part("embedding"), blocks, part("head"), drafter)
 
     def _resharded(self, trained: Placed, decoded: Placed, stored: Any) -> list[Any]:
         """Returns the layers of a weight, or the weight alone, as decoding has them. Traceable."""

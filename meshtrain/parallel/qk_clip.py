@@ -7,6 +7,10 @@ them.
                    queries of a head           x gamma / the factor of its keys
 
 So each head's logits shrink by its own gamma, and those of the others stay what they are though they share the keys.
+With latent attention a head has keys of its own but for the rotary part, which all heads share and nothing clips:
+
+    queries and keys without rotary positions    x sqrt(gamma)
+    rotary part of the queries                   x gamma
 
 A largest logit leaves the backward as the gradient of a weight of zeros, as a router's counts do (`model.experts`).
 Since gradients are summed, not compared, each microbatch has a place of its own:
@@ -56,26 +60,21 @@ class Maxima:
 class QkClip:
     """QK-clip of one config: `counting` gives a step the largest logits, `clip` applies them."""
 
-    spec = PartitionSpec(PIPELINE, TENSOR)  # of the largest logits, [live layers, heads]
-
     def __init__(self, forward: Forward) -> None:
         self.config = forward.config
         self.layout = forward.layout
         self.microbatches = self.config.parallel.microbatches
         model = self.config.model
         mesh = self.config.mesh
-        size = model.heads * self.microbatches
-        weight = Weight(
-            f"blocks.attention.{MAXIMA}",
-            (("heads", size),),
-            0.0,
-            0.0,
-            model.layers,
-            float32=True,
-            counts=True,
-        )
+        places = (("heads", model.heads * self.microbatches),)
         over = splits(model, mesh, self.config.parallel.vocab)
-        self.placed = place(weight, over, mesh, self.layout.layer_at.size, zero=False)
+        self.placed = {}
+        for stack, its in self.layout.stacks.items():
+            name = f"{stack}.attention.{MAXIMA}"
+            weight = Weight(name, places, 0.0, 0.0, len(its.layers), float32=True, counts=True)
+            self.placed[stack] = place(weight, over, mesh, its.layer_at.size, zero=False)
+        # of the largest logits of each stack, [live layers, heads]
+        self.spec = dict.fromkeys(self.placed, PartitionSpec(PIPELINE, TENSOR))
         layout = copy.copy(self.layout)
         vars(layout)["weights"] = add_maxima(layout.weights, self.placed)
         # The step's functions as they are, but for one weight more.
@@ -94,55 +93,74 @@ class QkClip:
 
     def counting(self, run: Callable[..., LossAndGradients]) -> Callable[..., LossAndGradients]:
         """Returns the function `run` of the weights, which also returns the largest logits [layers, heads] of this
-        stage's layers and this rank's heads.
+        stage's layers and this rank's heads, by stack.
         """
 
         def counted(weights: Weights, *more: Any) -> LossAndGradients:
-            layers, places = (
-                n // ways for n, ways in zip(self.placed.whole, self.placed.ways, strict=True)
-            )
-            zeros = vary(jnp.zeros((layers, places)), self.config.mesh.axes)
+            axes = self.config.mesh.axes
+            zeros = {}
+            for stack, placed in self.placed.items():
+                local = [n // ways for n, ways in zip(placed.whole, placed.ways, strict=True)]
+                zeros[stack] = vary(jnp.zeros(local), axes)
             differentiated, constant = weights
+            nothing = dict.fromkeys(zeros)
             totals, gradients, _ = run(
-                Weights(add_maxima(differentiated, zeros), add_maxima(constant, None)), *more
+                Weights(add_maxima(differentiated, zeros), add_maxima(constant, nothing)), *more
             )
-            attention = dict(gradients["blocks"]["attention"])
-            each = attention.pop(MAXIMA).reshape(layers, -1, self.microbatches)
-            blocks = {**gradients["blocks"], "attention": attention}
-            ranks = tuple(axis for axis in self.config.mesh.axes if axis not in self.spec)
-            maxima = lax.pmax(each.max(-1), ranks)
-            return LossAndGradients(totals, {**gradients, "blocks": blocks}, maxima)
+            maxima = {}
+            for stack in zeros:
+                attention = dict(gradients[stack]["attention"])
+                each = attention.pop(MAXIMA)
+                gradients = {**gradients, stack: {**gradients[stack], "attention": attention}}
+                maxima[stack] = each.reshape(len(each), -1, self.microbatches).max(-1)
+            ranks = tuple(axis for axis in axes if axis not in (PIPELINE, TENSOR))
+            return LossAndGradients(totals, gradients, lax.pmax(maxima, ranks))
 
         return counted
 
-    def clip(self, params: Any, maxima: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
+    def clip(self, params: Any, maxima: Any) -> tuple[Any, dict[str, jax.Array]]:
         """Returns the updated weights with those of queries and keys clipped, and numbers for the row of metrics."""
-        bound = self.config.optimizer.qk_clip
         everywhere = NamedSharding(self.layout.mesh, PartitionSpec())
-        largest = lax.with_sharding_constraint(maxima, everywhere)
-        # Places that no layer has are 0, and stay it.
-        is_layer = jnp.asarray(self.layout.layer_at.reshape(-1, 1) >= 0)
-        largest = jnp.where(is_layer, largest, MASKED)
-        by_group = bound / jnp.maximum(bound, largest).reshape(
-            len(largest), self.config.model.kv_heads, -1
-        )
-        keys = jnp.sqrt(by_group.min(-1))
-        queries = (by_group / keys[..., None]).reshape(largest.shape)
-        attention = dict(params["blocks"]["attention"])
-        for name, factors in {"q": queries, "k": keys}.items():
-            for part in (name, f"{name}_bias"):
-                if (x := attention.get(part)) is not None:
-                    ones = [1] * (x.ndim - 3)
-                    attention[part] = x * factors.reshape(len(factors), *ones, -1, 1)
-        params = {**params, "blocks": {**params["blocks"], "attention": attention}}
+        largest = {}
+        for stack, of_stack in lax.with_sharding_constraint(maxima, everywhere).items():
+            # Places that no layer has are 0, and stay it.
+            is_layer = jnp.asarray(self.layout.stacks[stack].layer_at.reshape(-1, 1) >= 0)
+            largest[stack] = jnp.where(is_layer, of_stack, MASKED)
+            attention = dict(params[stack]["attention"])
+            for name, factors in self._factors(largest[stack]).items():
+                for part in (name, f"{name}_bias"):
+                    if (x := attention.get(part)) is not None:
+                        ones = [1] * (x.ndim - 3)
+                        attention[part] = x * factors.reshape(
+                            len(factors), *ones, *factors.shape[1:]
+                        )
+            params = {**params, stack: {**params[stack], "attention": attention}}
+        together = jnp.concatenate(list(largest.values()))
         return params, {
-            "qk_clip/max_logit": largest.max(),
-            "qk_clip/clipped_heads": jnp.sum(largest > bound),
+            "qk_clip/max_logit": together.max(),
+            "qk_clip/clipped_heads": jnp.sum(together > self.config.optimizer.qk_clip),
         }
 
+    def _factors(self, largest: jax.Array) -> dict[str, jax.Array]:
+        """Returns what weights of queries and keys are multiplied by, [layers, heads, width or 1], by their names."""
+        bound = self.config.optimizer.qk_clip
+        model = self.config.model
+        mla = model.mla
+        gamma = bound / jnp.maximum(bound, largest)
+        if mla.kv_rank:
+            plain = jnp.sqrt(gamma)[..., None]
+            is_plain = jnp.arange(mla.nope + mla.rope) < mla.nope
+            queries = jnp.where(is_plain, plain, gamma[..., None])
+            return {"q_up" if mla.q_rank else "q": queries, "k_up": plain}
+        by_group = gamma.reshape(len(gamma), model.kv_heads, -1)
+        keys = jnp.sqrt(by_group.min(-1, keepdims=True))
+        return {"q": (by_group / keys).reshape(*gamma.shape, 1), "k": keys}
 
-def add_maxima(tree: Any, value: Any) -> Any:
-    """Returns a tree of weights with one more."""
-    blocks = tree["blocks"]
-    attention = {**blocks["attention"], MAXIMA: value}
-    return {**tree, "blocks": {**blocks, "attention": attention}}
+
+def add_maxima(tree: Any, values: Any) -> Any:
+    """Returns a tree of weights with one more in each stack of `values`."""
+    more = {
+        stack: {**tree[stack], "attention": {**tree[stack]["attention"], MAXIMA: value}}
+        for stack, value in values.items()
+    }
+    return {**tree, **more}

@@ -41,7 +41,7 @@ def parser() -> Parser:
         "SIGTERM ends it: first /health says so, then what runs is finished."
     )
     parser = Parser(prog="python -m meshtrain.serve", description=meaning, epilog=ending)
-    parser.add_model()
+    parser.add_model(drafts=True)
     parser.add_argument(
         "others",
         nargs="*",

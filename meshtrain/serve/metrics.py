@@ -62,6 +62,8 @@ METRICS: tuple[ServeMetric, ...] = (
     ServeMetric("tokens", "counter", "tokens", "tokens chosen"),
     ServeMetric("prompt_tokens", "counter", "tokens", "tokens of prompts that were read"),
     ServeMetric("steps", "counter", "", "steps of decoding, each a token for every busy slot"),
+    ServeMetric("drafts", "counter", "", "drafts (--draft) that a step has checked"),
+    ServeMetric("accepted_drafts", "counter", "", "of these, so that a step gave two tokens"),
     ServeMetric(
         "compiled",
         "counter",

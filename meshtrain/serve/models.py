@@ -34,6 +34,8 @@ COUNTS = (
     "tokens",
     "prompt_tokens",
     "steps",
+    "drafts",
+    "accepted_drafts",
     "compiled",
     "failures",
 )  # of an engine's status, which never fall

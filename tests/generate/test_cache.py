@@ -56,28 +56,29 @@ def test_a_prompt_fills_its_slot_with_zeros_behind_and_no_other():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("window", "local"), [(0, None), (3, None), (3, True), (3, False)])
-@pytest.mark.parametrize("cap", [0.0, 2.0])
-def test_attention_to_a_cache_is_the_last_query_of_attention(window, local, cap):
+@pytest.mark.parametrize(("cap", "new"), [(0.0, 1), (2.0, 1), (2.0, 2)])
+def test_attention_to_a_cache_is_that_of_the_last_queries_of_attention(window, local, cap, new):
     slots, length, heads, groups, width = 3, 9, 6, 2, 5
     q, k, v = (
         jnp.asarray(np.random.default_rng(n).normal(size=(slots, length, g, width)), jnp.float32)
         for n, g in enumerate((heads, groups, groups))
     )
-    positions = jnp.array([8, 0, 4])
+    first = jnp.array([7, 0, 4])
+    positions = first[:, None] + jnp.arange(new)
     flag = None if local is None else jnp.bool_(local)
     right = attend(
         q, k, v, None, Collectives(), window=window, scale=0.3, cap=cap, local=flag
     ).reshape(q.shape)
     # the position's own is added by the step, what stands behind it is no number
-    before = (jnp.arange(length) < positions[:, None])[:, None, :, None]
+    before = (jnp.arange(length) < first[:, None])[:, None, :, None]
     keys, values = (jnp.where(before, x.transpose(0, 2, 1, 3), 0) for x in (k, v))
-    at = positions[:, None, None, None]
+    at = positions[:, :, None, None]
     now_q, now_k, now_v = (jnp.take_along_axis(x, at, axis=1) for x in (q, k, v))
-    keys, values = appended(keys, now_k, positions), appended(values, now_v, positions)
+    keys, values = appended(keys, now_k, first), appended(values, now_v, first)
     model = SimpleNamespace(query_scalar=0.3**-2, score_cap=cap)
     visible = seen(positions, length, window, local)
     found = against(now_q, LayerCache(keys, values), visible, model)  # type: ignore[arg-type]
-    wanted = jnp.take_along_axis(right, at, axis=1).reshape(slots, -1)
+    wanted = jnp.take_along_axis(right, at, axis=1).reshape(slots * new, -1)
     np.testing.assert_allclose(found, wanted, atol=2e-6)
 
 

@@ -439,3 +439,43 @@ def until(true, seconds=20.0):
     while not true():
         assert time.monotonic() < end, "it has not come to be"
         time.sleep(0.005)
+
+
+# --- drafts
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_drafts_change_no_answer_and_are_counted(synchronous):
+    requests = [asked(b"ab" * (i + 1), 5 + 3 * i, logprobs=1) for i in range(5)]
+    right = lambda position: position % 3 > 0
+    engine = engine_of(slots=2, synchronous=synchronous, drafts=right)
+    heards = answers(engine, *requests)
+    drafts = accepted = saved = 0
+    for request, heard in zip(requests, heards, strict=True):
+        expected = continuation(bytes(request.tokens.tolist()), request.most)
+        assert list(heard.text.encode()) == expected and heard.finish == "length"
+        chosen = [chosen for piece in heard.pieces for chosen in piece.chosen]
+        assert [(c.token, c.logprob) for c in chosen] == [(t, -t / 100) for t in expected]
+        # one token came of the prompt
+        left = request.most - 1
+        position = len(request.tokens) + 1
+        while left:
+            second = right(position) and left > 1
+            drafts += 1
+            accepted += right(position)
+            saved += second
+            left -= 1 + second
+            position += 1 + right(position)
+    status = engine.status
+    assert (status.drafts, status.accepted_drafts, status.saved) == (drafts, accepted, saved)
+    assert status.tokens == sum(request.most for request in requests)
+    assert 0 < saved < accepted < drafts
+
+
+def test_an_end_hides_what_was_drafted_behind_it():
+    engine = engine_of(choose=saying("abc"), drafts=lambda position: True)
+    (heard,) = answers(engine, asked(b">", 20))
+    assert (heard.text, heard.finish, heard.pieces[-1].tokens) == ("abc", "stop", 4)
+    # b c, then the end, behind which nothing counts
+    status = engine.status
+    assert (status.drafts, status.accepted_drafts, status.saved) == (2, 2, 1)

@@ -36,6 +36,7 @@ class Picked(NamedTuple):
     logprobs: Any = None
     likeliest_ids: Any = None
     likeliest_logprobs: Any = None
+    accepted: Any = None
 
 
 class Late:
@@ -74,6 +75,7 @@ class FakeDecoding:
 
     note: str = ""
     freed: bool = False
+    drafts: Callable[[int], bool] | None = None  # whether the draft for a position is right
 
     def free(self) -> None:
         self.freed = True
@@ -121,12 +123,24 @@ class FakeDecoding:
         self.fails("decode")
         self.calls.append(("decode",))
         new = self._taken(state)
+        tokens = self._next(new)
+        if self.drafts is None:
+            return new, self._picked(tokens, ("read", "decode"), likeliest)
+        right = np.array([self.drafts(len(history) - 1) for history in new.histories])
+        before = list(new.histories)
+        second = self._next(new)
+        new.histories = [new.histories[s] if right[s] else before[s] for s in range(self.slots)]
+        both = [self._picked(of, ("read", "decode"), likeliest) for of in (tokens, second)]
+        arrays = [None if x[0] is None else np.stack(x, axis=1) for x in zip(*both, strict=True)]
+        return new, Picked(*arrays[:4], right)
+
+    def _next(self, state: State) -> np.ndarray:
         tokens = np.zeros(self.slots, np.int32)
-        for slot, history in enumerate(new.histories):
+        for slot, history in enumerate(state.histories):
             if history and len(history) < self.length:
-                tokens[slot] = self.choose(history, new.hows[slot])
-                new.histories[slot] = (*history, int(tokens[slot]))
-        return new, self._picked(tokens, ("read", "decode"), likeliest)
+                tokens[slot] = self.choose(history, state.hows[slot])
+                state.histories[slot] = (*history, int(tokens[slot]))
+        return tokens
 
     def _taken(self, state: State) -> State:
         assert not state.gone, "a state is used twice"

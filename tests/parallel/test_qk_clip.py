@@ -12,6 +12,7 @@ from flax import nnx
 from short_runs import canonical_numbers, packed_batch, token_batches, train_on
 
 from meshtrain.config import ConfigError, load
+from meshtrain.config.stacks import stack_of_layers
 from meshtrain.mesh import make_mesh
 from meshtrain.model.attention import attend
 from meshtrain.model.collectives import Collectives
@@ -28,6 +29,10 @@ TRAIN = {"global_batch_size": 8, "sequence_length": 16}
 # plain descent, whose updates differ between meshes by no more than gradients do
 SGD = {"name": "sgd", "learning_rate": 0.01, "warmup_steps": 0, "beta1": 0.0}
 EXPERTS = {"d_ff": 0, "family": "mixtral", "moe": {"experts": 4, "top_k": 2, "d_ff": 24}}
+LATENT = {"kv_heads": 4, "mla": {"q_rank": 10, "kv_rank": 12, "nope": 6, "rope": 4, "value": 5}}
+PLAIN_LATENT = {**LATENT, "mla": LATENT["mla"] | {"q_rank": 0}}
+SPARSE = {"d_ff": 0, "moe": EXPERTS["moe"] | {"balance": "bias"}}
+DENSE_FIRST = {**LATENT, **SPARSE, "dense_layers": 1, "dense_d_ff": 40, "layers": 4}
 LEARNED = {"family": "gpt2", "kv_heads": 4, "qkv_bias": True}
 
 
@@ -67,10 +72,16 @@ CELLS = {
     "window": on({"data": 2}, {"window": 5}, batch="padded"),
     "interleaved": on(STAGES, {"layers": 5}, schedule="interleaved", virtual_stages=2),
     "experts": on({"data": 4, "expert": 2}, EXPERTS, batch="padded"),
+    "latent": on(CUBE, LATENT, batch="padded"),
+    "latent, gathered": on(
+        {"context": 2, "tensor": 2}, PLAIN_LATENT, context_strategy="all_gather"
+    ),
+    "latent, dense first": on(CUBE, DENSE_FIRST, schedule="zb_h1", microbatches=4),
+    "latent, pairs": on(STAGES, DENSE_FIRST, schedule="paired", microbatches=4),
     "sums in bfloat16": on({"data": 2}, precision={"gradient_sums": "bfloat16"}, microbatches=4),
 }
 
-QUICK = ("one device", "data, tensor, pipeline", "heads over context", "packed ring")
+QUICK = ("one device", "latent", "data, tensor, pipeline", "heads over context", "packed ring")
 
 
 def batch_of(config, kind):
@@ -110,19 +121,21 @@ def dense_maxima(config, canonical, batch):
         repeated = jnp.repeat(k, q.shape[2] // k.shape[2], axis=2)
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, repeated, precision="highest")
         seen = (visible & counted[:, :, None])[:, None]
-        scores = jnp.where(seen, scores * model.head_dim**-0.5, -jnp.inf)
+        scores = jnp.where(seen, scores * q.shape[-1] ** -0.5, -jnp.inf)
         largest.append(np.asarray(scores.max((0, 2, 3))))
         return attend(q, k, v, *more, window=model.window, **how)
 
     decoder = Decoder(model, nnx.Rngs(0))
     nnx.update(decoder, jax.tree.map(jnp.asarray, canonical))
-    graph, stacked = nnx.split(decoder.blocks)
+    stacks = stack_of_layers(model)
     positions = jnp.asarray(batch.get("positions", places))
     own = jnp.asarray(segments) if "segments" in batch else None
     collectives = Collectives()
     x = decoder.embedding(jnp.asarray(tokens), positions, collectives)
     for layer in range(model.layers):
-        block = nnx.merge(graph, jax.tree.map(lambda a, layer=layer: a[layer], stacked))
+        graph, stacked = nnx.split(getattr(decoder, stacks[layer]))
+        place = stacks[:layer].count(stacks[layer])
+        block = nnx.merge(graph, jax.tree.map(lambda a, place=place: a[place], stacked))
         block.attention.attend = watched
         sequence = sequences(model, positions, own)(layer)
         x = block(x, sequence, collectives, NO_DROPOUT)
@@ -141,6 +154,9 @@ def clipped_by_hand(model, kind):
     _, program, states = train_on([batch], config, canonical)
     weights = program.layout.canonical(states[0].params)
     gamma = np.minimum(1, tau / maxima)
+    if config.model.mla.kv_rank:
+        clip_latent(config.model, weights, gamma)
+        return tau, maxima, weights
     attention = weights["blocks"]["attention"]
     heads = config.model.heads // config.model.kv_heads
     for layer in range(config.model.layers):
@@ -156,6 +172,23 @@ def clipped_by_hand(model, kind):
                         attention[part] = attention[part].copy()
                         attention[part][layer, ..., head, :] *= np.float32(factor)
     return tau, maxima, weights
+
+
+def clip_latent(model, weights, gamma):
+    """Kimi K2, section 2.1: what each head has for itself by the root, its rotary queries by all of gamma."""
+    stacks = stack_of_layers(model)
+    nope = model.mla.nope
+    for layer, stack in enumerate(stacks):
+        place = stacks[:layer].count(stack)
+        attention = weights[stack]["attention"]
+        queries = "q_up" if model.mla.q_rank else "q"
+        for name in (queries, "k_up"):
+            attention[name] = np.array(attention[name])
+        for head in range(model.heads):
+            factor = np.float32(gamma[layer, head])
+            attention[queries][place, :, head, :nope] *= factor**0.5
+            attention[queries][place, :, head, nope:] *= factor
+            attention["k_up"][place, :, head] *= factor**0.5
 
 
 def frozen(value):
@@ -218,7 +251,7 @@ def test_where_accelerators_send_beside_the_backward_the_logits_are_the_same(mes
         program.__dict__.pop("_gradients", None)
         step = jax.jit(lambda *of: program._gradients(*of).maxima)
         maxima = step(params, batch, jnp.int32(0), jnp.float32(1), None)
-        found.append(np.asarray(maxima)[program.layout.stacks["blocks"].places])
+        found.append(np.asarray(maxima["blocks"])[program.layout.stacks["blocks"].places])
     dense = dense_maxima(config, canonical_numbers(program.layout), batch_of(config, kind))
     for maxima in found:
         np.testing.assert_allclose(maxima, dense, rtol=2e-6)
