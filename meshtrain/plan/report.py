@@ -11,9 +11,11 @@ from meshtrain.cluster.accelerators import evidence
 from meshtrain.cluster.algorithms import best
 from meshtrain.config import Config
 from meshtrain.config.follow import runs_table
+from meshtrain.config.stacks import FULL, LINEAR, kinds_of_layers
+from meshtrain.model.kernels import LINEAR_KERNEL
 from meshtrain.model.weights import trained_text
 from meshtrain.parallel.placement import expert_ranks, stages
-from meshtrain.plan import axes, memory, rollouts, search, shapes, traffic
+from meshtrain.plan import activations, axes, memory, rollouts, search, shapes, traffic
 from meshtrain.plan.compiled import Compiled, comparison
 from meshtrain.plan.compute import DEFAULT_PROFILE
 from meshtrain.plan.estimate import PART_NAMES, Plan
@@ -57,6 +59,8 @@ def headline(plan: Plan) -> str:
         f"({plan.mfu_by_half:.1%} without masked scores)",
     ]
     lines += _rollout(plan)
+    if LINEAR in kinds_of_layers(config.model):
+        lines.append(_kernels(plan))
     if moe.experts:
         lines.append(_experts(plan))
     if (chunks := shapes.loss_chunks(config)) > 1:
@@ -74,6 +78,15 @@ def headline(plan: Plan) -> str:
         each = f"{plan.cost_per_billion_tokens:,.0f} for a billion tokens"
         lines.append(f"cost    {plan.cost:,.0f} for {plan.config.train.steps:,} steps, {each}")
     return "\n".join(lines)
+
+
+def _kernels(plan: Plan) -> str:
+    """Returns the line on what computes layers of linear attention, and those of attention beside them."""
+    mixed = f"kernels linear attention by {LINEAR_KERNEL}"
+    if FULL not in kinds_of_layers(plan.config.model):
+        return mixed
+    how = activations.kernel(plan.config, plan.cluster.accelerator.platform)
+    return f"{mixed}, attention by {how}"
 
 
 def _rollout(plan: Plan) -> list[str]:
