@@ -2,6 +2,7 @@
 context beside rows over data.
 
     python -m experiments.linear_attention
+    python -m experiments.linear_attention --compile h100    memory over context ranks, of described devices
 
 Both tables have seconds of a gradient's forward and backward, in float32 on a CPU; those of the processor bear other
 work on the machine. The rule of plain JAX is one `lax.scan` over chunks behind batched products and
@@ -22,11 +23,13 @@ import numpy as np
 from jax import lax
 
 from experiments import bench, plain_jax
+from experiments.plan.__main__ import planned_and_compiled
 from meshtrain.config import Config, load
 from meshtrain.step import Program
 
 Tree = Any
 CHUNK = 64
+LONG = 131072  # tokens
 
 
 def config(length: int, rows: int, pattern: list[str], mesh: dict[str, int]) -> Config:
@@ -117,10 +120,40 @@ def loss(params: Tree, tokens: jax.Array) -> jax.Array:
     return plain_jax.head_loss({"norm": head["norm"]["scale"], "head": head["weight"]}, x, tokens)
 
 
+def memory(target: str) -> None:
+    """Prints what a step with two layers holds at once besides its state, over more and more context ranks."""
+    table = bench.Table(
+        "context", "compiled MiB", "of one rank", title=f"{target}, rows of {LONG:,} tokens"
+    )
+    first = 0.0
+    for ranks in (1, 2, 4, 8):
+        model = {"layers": 2, "d_model": 1024, "heads": 8, "d_ff": 1024, "vocab_size": 512}
+        linear = {"key_heads": 4, "value_heads": 8}
+        found = planned_and_compiled(
+            {
+                "model": model | {"pattern": ["linear"], "linear": linear},
+                "mesh": {"context": ranks},
+                "parallel": {"zero_stage": 0},
+                "precision": {"compute": "bfloat16"},
+                "train": {"global_batch_size": 1, "sequence_length": LONG},
+            },
+            target,
+        )
+        assert found is not None, "it does not compile"
+        held = found["compiled"]["temp_bytes"]
+        first = first or held
+        table.row(ranks, f"{held / 2**20:,.0f}", f"1 / {first / held:.2f}")
+
+
 def main() -> None:
     parser = bench.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--compile", metavar="TARGET", help="a100, h100, h200 or b200")
+    options = parser.parse_args()
+    if options.compile:
+        memory(options.compile)
+        return
+    rounds = options.rounds
 
     program, ours = gradients(config(1024, 2, ["linear", "linear", "linear", "full"], {}))
     params = program.layout.canonical(program.init().params)

@@ -6,9 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_runs import numbered, opened, restored, same
 
+import meshtrain as mt
 from meshtrain.config import ConfigError, load
 from meshtrain.config.follow import put
+from meshtrain.plan import named, plan
+from meshtrain.plan.report import headline
 from meshtrain.step import Program
 
 ROWS, LENGTH, VOCABULARY = 4, 48, 31
@@ -41,13 +45,24 @@ SPLIT = (
     {"data": 2, "tensor": 2, "pipeline": 2},
     {"zero_stage": 2, "microbatches": 2, "schedule": "1f1b"},
 )
+MODELS = {
+    "plain": {},
+    "experts": EXPERTS,
+    # attention of layer 1 sees 12 tokens, of layer 3 all
+    "windows": {"window": 12, "global_every": 4},
+    "dense first": EXPERTS | {"dense_layers": 1, "dense_d_ff": 24},
+}
 # steps of sgd are as long as the gradients are
 SGD = {"name": "sgd", "learning_rate": 0.1}
 CROSSES = {
     "LoRA": {"lora": {"rank": 2}, "optimizer": SGD},
     "float8": {"precision": {"matmul": "float8", "float8_skip": [0, 0]}, "optimizer": SGD},
     "muon": {"optimizer": {"name": "muon", "learning_rate": 0.01}},
+    "PowerSGD": {"parallel": {"reduce": {"compression": "powersgd", "rank": 2}}, "optimizer": SGD},
+    "DiLoCo": {"parallel": {"sync": {"every": 2, "fragments": 2}}, "optimizer": SGD},
 }
+# Meshes of both sides, where there is more than one rank to sum over.
+RANKS = {"PowerSGD": {"data": 2}, "DiLoCo": {"data": 2, "islands": 2}}
 
 
 def config(mesh, model=None, **parallel):
@@ -86,9 +101,9 @@ def loss_and_gradient(config, packed: bool, params=None, one=None):
 
 
 @functools.cache
-def of_one_device(experts: bool, packed: bool):
+def of_one_device(model: str, packed: bool):
     """Returns both in float64, from the weights that float32 has."""
-    of_float32 = config({}, EXPERTS if experts else None)
+    of_float32 = config({}, MODELS[model])
     params = jax.tree.map(np.asarray, Program(of_float32).init().params)
     wide = dict.fromkeys(("compute", "reduce", "gradient_sums"), "float64")
     with pytest.MonkeyPatch.context() as patch, jax.enable_x64(True):
@@ -100,13 +115,18 @@ def of_one_device(experts: bool, packed: bool):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("mesh", "parallel", "experts", "packed"),
+    ("mesh", "parallel", "model", "packed"),
     [
-        ({"context": 2}, {"context_strategy": "ring"}, False, True),
-        ({"context": 4}, {"context_strategy": "all_gather"}, True, True),
-        ({"context": 8}, {"context_strategy": "ring"}, False, False),
-        ({"context": 2, "tensor": 2}, {"context_strategy": "ulysses"}, False, True),
-        ({"tensor": 2, "data": 2, "pipeline": 2}, {"zero_stage": 3, "microbatches": 2}, True, True),
+        ({"context": 2}, {"context_strategy": "ring"}, "plain", True),
+        ({"context": 4}, {"context_strategy": "all_gather"}, "experts", True),
+        ({"context": 8}, {"context_strategy": "ring"}, "plain", False),
+        ({"context": 2, "tensor": 2}, {"context_strategy": "ulysses"}, "plain", True),
+        (
+            {"tensor": 2, "data": 2, "pipeline": 2},
+            {"zero_stage": 3, "microbatches": 2},
+            "experts",
+            True,
+        ),
         (
             {"context": 2, "tensor": 2, "pipeline": 2},
             {
@@ -116,19 +136,41 @@ def of_one_device(experts: bool, packed: bool):
                 "microbatches": 2,
                 "remat": "full",
             },
-            False,
+            "plain",
             True,
         ),
-        ({"data": 2, "expert": 2, "tensor": 2}, {"zero_stage": 2, "remat": "dots"}, True, False),
+        (
+            {"data": 2, "expert": 2, "tensor": 2},
+            {"zero_stage": 2, "remat": "dots"},
+            "experts",
+            False,
+        ),
+        (
+            {"context": 2, "data": 2},
+            {"remat": "names", "remat_keep": ["qkv"], "remat_offload": ["attention", "mlp_in"]},
+            "plain",
+            True,
+        ),
+        (
+            {"pipeline": 2, "tensor": 2},
+            {"microbatches": 2, "virtual_stages": 2, "remat": "selective"},
+            "windows",
+            True,
+        ),
+        ({"context": 2, "data": 2}, {"zero_stage": 3}, "windows", False),
+        (
+            {"pipeline": 2, "data": 2, "context": 2},
+            {"microbatches": 2, "schedule": "zb_h1", "zero_stage": 2, "remat": "dots"},
+            "dense first",
+            True,
+        ),
     ],
 )
 def test_first_loss_and_gradients_are_those_of_one_device_to_a_millionth(
-    mesh, parallel, experts, packed
+    mesh, parallel, model, packed
 ):
-    loss, gradient = of_one_device(experts, packed)
-    seen_loss, seen = loss_and_gradient(
-        config(mesh, EXPERTS if experts else None, **parallel), packed
-    )
+    loss, gradient = of_one_device(model, packed)
+    seen_loss, seen = loss_and_gradient(config(mesh, MODELS[model], **parallel), packed)
     assert seen_loss == pytest.approx(loss, rel=1e-6)
     norm = np.linalg.norm
     errors = jax.tree.map(lambda x, y: norm(x - y) / max(norm(y), 1e-30), seen, gradient)
@@ -140,9 +182,12 @@ def three_steps(cross: str, split: bool):
     """Returns the losses and gradient norms of three steps, and how far they move each weight."""
     sections = CROSSES[cross]
     mesh, parallel = SPLIT if split else ({}, {})
+    if cross in RANKS:
+        mesh = RANKS[cross] | ({"pipeline": 2} if split else {})
     train = {"global_batch_size": ROWS, "sequence_length": LENGTH}
-    given = {"model": MODEL | OF_SIXTEENS, "mesh": mesh, "train": train, "parallel": parallel}
-    program = Program(load(given | sections))
+    given = {"model": MODEL | OF_SIXTEENS, "mesh": mesh, "train": train}
+    parallel = parallel | sections.get("parallel", {})
+    program = Program(load(given | sections | {"parallel": parallel}))
     numbers = lambda state: program.layout.canonical(jax.tree.map(np.asarray, state.params))
     state = program.init()
     before = numbers(state)
@@ -155,7 +200,7 @@ def three_steps(cross: str, split: bool):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("cross", CROSSES)
-def test_three_steps_on_three_axes_are_those_of_one_device(cross):
+def test_three_steps_on_more_axes_are_those_of_fewer(cross):
     metrics, moved = three_steps(cross, split=True)
     expected, should_move = three_steps(cross, split=False)
     # A sum in another order may round to another of float8's few numbers. Without float8 the losses are 8e-6, the norms
@@ -165,6 +210,39 @@ def test_three_steps_on_three_axes_are_those_of_one_device(cross):
     norm = np.linalg.norm
     errors = jax.tree.map(lambda x, y: norm(x - y) / max(norm(y), 1e-30), moved, should_move)
     assert max(jax.tree.leaves(errors)) < of_moves, errors
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("model", ["experts", "dense first"])
+def test_every_bit_comes_back_from_a_checkpoint_of_other_stages(tmp_path, model):
+    def settings(name, mesh, **parallel):
+        run = {"directory": str(tmp_path / name)}
+        return put(config(mesh, MODELS[model], **parallel), run=run)
+
+    one = settings("one", {})
+    split = {"pipeline": 2, "data": 2, "tensor": 2}
+    how = {"microbatches": 2, "virtual_stages": 2, "zero_stage": 3}
+    program = Program(one)
+    state = numbered(program)
+    with opened(one, program) as (checkpointer, _):
+        checkpointer.save(3, state, 1.0)
+    staged = Program(settings("one", split, **how))
+    on_stages, step, _ = restored(staged.config, staged)
+    assert step == 3
+    again = settings("again", split, **how)
+    with opened(again, staged) as (checkpointer, _):
+        checkpointer.save(3, on_stages, 1.0)
+    back, _, _ = restored(settings("again", {}), program)
+    assert same(state, back)
+
+
+def test_a_hybrid_shows_its_stacks_and_a_plan_its_kernels():
+    given = config({"pipeline": 2}, MODELS["dense first"], microbatches=2)
+    text = str(mt.show(Program(given).layout))
+    for stack in ("dense_linear_blocks", "linear_blocks", "blocks"):
+        assert f"{stack}.attention.out" in text
+    planned = headline(plan(given, named("h100", 2)))
+    assert "kernels linear attention by products and lax.scan, attention by fused" in planned
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from meshtrain.generate.engine import Engine
 from meshtrain.generate.opened import open_model
 from meshtrain.generate.programs import Decoding
 from meshtrain.generate.request import Request, Sampling
+from meshtrain.model.delta_rule import RuleInputs, step
+from meshtrain.plan.rollouts import bytes_remembered
 
 mt.fake_devices(2)
 
@@ -102,6 +104,59 @@ for _ in chosen:
     padded[0, : len(ids)] = ids
     ids.append(int(np.asarray(opened.model(padded))[0, len(ids) - 1].argmax()))
 assert ids[len(prompt) :] == chosen and bytes(chosen).startswith(b" black.\n")
+
+# %% [markdown]
+# ### What a layer of linear attention remembers
+# A hybrid (`model.pattern`) has layers that keep no keys and values, but a matrix a head, of one size whatever was
+# read. Below, one head reads six tokens, and each picture is its matrix behind one of them. A token lets all of it
+# decay, and replaces the share β of what stands under its key by its value. So the second `a` leaves nothing of the
+# first, `c` writes half of its value, and at `d` all that was read before grows pale.
+
+# %%
+# name, key, value, β, decay
+READ = [
+    ("a", 0, 0, 1.0, 1.0),
+    ("b", 1, 1, 1.0, 1.0),
+    ("c", 2, 2, 0.5, 1.0),
+    ("d", 3, 3, 1.0, 0.6),
+    ("a", 0, 4, 1.0, 1.0),
+    ("b", 1, 5, 0.5, 1.0),
+]
+unit = np.eye(6, dtype=np.float32)
+memory = np.zeros((1, 1, 6, 6), np.float32)
+figure, axes = plt.subplots(1, len(READ), figsize=(9, 1.9))
+for axis, (name, key, value, beta, decay) in zip(axes, READ, strict=True):
+    token = RuleInputs(
+        q=unit[None, None, key],
+        k=unit[None, None, key],
+        v=unit[None, None, value],
+        log_decay=np.log([[decay]], dtype=np.float32),
+        beta=np.full((1, 1), beta, np.float32),
+    )
+    found, memory = step(token, memory)
+    axis.imshow(memory[0, 0], cmap="gray_r", vmin=0, vmax=1)
+    axis.set(xticks=[], yticks=[], title=f"{name}, β {beta:g}", xlabel=f"decay {decay:g}")
+axes[0].set_ylabel("keys")
+plt.tight_layout()
+plt.show()
+rows = np.asarray(memory[0, 0])
+assert np.allclose(rows[0], unit[4]), "nothing is left of the first a"
+assert np.allclose(rows[1], 0.5 * 0.6 * unit[1] + 0.5 * unit[5]), "half of b was replaced"
+assert np.allclose(rows[2], 0.5 * 0.6 * unit[2])
+
+# %% [markdown]
+# What a slot of Qwen3.5 9B holds, whose every fourth layer has attention, beside the same model with attention alone:
+
+# %%
+QWEN = {"layers": 32, "d_model": 4096, "heads": 16, "kv_heads": 4, "head_dim": 256}
+hybrid, attention = (
+    mt.load({"model": {"family": "qwen3_5", "pattern": pattern, **QWEN}})
+    for pattern in (["linear", "linear", "linear", "full"], ["full"])
+)
+for length in (1024, 32768, 262144):
+    nbytes = [bytes_remembered(config, 1, length) for config in (hybrid, attention)]
+    print(f"{length:7,} positions: {nbytes[0] / 2**20:8,.0f} MiB and {nbytes[1] / 2**20:8,.0f}")
+assert 3.9 < nbytes[1] / nbytes[0] < 4
 
 # %% [markdown]
 # ### How a token is chosen

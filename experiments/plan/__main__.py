@@ -3,7 +3,8 @@
 python -m experiments.plan                   seconds of published runs, and bytes (`sources`: whole sources left out of the fit)
 python -m experiments.plan --search          a search over every layout of 16,384 devices, timed
 python -m experiments.plan --compile h100    bytes: memory and traffic beside XLA's, for configs from 125M to 70B
-                                            parameters (no GPU needed; about 15 minutes on 2 cores)
+                                            parameters (no GPU needed; about 15 minutes on 2 cores); with --only
+                                            hybrids those with layers of linear attention
 """
 
 import json
@@ -31,6 +32,14 @@ MODELS = {
     "13B": {"layers": 40, "d_model": 5120, "heads": 40, "d_ff": 13824, "vocab_size": 32000},
     "34B": {"layers": 48, "d_model": 8192, "heads": 64, "kv_heads": 8, "d_ff": 22016, "vocab_size": 32000},
     "70B": {"layers": 80, "d_model": 8192, "heads": 64, "kv_heads": 8, "d_ff": 28672, "vocab_size": 128256},
+    "hybrid 1B": {
+        "family": "qwen3_5", "layers": 16, "d_model": 2048, "heads": 16, "kv_heads": 4, "head_dim": 128, "d_ff": 6144, "vocab_size": 128256,
+        "linear": {"key_heads": 8, "value_heads": 16},
+    },
+    "hybrid 9B": {
+        "family": "qwen3_5", "layers": 32, "d_model": 4096, "heads": 16, "kv_heads": 4, "head_dim": 256, "d_ff": 12288, "vocab_size": 248320,
+        "linear": {"key_heads": 16, "value_heads": 32},
+    },
 }  # fmt: skip
 
 # (model, (data, tensor, pipeline), global batch, sequence length, microbatches, other keys: of `parallel`, but for
@@ -281,8 +290,25 @@ TIGHT: list[tuple] = [
     ),
 ]
 
+# Layers of linear attention, three to one of attention.
+HYBRIDS: list[tuple] = [
+    ("hybrid 1B", (8, 1, 1), 16, 4096, 1, {"zero_stage": 3, "remat": "full"}),
+    ("hybrid 1B", (8, 1, 1), 32, 4096, 2, {"remat": "dots"}),
+    ("hybrid 1B", (8, 1, 1), 16, 4096, 2, {}),
+    ("hybrid 1B", (2, 2, 2), 32, 4096, 8, {"sequence_parallel": True, "remat": "full"}),
+    ("hybrid 1B", (2, 1, 1), 4, 32768, 1, {"context": 4, "zero_stage": 3, "remat": "full"}),
+    ("hybrid 1B", (1, 1, 2), 4, 32768, 4, {"context": 4, "context_strategy": "all_gather"}),
+    ("hybrid 9B", (16, 1, 1), 16, 32768, 1, {"context": 4, "zero_stage": 3, "remat": "full"}),
+    ("hybrid 9B", (8, 4, 2), 64, 8192, 8, {"sequence_parallel": True, "remat": "full"}),
+]
+GROUPS = {
+    "seen": ("seen while the formulas were made", SEEN),
+    "unseen": ("not seen", UNSEEN),
+    "tight": ("more than XLA likes to hold", TIGHT),
+    "hybrids": ("layers of several kinds", HYBRIDS),
+}
 
-SECTIONS = {"compute": "precision", "dropout": "model", "batching": "data"}
+SECTIONS = {"compute": "precision", "dropout": "model", "batching": "data", "context": "mesh"}
 
 
 def config_of(row: tuple) -> dict:
@@ -340,14 +366,9 @@ def searched() -> None:
     print(f"405B on 16,384 H100: {found.legal:,} layouts in {found.seconds:.1f} s")
 
 
-def compiled(target: str) -> None:
-    """Compiles each config in a process of its own, since the compiler must start before any other backend."""
-    groups = {
-        "seen while the formulas were made": SEEN,
-        "not seen": UNSEEN,
-        "more than XLA likes to hold": TIGHT,
-    }
-    for title, rows in groups.items():
+def compiled(target: str, only: str | None) -> None:
+    """Compiles each config of all groups, or of one."""
+    for title, rows in GROUPS.values() if only is None else [GROUPS[only]]:
         heads = (
             "planned GiB",
             "compiled GiB",
@@ -368,7 +389,7 @@ def compiled(target: str) -> None:
         for row in rows:
             mesh = " x ".join(map(str, row[1]))
             keys = " ".join(f"{k}={v}" for k, v in ({"m": row[4]} | row[5]).items())
-            found = _plan(row, target)
+            found = planned_and_compiled(config_of(row), target)
             if found is None:
                 table.row(row[0], mesh, "failed to compile", *[""] * len(heads))
                 continue
@@ -393,9 +414,12 @@ def compiled(target: str) -> None:
         )
 
 
-def _plan(row: tuple, target: str) -> dict | None:
+def planned_and_compiled(config: dict, target: str) -> dict | None:
+    """Returns what `experiments.plan.timed` says of a config, in a process of its own, since the compiler must start
+    before any other backend; None if it fails.
+    """
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        file.write(to_yaml(load(config_of(row))))
+        file.write(to_yaml(load(config)))
         file.flush()
         command = [sys.executable, "-m", "experiments.plan.timed", file.name, target]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -438,10 +462,11 @@ def _summary(errors: Iterable[float]) -> str:
 def main() -> None:
     parser = bench.parser(__doc__)
     parser.add_argument("--compile", metavar="TARGET", help="cpu, a100, h100, h200 or b200")
+    parser.add_argument("--only", choices=GROUPS, help="with --compile: one group of configs")
     parser.add_argument("--search", action="store_true")
     options = parser.parse_args()
     if options.compile:
-        compiled(options.compile)
+        compiled(options.compile, options.only)
     elif options.search:
         searched()
     else:

@@ -39,7 +39,6 @@ from meshtrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import FAMILIES
 from meshtrain.files import is_address
-from meshtrain.generate.cache import cache_heads
 from meshtrain.generate.drafting import Drafting
 from meshtrain.generate.held import KINDS, round_weights
 from meshtrain.generate.programs import Decoding
@@ -49,6 +48,7 @@ from meshtrain.hf_families import CONFIG, is_hf_directory, read_json
 from meshtrain.hf_families.generation import GENERATION, SAMPLING, problems
 from meshtrain.mesh import kind_of, make_mesh
 from meshtrain.parallel.placement import all_placed
+from meshtrain.plan.rollouts import bytes_remembered
 from meshtrain.plan.shapes import itemsize
 from meshtrain.reader import Model, read_config, read_model
 
@@ -72,10 +72,8 @@ def memory_needs(config: Config, slots: int, length: int) -> MemoryNeeds:
     mesh = config.mesh
     size = itemsize(config.precision.compute)
     placed = [weight.on_device() * size for weight in all_placed(config)]
-    heads, *widths = cache_heads(model, mesh.tensor)
-    # of layers, and of the one that drafts
-    caches = model.layers + bool(model.mtp)
-    cache = caches * math.ceil(slots / mesh.data) * heads * length * sum(widths) * size
+    remembered = bytes_remembered(config, math.ceil(slots / mesh.data), length, bool(model.mtp))
+    cache = int(remembered)
     # the stream and what its branches make of it; logits are of one position
     hidden = model.d_ff + (model.moe.top_k * model.expert_width if model.moe.experts else 0)
     of_token = 8 * model.d_model + 3 * math.ceil(hidden / mesh.tensor)

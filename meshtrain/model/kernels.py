@@ -16,6 +16,9 @@ FUSED_WIDTH = 256
 # Kernels that take values of another width than keys; the others get both as wide as the wider one.
 WIDTHS_APART = ("fused", "blocks")
 
+# What computes the rule of linear attention (`model.delta_rule`) on every platform: it has no kernel of its own yet.
+LINEAR_KERNEL = "products and lax.scan"
+
 # Splash attention's blocks are whole lanes of a TPU's vector registers; larger ones are faster.
 SPLASH_BLOCKS = (512, 256, 128)
 

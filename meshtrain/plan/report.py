@@ -11,9 +11,11 @@ from meshtrain.cluster.accelerators import evidence
 from meshtrain.cluster.algorithms import best
 from meshtrain.config import Config
 from meshtrain.config.follow import runs_table
+from meshtrain.config.stacks import FULL, LINEAR, kinds_of_layers
+from meshtrain.model.kernels import LINEAR_KERNEL
 from meshtrain.model.weights import trained_text
 from meshtrain.parallel.placement import expert_ranks, stages
-from meshtrain.plan import axes, memory, rollouts, search, shapes, traffic
+from meshtrain.plan import activations, axes, memory, rollouts, search, shapes, traffic
 from meshtrain.plan.compiled import Compiled, comparison
 from meshtrain.plan.compute import DEFAULT_PROFILE
 from meshtrain.plan.estimate import PART_NAMES, Plan
@@ -69,7 +71,9 @@ def headline(plan: Plan) -> str:
 
 
 def _ways(plan: Plan) -> Iterator[str]:
-    """Yields a line on experts, a loss by chunks and the pipeline, of those that there are."""
+    """Yields a line on kernels of linear attention, experts, a loss by chunks and the pipeline, of those that there are."""
+    if LINEAR in kinds_of_layers(plan.config.model):
+        yield _kernels(plan)
     if plan.config.model.moe.experts:
         yield _experts(plan)
     if (chunks := shapes.loss_chunks(plan.config)) > 1:
@@ -77,6 +81,15 @@ def _ways(plan: Plan) -> Iterator[str]:
         yield f"loss    by {chunks:,} chunks of {tokens:,} tokens (train.loss_chunk)"
     if plan.timeline is not None:
         yield _pipeline(plan)
+
+
+def _kernels(plan: Plan) -> str:
+    """Returns the line on what computes layers of linear attention, and those of attention beside them."""
+    mixed = f"kernels linear attention by {LINEAR_KERNEL}"
+    if FULL not in kinds_of_layers(plan.config.model):
+        return mixed
+    how = activations.kernel(plan.config, plan.cluster.accelerator.platform)
+    return f"{mixed}, attention by {how}"
 
 
 def _rollout(plan: Plan) -> list[str]:

@@ -19,7 +19,7 @@ from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PER
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config, MeshConfig
 from meshtrain.config.mesh import TENSOR
-from meshtrain.config.stacks import layers_of_stacks
+from meshtrain.config.stacks import LINEAR, kinds_of_layers, layers_of_stacks
 from meshtrain.parallel.placement import Placed, all_placed, placed
 from meshtrain.plan import shapes
 from meshtrain.plan.experts import reached
@@ -141,15 +141,35 @@ def weights_bytes(config: Config) -> float:
 
 
 def cache_bytes(config: Config) -> float:
-    """Returns the bytes of the keys and values of a device's slots."""
+    """Returns the bytes of what the model remembers in a device's slots, as answers are drawn."""
     drawing = RolloutSizes.make(config)
+    return bytes_remembered(config, drawing.slots, drawing.length)
+
+
+def bytes_remembered(config: Config, slots: int, length: int, drafts: bool = False) -> float:
+    """Returns the bytes of a device's slots of `length` positions: keys and values of each, or latents; of linear
+    attention (`generate.linear_cache`) states and the last tokens, however many positions.
+
+    With `drafts`, the layer that predicts a further token remembers, too.
+    """
     model = config.model
-    heads = _touched(model.heads // config.mesh.tensor, model.heads // model.kv_heads)
+    tensor = config.mesh.tensor
+    heads = _touched(model.heads // tensor, model.heads // model.kv_heads)
     of_position = 2.0 * heads * model.head_dim
     if model.mla.kv_rank:
         of_position = model.mla.kv_rank + model.mla.rope
-    numbers = model.layers * drawing.slots * drawing.length * of_position
-    return shapes.itemsize(config.precision.compute) * numbers
+    linear = _linear_layers(config)
+    sizes = model.linear
+    keys = sizes.key_heads * sizes.key_dim
+    values = sizes.value_heads * sizes.value_dim
+    tails = (sizes.conv - 1) * (2 * keys + values) / tensor
+    numbers = (model.layers - linear + drafts) * length * of_position + linear * tails
+    states = linear * values * sizes.key_dim / tensor
+    return slots * (shapes.itemsize(config.precision.compute) * numbers + FLOAT32 * states)
+
+
+def _linear_layers(config: Config) -> int:
+    return kinds_of_layers(config.model).count(LINEAR)
 
 
 def held(config: Config) -> dict[str, tuple[str, float]]:
@@ -205,8 +225,13 @@ def _forward(
     tokens = sequences * length
     moved, products = _through_weights(config, sequences, tokens)
     moved += cache
-    scores = tokens * keys * model.layers * model.heads / mesh.tensor
+    linear = _linear_layers(config)
+    scores = tokens * keys * (model.layers - linear) * model.heads / mesh.tensor
     flops = 2 * products + 2 * scores * (model.head_dim + model.value_width)
+    sizes = model.linear
+    states = linear * sizes.value_heads * sizes.key_dim * sizes.value_dim / mesh.tensor
+    # a token finds what is under its key, replaces it, and reads what is under its query
+    flops += 2 * 3 * tokens * states
     stream = size * tokens * model.d_model
     sums = Transfer(TENSOR, ALL_REDUCE, "sums", stream, 2 * model.layers + 1, mesh.tensor)
     logits = FLOAT32 * sequences * model.vocab_size

@@ -77,6 +77,15 @@ def test_eight_at_once_get_what_each_gets_alone_token_for_token(engine, alone):
 
 
 @pytest.mark.thorough
+def test_a_hybrid_in_two_slots_says_what_it_says_alone(tmp_path):
+    model = open_model(hugging_face(tmp_path / "hybrid", "qwen3_next"))
+    engine = Engine(model, 2, 64)
+    requests = REQUESTS[:5]
+    alone = answered(engine, requests, together=False)
+    assert answered(engine, requests, together=True) == alone
+
+
+@pytest.mark.thorough
 def test_greedy_is_what_the_model_itself_finds_likeliest(opened, alone):
     for request, ids in zip(REQUESTS, alone, strict=True):
         if not request.sampling.temperature:

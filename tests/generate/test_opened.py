@@ -229,12 +229,20 @@ def test_on_a_cpu_it_is_one_device_whatever_it_needs():
     assert choose_mesh(CONFIG, None, 10**6, 10**6, jax.devices()) == MeshConfig()
 
 
+HYBRID = {
+    "pattern": ["linear", "full"],
+    "linear": {"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 6},
+}
+
+
 @pytest.mark.thorough
-@pytest.mark.parametrize("mesh", [{"tensor": 4}, {}, {"data": 2, "tensor": 2}])
-def test_what_is_said_to_be_needed_is_what_is_held(mesh):
-    config = mt.load(
-        {"model": {**SIZES, "heads": 8, "kv_heads": 2}, "mesh": mesh, "parallel": {"zero_stage": 0}}
-    )
+@pytest.mark.parametrize(
+    ("mesh", "model"),
+    [({"tensor": 4}, {}), ({}, {}), ({"data": 2, "tensor": 2}, {}), ({"tensor": 2}, HYBRID)],
+)
+def test_what_is_said_to_be_needed_is_what_is_held(mesh, model):
+    sizes = {**SIZES, "heads": 8, "kv_heads": 2, **model}
+    config = mt.load({"model": sizes, "mesh": mesh, "parallel": {"zero_stage": 0}})
     program = mt.Program(config, masters=False)
     params = jax.jit(
         program.layout.init,

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from meshtrain.config import load
 from meshtrain.mesh import CONTEXT
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.delta_rule import Documents, RuleInputs, delta_rule
 from meshtrain.parallel import row_pieces
 from meshtrain.parallel.context import column_order
 from meshtrain.parallel.row_pieces import shifted, states_before
+from meshtrain.step import Program
 
 ROWS, HEADS, KEY, VALUE, CHUNK = 2, 2, 8, 4, 8
 
@@ -91,6 +93,21 @@ def test_outputs_and_gradients_are_those_of_the_whole_row(
     got = jax.tree.map(lambda x: np.asarray(x)[:, np.argsort(order)], jax.jit(run)(*cut))
     for seen, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert np.abs(seen - right).max() < 1e-6 * np.abs(right).max()
+
+
+@pytest.mark.thorough
+def test_a_step_holds_as_much_less_as_there_are_ranks():
+    model = {"layers": 2, "d_model": 16, "heads": 2, "d_ff": 16, "vocab_size": 16}
+    linear = {"key_heads": 1, "value_heads": 2, "key_dim": KEY, "value_dim": VALUE, "chunk": CHUNK}
+    given = {
+        "model": model | {"pattern": ["linear"], "linear": linear},
+        "train": {"global_batch_size": 1, "sequence_length": 4096},
+    }
+    held = []
+    for ranks in (1, 4):
+        compiled = Program(load(given | {"mesh": {"context": ranks}})).lower().compile()
+        held.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert held[1] == pytest.approx(held[0] / 4, rel=0.1)
 
 
 @pytest.mark.parametrize("by_heads", [False, True])
