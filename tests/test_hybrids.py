@@ -31,6 +31,10 @@ EXPERTS = {
     "d_ff": None,
     "moe": {"experts": 4, "top_k": 2, "d_ff": 8, "shared_experts": 1},
 }
+KINDS = {
+    kind: {"layers": 2, "linear": MODEL["linear"] | {"kind": kind}} for kind in ("kda", "mamba2")
+}
+MODELS = {"": {}, "experts": EXPERTS} | KINDS
 # widths that products in float8 take on two tensor ranks
 OF_SIXTEENS = {
     "d_ff": 32,
@@ -86,9 +90,9 @@ def loss_and_gradient(config, packed: bool, params=None, one=None):
 
 
 @functools.cache
-def of_one_device(experts: bool, packed: bool):
+def of_one_device(model: str, packed: bool):
     """Returns both in float64, from the weights that float32 has."""
-    of_float32 = config({}, EXPERTS if experts else None)
+    of_float32 = config({}, MODELS[model])
     params = jax.tree.map(np.asarray, Program(of_float32).init().params)
     wide = dict.fromkeys(("compute", "reduce", "gradient_sums"), "float64")
     with pytest.MonkeyPatch.context() as patch, jax.enable_x64(True):
@@ -100,13 +104,18 @@ def of_one_device(experts: bool, packed: bool):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("mesh", "parallel", "experts", "packed"),
+    ("mesh", "parallel", "model", "packed"),
     [
-        ({"context": 2}, {"context_strategy": "ring"}, False, True),
-        ({"context": 4}, {"context_strategy": "all_gather"}, True, True),
-        ({"context": 8}, {"context_strategy": "ring"}, False, False),
-        ({"context": 2, "tensor": 2}, {"context_strategy": "ulysses"}, False, True),
-        ({"tensor": 2, "data": 2, "pipeline": 2}, {"zero_stage": 3, "microbatches": 2}, True, True),
+        ({"context": 2}, {"context_strategy": "ring"}, "", True),
+        ({"context": 4}, {"context_strategy": "all_gather"}, "experts", True),
+        ({"context": 8}, {"context_strategy": "ring"}, "", False),
+        ({"context": 2, "tensor": 2}, {"context_strategy": "ulysses"}, "", True),
+        (
+            {"tensor": 2, "data": 2, "pipeline": 2},
+            {"zero_stage": 3, "microbatches": 2},
+            "experts",
+            True,
+        ),
         (
             {"context": 2, "tensor": 2, "pipeline": 2},
             {
@@ -116,19 +125,36 @@ def of_one_device(experts: bool, packed: bool):
                 "microbatches": 2,
                 "remat": "full",
             },
-            False,
+            "",
             True,
         ),
-        ({"data": 2, "expert": 2, "tensor": 2}, {"zero_stage": 2, "remat": "dots"}, True, False),
+        (
+            {"data": 2, "expert": 2, "tensor": 2},
+            {"zero_stage": 2, "remat": "dots"},
+            "experts",
+            False,
+        ),
+        ({"context": 4}, {"context_strategy": "ring"}, "kda", True),
+        (
+            {"context": 2, "tensor": 2, "pipeline": 2},
+            {"schedule": "zb_h1", "microbatches": 2, "remat": "selective"},
+            "kda",
+            True,
+        ),
+        ({"context": 4, "tensor": 2}, {"sequence_parallel": True}, "mamba2", True),
+        (
+            {"data": 2, "tensor": 2, "pipeline": 2},
+            {"zero_stage": 3, "microbatches": 2},
+            "mamba2",
+            True,
+        ),
     ],
 )
 def test_first_loss_and_gradients_are_those_of_one_device_to_a_millionth(
-    mesh, parallel, experts, packed
+    mesh, parallel, model, packed
 ):
-    loss, gradient = of_one_device(experts, packed)
-    seen_loss, seen = loss_and_gradient(
-        config(mesh, EXPERTS if experts else None, **parallel), packed
-    )
+    loss, gradient = of_one_device(model, packed)
+    seen_loss, seen = loss_and_gradient(config(mesh, MODELS[model], **parallel), packed)
     assert seen_loss == pytest.approx(loss, rel=1e-6)
     norm = np.linalg.norm
     errors = jax.tree.map(lambda x, y: norm(x - y) / max(norm(y), 1e-30), seen, gradient)

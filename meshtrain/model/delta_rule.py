@@ -44,6 +44,7 @@ class RuleInputs(NamedTuple):
     v: Array  # [R, T, H, V]
     log_decay: Array  # [R, T, H], or [R, T, H, K]; at most 0
     beta: Array | None = None  # [R, T, H]
+    more: Array | None = None  # [R, T, H, V]: what o is added to
 
 
 class Documents(NamedTuple):
@@ -62,6 +63,7 @@ class _Terms(NamedTuple):
     w: Array | None  # [n, R, H, C, K]
     u: Array  # [n, R, H, C, V]
     keep: Array  # [n, R, H, K or 1, 1]: the decay of the whole chunk
+    more: Array | None  # [n, R, H, C, V]
 
 
 class _States(NamedTuple):
@@ -132,6 +134,7 @@ def _backward(
             None if terms.w is None else _product("cv,kv->ck", later.new, states.starts),
             later.new,
             jnp.sum(products, axis=over, keepdims=True),
+            None if terms.more is None else d_out,
         )
     )
     return d_arrays, None
@@ -157,7 +160,8 @@ def step(inputs: RuleInputs, state: Array) -> tuple[Array, Array]:
     if inputs.beta is not None:
         new = inputs.beta[..., None] * (new - _product("k,kv->v", k, state))
     state = state + k[..., None] * new[:, :, None]
-    return _product("k,kv->v", q, state), state
+    out = _product("k,kv->v", q, state)
+    return (out if inputs.more is None else out + inputs.more), state
 
 
 # --- a chunk
@@ -180,32 +184,41 @@ def _chunked(x: Array, chunk: int) -> Array:
 def _outputs(terms: _Terms, states: _States, length: int) -> Array:
     out = _product("ck,kv->cv", terms.queries, states.starts)
     out = out + _product("ij,jv->iv", terms.scores, states.new)
+    if terms.more is not None:
+        out = out + terms.more
     rows = jnp.moveaxis(out, (0, 2), (1, 3))
     return rows.reshape(rows.shape[0], -1, *rows.shape[3:])[:, :length]
 
 
 def _terms(chunk: int, documents: Documents | None, inputs: RuleInputs) -> _Terms:
-    q, k, v, decay = (_chunked(x, chunk) for x in inputs[:4])
+    q, k, v, decay, beta, more = (x if x is None else _chunked(x, chunk) for x in inputs)
     of_heads = lambda x: jnp.repeat(x, v.shape[2] // k.shape[2], axis=2)
     masks = _masks(chunk, documents)
-    if decay.ndim == k.ndim:
-        pairs = lambda x: _decayed_pairs(x, k, decay) * masks.seen
-    else:
-        decay = decay[..., None]
-        one = jnp.ones_like(decay)
-        weights = _decayed_pairs(one, one, decay) * masks.seen
-        pairs = lambda x: of_heads(_product("ik,jk->ij", x, k)) * weights
+    pairs = _pairs(k, decay, masks.seen, of_heads)
+    decay = decay.reshape(*v.shape[:4], -1)
     total = jnp.cumsum(decay, axis=3)
     advance = jnp.exp(total) * masks.advance
     keys = of_heads(k) * (jnp.exp(_later_sums(decay)) * masks.to_end)
     keep = jnp.swapaxes(jnp.exp(total[:, :, :, -1:]), 3, 4) * masks.keeps
     w = None
-    if inputs.beta is not None:
-        beta = _chunked(inputs.beta, chunk)[..., None]
+    if beta is not None:
+        beta = beta[..., None]
         given = [v * beta, of_heads(k) * (-beta * advance)]
         system = jnp.tril(pairs(k) * beta, -1)
         v, w = jnp.split(_solve(system, jnp.concatenate(given, -1)), [v.shape[-1]], axis=-1)
-    return _Terms(pairs(q), of_heads(q) * advance, keys, w, v, keep)
+    return _Terms(pairs(q), of_heads(q) * advance, keys, w, v, keep, more)
+
+
+def _pairs(
+    k: Array, decay: Array, seen: Array | int, of_heads: Callable[[Array], Array]
+) -> Callable[[Array], Array]:
+    """Returns the function of rows x [.., G, C, K] that gives their products with keys, decayed, [.., H, C, C]."""
+    if decay.ndim == k.ndim:
+        return lambda x: _decayed_pairs(of_heads(x), of_heads(k), decay) * seen
+    decay = decay[..., None]
+    one = jnp.ones_like(decay)
+    weights = _decayed_pairs(one, one, decay) * seen
+    return lambda x: of_heads(_product("ik,jk->ij", x, k)) * weights
 
 
 class _Masks(NamedTuple):

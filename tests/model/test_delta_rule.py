@@ -33,7 +33,8 @@ def one_token(np, inputs: RuleInputs, state):
     if inputs.beta is not None:
         delta = inputs.beta[..., None] * (delta - np.einsum("rhk,rhkv->rhv", k, state))
     state = state + k[..., None] * delta[:, :, None]
-    return np.einsum("rhk,rhkv->rhv", q, state), state
+    out = np.einsum("rhk,rhkv->rhv", q, state)
+    return out if inputs.more is None else out + inputs.more, state
 
 
 @jax.jit
@@ -57,18 +58,16 @@ def scanned(inputs: RuleInputs, segments, weights):
 
 def drawn(kind: str, length: int, seed: int = 0) -> RuleInputs:
     draw = np.random.default_rng(seed)
-    heads = HEADS if kind == "kda" else KEY_HEADS
-    q, k = draw.standard_normal((2, ROWS, length, heads, KEY)).astype(np.float32)
+    q, k = draw.standard_normal((2, ROWS, length, KEY_HEADS, KEY)).astype(np.float32)
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     v = draw.standard_normal((ROWS, length, HEADS, VALUE), np.float32)
     gates = (ROWS, length, HEADS, KEY) if kind == "kda" else (ROWS, length, HEADS)
     # a few forget all at once: no difference of their sums may overflow
     log_decay = -np.exp(2 * draw.standard_normal(gates) - 2).astype(np.float32)
     log_decay = np.where(draw.random(gates) < 0.03, np.float32(-60), log_decay)
-    beta = None
-    if kind != "mamba2":
-        beta = draw.random((ROWS, length, HEADS)).astype(np.float32)
-    return RuleInputs(q, k, v, log_decay, beta)
+    if kind == "mamba2":
+        return RuleInputs(q, k, v, log_decay, more=draw.standard_normal(v.shape, np.float32))
+    return RuleInputs(q, k, v, log_decay, draw.random((ROWS, length, HEADS)).astype(np.float32))
 
 
 def documents(length: int, ends: tuple[int, ...]) -> np.ndarray:
