@@ -105,34 +105,39 @@ class LinearAttention(nnx.Module):
         self, x_BTD: Any, sequence: Sequence, collectives: Collectives, dropout: Dropout
     ) -> Array:
         shape, rows = rows_of(self, x_BTD)
+        of = partial(self.by_head, shape[0], rows)
+        q, k, v, z, decay = map(of, ("q", "k", "v", "z", "decay"))
+        beta = None if self.beta is None else of("beta")
+        segments = sequence.segments_BT
+        o = self.mix(Heads(q, k, v), beta, decay, self.kernels(), segments, collectives)
+        gated = self.norm(checkpoint_name(o.astype(z.dtype), "attention"), z)
+        y = project(self, "out", gated.reshape(z.shape[0] * z.shape[1], -1)).reshape(shape)
+        return checkpoint_name(collectives.leave(y), "attention_out")
+
+    def by_head(self, batch: int, rows: Any, name: str) -> Array:
+        """Returns x W, [B, T, everything else of W], or x W_down W_up."""
         plain = unrounded(rows)
+        weight = getattr(self, name)
         keep = partial(checkpoint_name, name="qkv")
+        if weight is None:
+            weight = getattr(self, f"{name}_up")
+            few = keep(linear(plain, getattr(self, f"{name}_down")[...]))
+            y = linear(few, weight[...])
+        else:
+            exact = name in ("beta", "decay")
+            y = keep(linear(plain, weight[...]) if exact else project(self, name, rows))
+        return y.reshape(batch, -1, *weight.shape[1:])
 
-        def by_head(name: str) -> Array:
-            weight = getattr(self, name)
-            if weight is None:
-                weight = getattr(self, f"{name}_up")
-                few = keep(linear(plain, getattr(self, f"{name}_down")[...]))
-                y = linear(few, weight[...])
-            else:
-                exact = name in ("beta", "decay")
-                y = keep(linear(plain, weight[...]) if exact else project(self, name, rows))
-            return y.reshape(shape[0], -1, *weight.shape[1:])
-
-        q, k, v, z, decay = map(by_head, ("q", "k", "v", "z", "decay"))
-        beta = None if self.beta is None else by_head("beta")
+    def kernels(self) -> Kernels:
+        """Returns the weights between the projections and the rule."""
         of = lambda name: None if (weight := getattr(self, name)) is None else weight[...]
-        kernels = Kernels(
+        return Kernels(
             Heads(*(of(f"{name}_conv") for name in "qkv")),
             self.decay_log[...],
             self.decay_bias[...],
             Heads(*(of(f"{name}_conv_bias") for name in "qkv")),
             of("skip"),
         )
-        o = self.mix(Heads(q, k, v), beta, decay, kernels, sequence.segments_BT, collectives)
-        gated = self.norm(checkpoint_name(o.astype(z.dtype), "attention"), z)
-        y = project(self, "out", gated.reshape(z.shape[0] * z.shape[1], -1)).reshape(shape)
-        return checkpoint_name(collectives.leave(y), "attention_out")
 
 
 class GatedNorm(nnx.Module):

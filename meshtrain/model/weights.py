@@ -347,20 +347,11 @@ def _add_linear_attention(model: ModelConfig, add: Callable[..., None]) -> None:
     keys = (("heads", linear.key_heads), ("head", linear.key_dim))
     (heads, _) = values = (("heads", linear.value_heads), ("head", linear.value_dim))
     reach = ("conv", linear.conv)
-    latent = ("latent", linear.latent)
     decays = (heads, ("head", linear.key_dim)) if linear.latent else (heads,)
-
-    def add_gate(name: str, *of: tuple[str, int]) -> None:
-        if linear.latent:
-            add(f"blocks.attention.{name}_down", (embed, latent), std)
-            add(f"blocks.attention.{name}_up", (latent, *of), std)
-        else:
-            add(f"blocks.attention.{name}", (embed, *of), std)
-
     of_qkv = (("q", keys), ("k", keys), ("v", values))
     for name, of in of_qkv:
         add(f"blocks.attention.{name}", (embed, *of), std)
-    add_gate("z", *values)
+    _add_gate("z", values, model, add)
     for name, of in of_qkv:
         # no matrix: an optimizer of matrices leaves it out
         add(f"blocks.attention.{name}_conv", (reach, *of), bound=linear.conv**-0.5)
@@ -370,17 +361,35 @@ def _add_linear_attention(model: ModelConfig, add: Callable[..., None]) -> None:
         add("blocks.attention.skip", (heads,), fill=1.0, float32=True)
     else:
         add("blocks.attention.beta", (embed, heads), std)
-    add_gate("decay", *decays)
-    parts = [(head + 0.5) / linear.value_heads for head in range(linear.value_heads)]
+    _add_gate("decay", decays, model, add)
+    _add_decays(decays, add)
+    add("blocks.attention.norm.scale", values if mamba2 else values[1:], fill=1.0)
+    add("blocks.attention.out", (*values, embed), std / (2 * model.layers) ** 0.5)
+
+
+def _add_gate(
+    name: str, of: tuple[tuple[str, int], ...], model: ModelConfig, add: Callable[..., None]
+) -> None:
+    inputs = ("embed", model.d_model)
+    if model.linear.latent:
+        latent = ("latent", model.linear.latent)
+        add(f"blocks.attention.{name}_down", (inputs, latent), model.init_std)
+        inputs = latent
+        name += "_up"
+    add(f"blocks.attention.{name}", (inputs, *of), model.init_std)
+
+
+def _add_decays(decays: tuple[tuple[str, int], ...], add: Callable[..., None]) -> None:
+    """Adds the weights that turn numbers of heads, or of each head's channels, into decays."""
+    heads = decays[0][1]
+    parts = [(head + 0.5) / heads for head in range(heads)]
     rates = tuple(math.log(16 * part) for part in parts)
     # from 0.001 to 0.1 after the softplus, in another order than the rates; kda's differ by channel
     channels = decays[-1][1]
     steps = (0.001 * 100 ** (GOLDEN_RATIO * (n + 0.5) % 1) for n in range(channels))
     biases = tuple(math.log(math.expm1(step)) for step in steps)
-    add("blocks.attention.decay_log", (heads,), fill=rates, float32=True)
+    add("blocks.attention.decay_log", decays[:1], fill=rates, float32=True)
     add("blocks.attention.decay_bias", decays, fill=biases, float32=True)
-    add("blocks.attention.norm.scale", values if mamba2 else values[1:], fill=1.0)
-    add("blocks.attention.out", (*values, embed), std / (2 * model.layers) ** 0.5)
 
 
 ADD_MIXER: dict[str, Callable[..., None]] = {FULL: _add_attention, LINEAR: _add_linear_attention}
