@@ -17,6 +17,9 @@ Exponents are never positive: e^(G_i) and e^(-G_j) apart would overflow. Documen
 have gradients of NaN. The backward is the same recurrence of cotangents, from the last chunk
 to the first; nothing is kept for it but the arguments and the state that a row's part begins with.
 
+On GPUs one kernel computes what a chunk adds and asks for (`model.rule_kernel`) in the forward; the backward does it by
+halves, as every other platform.
+
 Context ranks hold parts of a row ("pieces"). A piece maps the state before it to M S + U. So ranks exchange M and U,
 [K, K] and [K, V] a head however long the row is; `Collectives.states_before` composes them in row order.
 """
@@ -32,6 +35,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.compat import vary, varying
 from meshtrain.model.collectives import Collectives
+from meshtrain.model.kernels import has_rule_kernel
 
 
 class RuleInputs(NamedTuple):
@@ -97,7 +101,7 @@ def _forward(
     documents: Documents | None,
 ) -> tuple[Array, Any]:
     inputs = prepare(arrays, documents)
-    terms = _terms(chunk, documents, inputs)
+    terms = _terms_on(collectives.platform, chunk, documents, inputs)
     states, start = _between_ranks(_recurrence(terms), collectives)
     kept = None if collectives.context == 1 else checkpoint_name(start, "attention")
     return _outputs(terms, states, inputs.v.shape[1]), (arrays, documents, kept)
@@ -190,6 +194,20 @@ def _outputs(terms: _Terms, states: _States, length: int) -> Array:
     return rows.reshape(rows.shape[0], -1, *rows.shape[3:])[:, :length]
 
 
+def _terms_on(platform: str, chunk: int, documents: Documents | None, inputs: RuleInputs) -> _Terms:
+    """Returns `_terms`, by the kernel that a platform has for them."""
+    widths = inputs.k.shape[-1], inputs.v.shape[-1]
+    if inputs.log_decay.ndim > 3 or not has_rule_kernel(platform, chunk, widths):
+        return _terms(chunk, documents, inputs)
+    from meshtrain.model.rule_kernel import chunk_terms
+
+    ids = (None, None) if documents is None else _ids(chunk, documents)
+    scores, queries, keys, keep, *solved = chunk_terms(chunk, tuple(inputs[:5]), ids)
+    w, u = solved or (None, _chunked(inputs.v, chunk))
+    more = None if inputs.more is None else _chunked(inputs.more, chunk)
+    return _Terms(scores, queries, keys, w, u, keep, more)
+
+
 def _terms(chunk: int, documents: Documents | None, inputs: RuleInputs) -> _Terms:
     q, k, v, decay, beta, more = (x if x is None else _chunked(x, chunk) for x in inputs)
     of_heads = lambda x: jnp.repeat(x, v.shape[2] // k.shape[2], axis=2)
@@ -233,14 +251,19 @@ class _Masks(NamedTuple):
 def _masks(chunk: int, documents: Documents | None) -> _Masks:
     if documents is None:
         return _Masks()
+    ids, before = _ids(chunk, documents)
+    ids = _chunked(ids[:, :, None], chunk)[..., None]  # [n, R, 1, C, 1]
+    before = before.T[:, :, None, None, None]
+    end = ids[:, :, :, -1:]
+    return _Masks(ids == jnp.swapaxes(ids, 3, 4), ids == before, ids == end, end == before)
+
+
+def _ids(chunk: int, documents: Documents) -> tuple[Array, Array]:
+    """Returns the ids of whole chunks' tokens [R, T], and of the token before each chunk [R, n]."""
     ids = documents.segments
     ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % chunk)), mode="edge")
     last = ids[:, chunk - 1 :: chunk]
-    ids = _chunked(ids[:, :, None], chunk)[..., None]  # [n, R, 1, C, 1]
-    before = jnp.concatenate([documents.earlier[:, -1:], last[:, :-1]], axis=1).T
-    before = before[:, :, None, None, None]
-    end = ids[:, :, :, -1:]
-    return _Masks(ids == jnp.swapaxes(ids, 3, 4), ids == before, ids == end, end == before)
+    return ids, jnp.concatenate([documents.earlier[:, -1:], last[:, :-1]], axis=1)
 
 
 def _decayed_pairs(x: Array, k: Array, decay: Array) -> Array:

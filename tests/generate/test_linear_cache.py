@@ -27,6 +27,8 @@ def drawn(kind: str):
     beta = of(2, LENGTH, 4)
     if kind == "mamba2":
         beta = None
+        # its queries and keys are of no norm
+        qkv = Heads(*(x / 4 for x in qkv))
         kernels = kernels._replace(biases=Heads(*(of(*heads) for heads in HEADS)), skip=of(4))
     return qkv, beta, of(2, LENGTH, *decays), kernels
 
