@@ -101,7 +101,7 @@ def _forward(
     documents: Documents | None,
 ) -> tuple[Array, Any]:
     inputs = prepare(arrays, documents)
-    terms = _terms_on(collectives.platform, chunk, documents, inputs)
+    terms = chunk_terms(collectives.platform, chunk, documents, inputs)
     states, start = _between_ranks(_recurrence(terms), collectives)
     kept = None if collectives.context == 1 else checkpoint_name(start, "attention")
     return _outputs(terms, states, inputs.v.shape[1]), (arrays, documents, kept)
@@ -194,15 +194,17 @@ def _outputs(terms: _Terms, states: _States, length: int) -> Array:
     return rows.reshape(rows.shape[0], -1, *rows.shape[3:])[:, :length]
 
 
-def _terms_on(platform: str, chunk: int, documents: Documents | None, inputs: RuleInputs) -> _Terms:
+def chunk_terms(
+    platform: str, chunk: int, documents: Documents | None, inputs: RuleInputs
+) -> _Terms:
     """Returns `_terms`, by the kernel that a platform has for them."""
     widths = inputs.k.shape[-1], inputs.v.shape[-1]
     if inputs.log_decay.ndim > 3 or not has_rule_kernel(platform, chunk, widths):
         return _terms(chunk, documents, inputs)
-    from meshtrain.model.rule_kernel import chunk_terms
+    from meshtrain.model.rule_kernel import compute_terms
 
     ids = (None, None) if documents is None else _ids(chunk, documents)
-    scores, queries, keys, keep, *solved = chunk_terms(chunk, tuple(inputs[:5]), ids)
+    scores, queries, keys, keep, *solved = compute_terms(chunk, tuple(inputs[:5]), ids)
     w, u = solved or (None, _chunked(inputs.v, chunk))
     more = None if inputs.more is None else _chunked(inputs.more, chunk)
     return _Terms(scores, queries, keys, w, u, keep, more)

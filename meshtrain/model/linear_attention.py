@@ -118,15 +118,14 @@ class LinearAttention(nnx.Module):
         """Returns x W, [B, T, everything else of W], or x W_down W_up."""
         plain = unrounded(rows)
         weight = getattr(self, name)
-        keep = partial(checkpoint_name, name="qkv")
+        of = lambda y: y.reshape(batch, -1, *weight.shape[1:])
         if weight is None:
             weight = getattr(self, f"{name}_up")
-            few = keep(linear(plain, getattr(self, f"{name}_down")[...]))
-            y = linear(few, weight[...])
-        else:
-            exact = name in ("beta", "decay")
-            y = keep(linear(plain, weight[...]) if exact else project(self, name, rows))
-        return y.reshape(batch, -1, *weight.shape[1:])
+            few = linear(plain, getattr(self, f"{name}_down")[...])
+            return of(linear(checkpoint_name(few, "qkv"), weight[...]))
+        exact = name in ("beta", "decay")
+        y = linear(plain, weight[...]) if exact else project(self, name, rows)
+        return checkpoint_name(of(y), "qkv")
 
     def kernels(self) -> Kernels:
         """Returns the weights between the projections and the rule."""

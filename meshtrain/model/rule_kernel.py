@@ -17,6 +17,8 @@ from jax.experimental.pallas import triton
 
 from meshtrain.compat import struct_like
 
+TILE = 32  # columns of keys and values that a program has at once
+
 
 class Refs(NamedTuple):
     """What a program reads of its chunk; each a reference, an array or its BlockSpec, or None."""
@@ -32,7 +34,7 @@ class Refs(NamedTuple):
 
 # jit, since before 0.12 a kernel call that nothing reads stays in a program, as where remat keeps what it returned
 @partial(jax.jit, static_argnums=0)
-def chunk_terms(chunk: int, inputs: Any, ids: Any) -> Any:
+def compute_terms(chunk: int, inputs: Any, ids: Any) -> Any:
     """Returns scores, queries, keys and keep of `delta_rule`, and with beta w and u.
 
     `inputs`: q, k, v, log_decay, beta; `ids`: of documents, and those before the chunks, or None.
@@ -95,19 +97,33 @@ def _chunk_kernel(
         kept = jnp.where(end == before, kept, 0.0)
     # sums of the decays behind j up to i: a difference of sums would round what is small away
     weights = jnp.where(seen, jnp.exp(jnp.cumsum(later, axis=0)), 0.0)
-    q = refs.q[...]
-    k = refs.k[...]
-    scores[...] = jnp.dot(q, k.T) * weights
-    queries[...] = q * advance[:, None]
-    keys[...] = k * to_end[:, None]
+    pairs = jnp.zeros((size, size), jnp.float32)
+    system = pairs
+    for at in _tiles(refs.k):
+        q = refs.q[at]
+        k = refs.k[at]
+        pairs += jnp.dot(q, k.T)
+        queries[at] = q * advance[:, None]
+        keys[at] = k * to_end[:, None]
+        if solved:
+            system += jnp.dot(k, k.T)
+    scores[...] = pairs * weights
     keep[...] = jnp.full((1, 1), kept)
-    if refs.beta is None:
+    if not solved:
         return
     w, u = solved
     beta = refs.beta[...][:, None]
-    inverse = _inverse(jnp.where(i > j, jnp.dot(k, k.T) * weights * beta, 0.0))
-    w[...] = jnp.dot(inverse, k * (-beta * advance[:, None]))
-    u[...] = jnp.dot(inverse, refs.v[...] * beta)
+    inverse = _inverse(jnp.where(i > j, system * weights * beta, 0.0))
+    for at in _tiles(refs.k):
+        w[at] = jnp.dot(inverse, refs.k[at] * (-beta * advance[:, None]))
+    for at in _tiles(refs.v):
+        u[at] = jnp.dot(inverse, refs.v[at] * beta)
+
+
+def _tiles(rows: Any) -> list[tuple[Any, ...]]:
+    """Returns the places of so many columns at once as leave the registers room."""
+    width = rows.shape[1]
+    return [(slice(None), pl.ds(at, min(TILE, width))) for at in range(0, width, TILE)]
 
 
 def _inverse(system: jax.Array) -> jax.Array:
