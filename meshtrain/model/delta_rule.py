@@ -211,7 +211,8 @@ def chunk_terms(
 
 
 def _terms(chunk: int, documents: Documents | None, inputs: RuleInputs) -> _Terms:
-    q, k, v, decay, beta, more = (x if x is None else _chunked(x, chunk) for x in inputs)
+    chunked: Any = jax.tree.map(partial(_chunked, chunk=chunk), inputs)
+    q, k, v, decay, beta, more = chunked
     of_heads = lambda x: jnp.repeat(x, v.shape[2] // k.shape[2], axis=2)
     masks = _masks(chunk, documents)
     pairs = _pairs(k, decay, masks.seen, of_heads)

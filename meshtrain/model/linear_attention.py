@@ -129,7 +129,7 @@ class LinearAttention(nnx.Module):
 
     def kernels(self) -> Kernels:
         """Returns the weights between the projections and the rule."""
-        of = lambda name: None if (weight := getattr(self, name)) is None else weight[...]
+        of: Any = lambda name: None if (weight := getattr(self, name)) is None else weight[...]
         return Kernels(
             Heads(*(of(f"{name}_conv") for name in "qkv")),
             self.decay_log[...],

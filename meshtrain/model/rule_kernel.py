@@ -42,7 +42,8 @@ def compute_terms(chunk: int, inputs: Any, ids: Any) -> Any:
     short = -inputs[0].shape[1] % chunk
     whole = lambda x: jnp.pad(x, ((0, 0), (0, short)) + ((0, 0),) * (x.ndim - 2))
     ids, before = ids
-    given = Refs(*jax.tree.map(whole, inputs), ids, None if ids is None else before[..., None])
+    padded: Any = jax.tree.map(whole, inputs)
+    given = Refs(*padded, ids, None if ids is None else before[..., None])
     rows, length, groups, depth = given.k.shape
     heads, width = given.v.shape[2:]
     n = length // chunk

@@ -352,7 +352,7 @@ def weight_grad_residuals(config: Config) -> float:
         else:
             width += ("mlp_in" not in names and "mlp_hidden" not in names) * w.matrices * w.hidden
         # the product out of attention takes what a gate has made of it
-        again = "qkv" not in names and (w.gate > 0 or w.state > 0)
+        again = ("qkv" not in names or w.latent > 0) and (w.gate > 0 or w.state > 0)
         width += ("attention" not in names or again) * w.out
     # cotangents of the products with A
     width += tuned(config).ranks
