@@ -105,7 +105,7 @@ class LinearAttention(nnx.Module):
         self, x_BTD: Any, sequence: Sequence, collectives: Collectives, dropout: Dropout
     ) -> Array:
         shape, rows = rows_of(self, x_BTD)
-        of = partial(self.by_head, shape[0], rows)
+        of = partial(self.project_heads, shape[0], rows)
         q, k, v, z, decay = map(of, ("q", "k", "v", "z", "decay"))
         beta = None if self.beta is None else of("beta")
         segments = sequence.segments_BT
@@ -114,7 +114,7 @@ class LinearAttention(nnx.Module):
         y = project(self, "out", gated.reshape(z.shape[0] * z.shape[1], -1)).reshape(shape)
         return checkpoint_name(collectives.leave(y), "attention_out")
 
-    def by_head(self, batch: int, rows: Any, name: str) -> Array:
+    def project_heads(self, batch: int, rows: Any, name: str) -> Array:
         """Returns x W, [B, T, everything else of W], or x W_down W_up."""
         plain = unrounded(rows)
         weight = getattr(self, name)

@@ -41,31 +41,18 @@ def compute_terms(chunk: int, inputs: Any, ids: Any) -> Any:
     """
     short = -inputs[0].shape[1] % chunk
     whole = lambda x: jnp.pad(x, ((0, 0), (0, short)) + ((0, 0),) * (x.ndim - 2))
-    ids, before = ids
     padded: Any = jax.tree.map(whole, inputs)
-    given = Refs(*padded, ids, None if ids is None else before[..., None])
-    rows, length, groups, depth = given.k.shape
-    heads, width = given.v.shape[2:]
+    given = Refs(*padded, *ids)
+    rows, length, heads, width = given.v.shape
+    depth = given.k.shape[3]
     n = length // chunk
-    shared = heads // groups
-    keys = pl.BlockSpec((None, chunk, None, depth), lambda i, r, h: (r, i, h // shared, 0))
-    numbers = pl.BlockSpec((None, chunk, None), lambda i, r, h: (r, i, h))
-    specs = Refs(
-        keys,
-        keys,
-        pl.BlockSpec((None, chunk, None, width), lambda i, r, h: (r, i, h, 0)),
-        numbers,
-        numbers,
-        pl.BlockSpec((None, chunk), lambda i, r, h: (r, i)),
-        pl.BlockSpec((None, None, 1), lambda i, r, h: (r, i, 0)),
-    )
     shapes = [(chunk, chunk), (chunk, depth), (chunk, depth), (1, 1)]
     if given.beta is not None:
         shapes += [(chunk, depth), (chunk, width)]
     return pl.pallas_call(
         _chunk_kernel,
         grid=(n, rows, heads),
-        in_specs=[Refs(*(x if x is None else s for x, s in zip(given, specs, strict=True)))],
+        in_specs=[_specs(chunk, given)],
         out_specs=[
             pl.BlockSpec((None, None, None, *shape), lambda i, r, h: (i, r, h, 0, 0))
             for shape in shapes
@@ -76,49 +63,81 @@ def compute_terms(chunk: int, inputs: Any, ids: Any) -> Any:
     )(given)
 
 
-def _chunk_kernel(
-    refs: Refs, scores: Any, queries: Any, keys: Any, keep: Any, *solved: Any
-) -> None:
-    size = len(refs.q)
-    i = jnp.arange(size)[:, None]
-    j = jnp.arange(size)[None, :]
+def _specs(chunk: int, given: Refs) -> Refs:
+    """Returns the parts of arrays that the program of chunk i, row r and head h reads."""
+    shared = given.v.shape[2] // given.k.shape[2]
+    keys = pl.BlockSpec(
+        (None, chunk, None, given.k.shape[3]), lambda i, r, h: (r, i, h // shared, 0)
+    )
+    values = pl.BlockSpec((None, chunk, None, given.v.shape[3]), lambda i, r, h: (r, i, h, 0))
+    numbers = pl.BlockSpec((None, chunk, None), lambda i, r, h: (r, i, h))
+    ids, before = (pl.BlockSpec((None, size), lambda i, r, h: (r, i)) for size in (chunk, 1))
+    specs = (keys, keys, values, numbers, numbers, ids, before)
+    return Refs(*(x if x is None else spec for x, spec in zip(given, specs, strict=True)))
+
+
+class Decays(NamedTuple):
+    """What is left of a chunk, 0 where a document ends in between."""
+
+    pairs: Any  # [C, C], of token j at token i; 0 for j > i
+    start: Any  # [C, 1], of the state before the chunk
+    end: Any  # [C, 1], at its last token
+    chunk: Any  # of the state before it, at its last token
+
+
+def _decays(refs: Refs) -> Decays:
+    (i, j) = _places(len(refs.q))
     decay = refs.decay[...]
     later = jnp.where(i > j, decay[:, None], 0.0)
-    advance = jnp.exp(jnp.cumsum(decay))
-    to_end = jnp.exp(jnp.sum(later, axis=0))
-    kept = jnp.exp(jnp.sum(decay))
     seen = i >= j
+    start = jnp.exp(jnp.cumsum(decay))
+    end = jnp.exp(jnp.sum(later, axis=0))
+    chunk = jnp.exp(jnp.sum(decay))
     if refs.ids is not None:
         ids = refs.ids[...]
         before = refs.before[0]
-        end = refs.ids[size - 1]
+        last = refs.ids[len(ids) - 1]
         seen = seen & (ids[:, None] == ids[None, :])
-        advance = jnp.where(ids == before, advance, 0.0)
-        to_end = jnp.where(ids == end, to_end, 0.0)
-        kept = jnp.where(end == before, kept, 0.0)
+        start = jnp.where(ids == before, start, 0.0)
+        end = jnp.where(ids == last, end, 0.0)
+        chunk = jnp.where(last == before, chunk, 0.0)
     # sums of the decays behind j up to i: a difference of sums would round what is small away
-    weights = jnp.where(seen, jnp.exp(jnp.cumsum(later, axis=0)), 0.0)
-    pairs = jnp.zeros((size, size), jnp.float32)
+    pairs = jnp.where(seen, jnp.exp(jnp.cumsum(later, axis=0)), 0.0)
+    return Decays(pairs, start[:, None], end[:, None], chunk)
+
+
+def _chunk_kernel(
+    refs: Refs, scores: Any, queries: Any, keys: Any, keep: Any, *solved: Any
+) -> None:
+    (i, j) = _places(len(refs.q))
+    decays = _decays(refs)
+    pairs = jnp.zeros(decays.pairs.shape, jnp.float32)
     system = pairs
     for at in _tiles(refs.k):
         q = refs.q[at]
         k = refs.k[at]
         pairs += jnp.dot(q, k.T)
-        queries[at] = q * advance[:, None]
-        keys[at] = k * to_end[:, None]
+        queries[at] = q * decays.start
+        keys[at] = k * decays.end
         if solved:
             system += jnp.dot(k, k.T)
-    scores[...] = pairs * weights
-    keep[...] = jnp.full((1, 1), kept)
+    scores[...] = pairs * decays.pairs
+    keep[...] = jnp.full((1, 1), decays.chunk)
     if not solved:
         return
     w, u = solved
     beta = refs.beta[...][:, None]
-    inverse = _inverse(jnp.where(i > j, system * weights * beta, 0.0))
+    inverse = _inverse(jnp.where(i > j, system * decays.pairs * beta, 0.0))
     for at in _tiles(refs.k):
-        w[at] = jnp.dot(inverse, refs.k[at] * (-beta * advance[:, None]))
+        w[at] = jnp.dot(inverse, refs.k[at] * (-beta * decays.start))
     for at in _tiles(refs.v):
         u[at] = jnp.dot(inverse, refs.v[at] * beta)
+
+
+def _places(size: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the numbers of tokens, [C, 1] and [1, C]."""
+    places = jnp.arange(size)
+    return places[:, None], places[None, :]
 
 
 def _tiles(rows: Any) -> list[tuple[Any, ...]]:
@@ -129,8 +148,7 @@ def _tiles(rows: Any) -> list[tuple[Any, ...]]:
 
 def _inverse(system: jax.Array) -> jax.Array:
     """Returns (I + system)^-1 of a strictly lower triangle."""
-    i = jnp.arange(len(system))[:, None]
-    j = jnp.arange(len(system))[None, :]
+    (i, j) = _places(len(system))
     x = jnp.where(i == j, 1.0, 0.0)
     half = 1
     while half < len(system):
