@@ -3,9 +3,10 @@ context beside rows over data.
 
     python -m experiments.linear_attention
     python -m experiments.linear_attention --compile h100    memory over context ranks, of described devices
+    python -m experiments.linear_attention --compiled    what chunks move in memory, compiled for a described H100
 
-Both tables have seconds of a gradient's forward and backward, in float32 on a CPU; those of the processor bear other
-work on the machine. The rule of plain JAX is one `lax.scan` over chunks behind batched products and
+The first prints two tables, of seconds of a gradient's forward and backward, in float32 on a CPU; those of the processor
+bear other work on the machine. The rule of plain JAX is one `lax.scan` over chunks behind batched products and
 `solve_triangular`, differentiated by JAX.
 """
 
@@ -25,6 +26,9 @@ from jax import lax
 from experiments import bench, plain_jax
 from experiments.plan.__main__ import planned_and_compiled
 from meshtrain.config import Config, load
+from meshtrain.hlo.module import Module, byte_count
+from meshtrain.model.delta_rule import Documents, RuleInputs, chunk_terms
+from meshtrain.plan.compiled import described_devices
 from meshtrain.step import Program
 
 Tree = Any
@@ -149,11 +153,18 @@ def main() -> None:
     parser = bench.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compile", metavar="TARGET", help="a100, h100, h200 or b200")
+    parser.add_argument("--compiled", action="store_true")
     options = parser.parse_args()
     if options.compile:
         memory(options.compile)
         return
     rounds = options.rounds
+    if options.compiled:
+        title = "chunks of 8,192 tokens, 16 key and 32 value heads x 128, documents packed; GB"
+        table = bench.Table("rule               ", "moved", "temporaries", title=title)
+        for name, found in compiled().items():
+            table.row(name, f"{found['moved'] / 1e9:.2f}", f"{found['temporaries'] / 1e9:.2f}")
+        return
 
     program, ours = gradients(config(1024, 2, ["linear", "linear", "linear", "full"], {}))
     params = program.layout.canonical(program.init().params)
@@ -169,6 +180,42 @@ def main() -> None:
     for name, mesh in (("context 4", {"context": 4}), ("data 4", {"data": 4})):
         runs[name] = gradients(config(4096, 4, ["linear"], mesh))[1]
     _print("4 layers of linear attention, 4 rows of 4,096 tokens", bench.turns(runs, rounds))
+
+
+# --- compiled for a described H100
+
+UNMOVED = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant")
+
+
+def compiled() -> dict[str, dict[str, float]]:
+    """Returns the bytes that XLA's operations for the terms of chunks read and write, those of their temporaries, and
+    the kernels of ours, by halves and by the kernel.
+
+    A kernel whose registers do not hold its numbers raises RuntimeError.
+    """
+    at = jax.sharding.SingleDeviceSharding(described_devices("h100", 1)[0])
+    rows = lambda *shape: jax.ShapeDtypeStruct((1, 8192, *shape), jnp.float32, sharding=at)
+    ids = lambda length: jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=at)
+    options = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+    found = {}
+    for kind in ("gated_delta", "mamba2"):
+        beta = rows(32) if kind == "gated_delta" else None
+        inputs = RuleInputs(rows(16, 128), rows(16, 128), rows(32, 128), rows(32), beta)
+        for how, platform in (("halves", "cpu"), ("kernel", "gpu")):
+            run = jax.jit(partial(chunk_terms, platform, CHUNK))
+            program = run.lower(Documents(ids(8192), ids(3)), inputs).compile(options)
+            module = Module(program.as_text())
+            named = module.named(module.entry)
+            operations = [op for op in named.values() if op.opcode not in UNMOVED]
+            arrays = [
+                array for op in operations for array in (op, *(named[name] for name in op.operands))
+            ]
+            found[f"{kind}, {how}"] = {
+                "moved": sum(byte_count(a.result) for a in arrays if a.opcode != "constant"),
+                "temporaries": program.memory_analysis().temp_size_in_bytes,
+                "kernels": sum("chunk_kernel" in op.attributes for op in operations),
+            }
+    return found
 
 
 def _print(title: str, found: dict[str, list[bench.Spent]]) -> None:

@@ -35,6 +35,9 @@ EXPERTS = {
     "d_ff": None,
     "moe": {"experts": 4, "top_k": 2, "d_ff": 8, "shared_experts": 1},
 }
+KINDS = {
+    kind: {"layers": 2, "linear": MODEL["linear"] | {"kind": kind}} for kind in ("kda", "mamba2")
+}
 # widths that products in float8 take on two tensor ranks
 OF_SIXTEENS = {
     "d_ff": 32,
@@ -51,7 +54,7 @@ MODELS = {
     # attention of layer 1 sees 12 tokens, of layer 3 all
     "windows": {"window": 12, "global_every": 4},
     "dense first": EXPERTS | {"dense_layers": 1, "dense_d_ff": 24},
-}
+} | KINDS
 # steps of sgd are as long as the gradients are
 SGD = {"name": "sgd", "learning_rate": 0.1}
 CROSSES = {
@@ -162,6 +165,20 @@ def of_one_device(model: str, packed: bool):
             {"pipeline": 2, "data": 2, "context": 2},
             {"microbatches": 2, "schedule": "zb_h1", "zero_stage": 2, "remat": "dots"},
             "dense first",
+            True,
+        ),
+        ({"context": 4}, {"context_strategy": "ring"}, "kda", True),
+        (
+            {"context": 2, "tensor": 2, "pipeline": 2},
+            {"schedule": "zb_h1", "microbatches": 2, "remat": "selective"},
+            "kda",
+            True,
+        ),
+        ({"context": 4, "tensor": 2}, {"sequence_parallel": True}, "mamba2", True),
+        (
+            {"data": 2, "tensor": 2, "pipeline": 2},
+            {"zero_stage": 3, "microbatches": 2},
+            "mamba2",
             True,
         ),
     ],

@@ -288,8 +288,10 @@ class MoeConfig:
 
 @dataclass(frozen=True)
 class LinearConfig:
-    kind: Literal["gated_delta"] = key(
-        "gated_delta", "rule of the layers `linear` of model.pattern (Yang et al. 2024)", resume=SHAPE
+    kind: Literal["gated_delta", "kda", "mamba2"] = key(
+        "gated_delta", "rule of the layers `linear` of model.pattern: gated_delta (Yang et al. 2024); kda: the same, "
+        "but each channel of a key decays by itself (Kimi Team 2025); mamba2: decays alone, replaces nothing (Dao & Gu "
+        "2024)", resume=SHAPE
     )
     key_heads: int = key(16, "their heads of queries and of keys", least=1, resume=SHAPE)
     value_heads: int = key(
@@ -301,6 +303,16 @@ class LinearConfig:
                     resume=SHAPE)
     chunk: int = key(64, "tokens that are computed at once, a power of two: it changes the time, not the result",
                      least=1, most=1024, resume=Resume.FREE)
+
+    @property
+    def gates(self) -> int:
+        """Numbers a token and head that say what it forgets and how far it replaces."""
+        return {"gated_delta": 2, "kda": self.key_dim + 1, "mamba2": 1}[self.kind]
+
+    @property
+    def latent(self) -> int:
+        """Numbers a token that what it forgets is made of, and likewise the gate of its output; 0: of the stream."""
+        return self.value_dim if self.kind == "kda" else 0
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,8 @@ def _problem(family: HfFamily, model: Json) -> str | None:
         return "model.window 0"
     if bool(model["mla"].kv_rank) != family.latent:
         return f"model.mla.kv_rank {model['mla'].kv_rank}"
+    if family.hybrid and model["linear"].kind != "gated_delta":
+        return f"model.linear.kind {model['linear'].kind}"
     if model["mtp"] and not family.latent:
         return f"model.mtp {model['mtp']}"
     return _other_than(_required(family, model), model)

@@ -17,6 +17,9 @@ Exponents are never positive: e^(G_i) and e^(-G_j) apart would overflow. Documen
 have gradients of NaN. The backward is the same recurrence of cotangents, from the last chunk
 to the first; nothing is kept for it but the arguments and the state that a row's part begins with.
 
+On GPUs one kernel computes what a chunk adds and asks for (`model.rule_kernel`) in the forward; the backward does it by
+halves, as every other platform.
+
 Context ranks hold parts of a row ("pieces"). A piece maps the state before it to M S + U. So ranks exchange M and U,
 [K, K] and [K, V] a head however long the row is; `Collectives.states_before` composes them in row order.
 """
@@ -32,6 +35,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from meshtrain.compat import vary, varying
 from meshtrain.model.collectives import Collectives
+from meshtrain.model.kernels import has_rule_kernel
 
 
 class RuleInputs(NamedTuple):
@@ -44,6 +48,7 @@ class RuleInputs(NamedTuple):
     v: Array  # [R, T, H, V]
     log_decay: Array  # [R, T, H], or [R, T, H, K]; at most 0
     beta: Array | None = None  # [R, T, H]
+    more: Array | None = None  # [R, T, H, V]: what o is added to
 
 
 class Documents(NamedTuple):
@@ -62,6 +67,7 @@ class _Terms(NamedTuple):
     w: Array | None  # [n, R, H, C, K]
     u: Array  # [n, R, H, C, V]
     keep: Array  # [n, R, H, K or 1, 1]: the decay of the whole chunk
+    more: Array | None  # [n, R, H, C, V]
 
 
 class _States(NamedTuple):
@@ -95,7 +101,7 @@ def _forward(
     documents: Documents | None,
 ) -> tuple[Array, Any]:
     inputs = prepare(arrays, documents)
-    terms = _terms(chunk, documents, inputs)
+    terms = chunk_terms(collectives.platform, chunk, documents, inputs)
     states, start = _between_ranks(_recurrence(terms), collectives)
     kept = None if collectives.context == 1 else checkpoint_name(start, "attention")
     return _outputs(terms, states, inputs.v.shape[1]), (arrays, documents, kept)
@@ -132,6 +138,7 @@ def _backward(
             None if terms.w is None else _product("cv,kv->ck", later.new, states.starts),
             later.new,
             jnp.sum(products, axis=over, keepdims=True),
+            None if terms.more is None else d_out,
         )
     )
     return d_arrays, None
@@ -157,7 +164,8 @@ def step(inputs: RuleInputs, state: Array) -> tuple[Array, Array]:
     if inputs.beta is not None:
         new = inputs.beta[..., None] * (new - _product("k,kv->v", k, state))
     state = state + k[..., None] * new[:, :, None]
-    return _product("k,kv->v", q, state), state
+    out = _product("k,kv->v", q, state)
+    return (out if inputs.more is None else out + inputs.more), state
 
 
 # --- a chunk
@@ -180,32 +188,58 @@ def _chunked(x: Array, chunk: int) -> Array:
 def _outputs(terms: _Terms, states: _States, length: int) -> Array:
     out = _product("ck,kv->cv", terms.queries, states.starts)
     out = out + _product("ij,jv->iv", terms.scores, states.new)
+    if terms.more is not None:
+        out = out + terms.more
     rows = jnp.moveaxis(out, (0, 2), (1, 3))
     return rows.reshape(rows.shape[0], -1, *rows.shape[3:])[:, :length]
 
 
+def chunk_terms(
+    platform: str, chunk: int, documents: Documents | None, inputs: RuleInputs
+) -> _Terms:
+    """Returns `_terms`, by the kernel that a platform has for them."""
+    widths = inputs.k.shape[-1], inputs.v.shape[-1]
+    if inputs.log_decay.ndim > 3 or not has_rule_kernel(platform, chunk, widths):
+        return _terms(chunk, documents, inputs)
+    from meshtrain.model.rule_kernel import compute_terms
+
+    ids = (None, None) if documents is None else _ids(chunk, documents)
+    scores, queries, keys, keep, *solved = compute_terms(chunk, tuple(inputs[:5]), ids)
+    w, u = solved or (None, _chunked(inputs.v, chunk))
+    more = None if inputs.more is None else _chunked(inputs.more, chunk)
+    return _Terms(scores, queries, keys, w, u, keep, more)
+
+
 def _terms(chunk: int, documents: Documents | None, inputs: RuleInputs) -> _Terms:
-    q, k, v, decay = (_chunked(x, chunk) for x in inputs[:4])
+    chunked: Any = jax.tree.map(partial(_chunked, chunk=chunk), inputs)
+    q, k, v, decay, beta, more = chunked
     of_heads = lambda x: jnp.repeat(x, v.shape[2] // k.shape[2], axis=2)
     masks = _masks(chunk, documents)
-    if decay.ndim == k.ndim:
-        pairs = lambda x: _decayed_pairs(x, k, decay) * masks.seen
-    else:
-        decay = decay[..., None]
-        one = jnp.ones_like(decay)
-        weights = _decayed_pairs(one, one, decay) * masks.seen
-        pairs = lambda x: of_heads(_product("ik,jk->ij", x, k)) * weights
+    pairs = _pairs(k, decay, masks.seen, of_heads)
+    decay = decay.reshape(*v.shape[:4], -1)
     total = jnp.cumsum(decay, axis=3)
     advance = jnp.exp(total) * masks.advance
     keys = of_heads(k) * (jnp.exp(_later_sums(decay)) * masks.to_end)
     keep = jnp.swapaxes(jnp.exp(total[:, :, :, -1:]), 3, 4) * masks.keeps
     w = None
-    if inputs.beta is not None:
-        beta = _chunked(inputs.beta, chunk)[..., None]
+    if beta is not None:
+        beta = beta[..., None]
         given = [v * beta, of_heads(k) * (-beta * advance)]
         system = jnp.tril(pairs(k) * beta, -1)
         v, w = jnp.split(_solve(system, jnp.concatenate(given, -1)), [v.shape[-1]], axis=-1)
-    return _Terms(pairs(q), of_heads(q) * advance, keys, w, v, keep)
+    return _Terms(pairs(q), of_heads(q) * advance, keys, w, v, keep, more)
+
+
+def _pairs(
+    k: Array, decay: Array, seen: Array | int, of_heads: Callable[[Array], Array]
+) -> Callable[[Array], Array]:
+    """Returns the function of rows x [.., G, C, K] that gives their products with keys, decayed, [.., H, C, C]."""
+    if decay.ndim == k.ndim:
+        return lambda x: _decayed_pairs(of_heads(x), of_heads(k), decay) * seen
+    decay = decay[..., None]
+    one = jnp.ones_like(decay)
+    weights = _decayed_pairs(one, one, decay) * seen
+    return lambda x: of_heads(_product("ik,jk->ij", x, k)) * weights
 
 
 class _Masks(NamedTuple):
@@ -220,14 +254,19 @@ class _Masks(NamedTuple):
 def _masks(chunk: int, documents: Documents | None) -> _Masks:
     if documents is None:
         return _Masks()
+    ids, before = _ids(chunk, documents)
+    ids = _chunked(ids[:, :, None], chunk)[..., None]  # [n, R, 1, C, 1]
+    before = before.T[:, :, None, None, None]
+    end = ids[:, :, :, -1:]
+    return _Masks(ids == jnp.swapaxes(ids, 3, 4), ids == before, ids == end, end == before)
+
+
+def _ids(chunk: int, documents: Documents) -> tuple[Array, Array]:
+    """Returns the ids of whole chunks' tokens [R, T], and of the token before each chunk [R, n]."""
     ids = documents.segments
     ids = jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % chunk)), mode="edge")
     last = ids[:, chunk - 1 :: chunk]
-    ids = _chunked(ids[:, :, None], chunk)[..., None]  # [n, R, 1, C, 1]
-    before = jnp.concatenate([documents.earlier[:, -1:], last[:, :-1]], axis=1).T
-    before = before[:, :, None, None, None]
-    end = ids[:, :, :, -1:]
-    return _Masks(ids == jnp.swapaxes(ids, 3, 4), ids == before, ids == end, end == before)
+    return ids, jnp.concatenate([documents.earlier[:, -1:], last[:, :-1]], axis=1)
 
 
 def _decayed_pairs(x: Array, k: Array, decay: Array) -> Array:

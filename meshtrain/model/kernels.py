@@ -1,5 +1,6 @@
 """Which kernel computes attention, and in what blocks: without JAX, for the planner too."""
 
+from collections.abc import Collection
 from typing import Literal
 
 Kernel = Literal["cudnn", "fused", "splash", "blocks"]
@@ -15,9 +16,6 @@ FUSED_WIDTH = 256
 
 # Kernels that take values of another width than keys; the others get both as wide as the wider one.
 WIDTHS_APART = ("fused", "blocks")
-
-# What computes the rule of linear attention (`model.delta_rule`) on every platform: it has no kernel of its own yet.
-LINEAR_KERNEL = "products and lax.scan"
 
 # Splash attention's blocks are whole lanes of a TPU's vector registers; larger ones are faster.
 SPLASH_BLOCKS = (512, 256, 128)
@@ -66,3 +64,13 @@ def attention_kernel(
 def block_size(length: int) -> int:
     """Returns the queries in a block of a sequence."""
     return max(BLOCK, -(-length // BLOCKS))
+
+
+# The widest keys and values, and the longest chunk, whose numbers the registers of a program hold.
+RULE_WIDTHS = (16, 32, 64, 128)
+RULE_CHUNKS = (16, 32, 64)
+
+
+def has_rule_kernel(platform: str, chunk: int, widths: Collection[int]) -> bool:
+    """Returns whether `model.rule_kernel` computes chunks of linear attention of these widths; else XLA does."""
+    return platform == "gpu" and chunk in RULE_CHUNKS and set(widths) <= set(RULE_WIDTHS)

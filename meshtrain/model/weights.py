@@ -347,29 +347,61 @@ def _add_linear_attention(model: ModelConfig, add: Callable[..., None]) -> None:
     of values.
 
         decay = -exp(decay_log) softplus(x decay + decay_bias), so that heads begin with memories of different lengths
+
+    kda        decay_down [embed, latent], decay_up [latent, heads, K] in the place of decay, decay_bias [heads, K];
+               likewise z
+    mamba2     no beta; q, k, v_conv_bias, skip [heads], norm.scale [heads, V]
     """
     linear = model.linear
     std = model.init_std
+    mamba2 = linear.kind == "mamba2"
     embed = ("embed", model.d_model)
     keys = (("heads", linear.key_heads), ("head", linear.key_dim))
     (heads, _) = values = (("heads", linear.value_heads), ("head", linear.value_dim))
     reach = ("conv", linear.conv)
-    for name, of in (("q", keys), ("k", keys), ("v", values), ("z", values)):
+    decays = (heads, ("head", linear.key_dim)) if linear.latent else (heads,)
+    of_qkv = (("q", keys), ("k", keys), ("v", values))
+    for name, of in of_qkv:
         add(f"blocks.attention.{name}", (embed, *of), std)
-    for name, of in (("q", keys), ("k", keys), ("v", values)):
+    _add_gate("z", values, model, add)
+    for name, of in of_qkv:
         # no matrix: an optimizer of matrices leaves it out
         add(f"blocks.attention.{name}_conv", (reach, *of), bound=linear.conv**-0.5)
-    add("blocks.attention.beta", (embed, heads), std)
-    add("blocks.attention.decay", (embed, heads), std)
-    parts = [(head + 0.5) / linear.value_heads for head in range(linear.value_heads)]
-    rates = tuple(math.log(16 * part) for part in parts)
-    # from 0.001 to 0.1 after the softplus, in another order than the rates
-    steps = (0.001 * 100 ** (part * GOLDEN_RATIO * linear.value_heads % 1) for part in parts)
-    biases = tuple(math.log(math.expm1(step)) for step in steps)
-    add("blocks.attention.decay_log", (heads,), fill=rates, float32=True)
-    add("blocks.attention.decay_bias", (heads,), fill=biases, float32=True)
-    add("blocks.attention.norm.scale", (values[1],), fill=1.0)
+        if mamba2:
+            add(f"blocks.attention.{name}_conv_bias", of)
+    if mamba2:
+        add("blocks.attention.skip", (heads,), fill=1.0, float32=True)
+    else:
+        add("blocks.attention.beta", (embed, heads), std)
+    _add_gate("decay", decays, model, add)
+    _add_decays(decays, add)
+    add("blocks.attention.norm.scale", values if mamba2 else values[1:], fill=1.0)
     add("blocks.attention.out", (*values, embed), _std_into_stream(model))
+
+
+def _add_gate(
+    name: str, of: tuple[tuple[str, int], ...], model: ModelConfig, add: Callable[..., None]
+) -> None:
+    inputs = ("embed", model.d_model)
+    if model.linear.latent:
+        latent = ("latent", model.linear.latent)
+        add(f"blocks.attention.{name}_down", (inputs, latent), model.init_std)
+        inputs = latent
+        name += "_up"
+    add(f"blocks.attention.{name}", (inputs, *of), model.init_std)
+
+
+def _add_decays(decays: tuple[tuple[str, int], ...], add: Callable[..., None]) -> None:
+    """Adds the weights that turn numbers of heads, or of each head's channels, into decays."""
+    heads = decays[0][1]
+    parts = [(head + 0.5) / heads for head in range(heads)]
+    rates = tuple(math.log(16 * part) for part in parts)
+    # from 0.001 to 0.1 after the softplus, in another order than the rates; kda's differ by channel
+    channels = decays[-1][1]
+    steps = (0.001 * 100 ** (GOLDEN_RATIO * (n + 0.5) % 1) for n in range(channels))
+    biases = tuple(math.log(math.expm1(step)) for step in steps)
+    add("blocks.attention.decay_log", decays[:1], fill=rates, float32=True)
+    add("blocks.attention.decay_bias", decays, fill=biases, float32=True)
 
 
 ADD_MIXER: dict[str, Callable[..., None]] = {FULL: _add_attention, LINEAR: _add_linear_attention}

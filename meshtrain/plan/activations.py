@@ -102,7 +102,11 @@ def linear_widths(model: ModelConfig, tensor: int, sequence_parallel: bool) -> W
     others = widths(replace(model, pattern=()), tensor, sequence_parallel)
     heads = sizes.value_heads // tensor
     values = heads * sizes.value_dim
-    projected = 2 * (sizes.key_heads * sizes.key_dim // tensor + values + heads)
+    projected = 2 * (sizes.key_heads * sizes.key_dim // tensor + values) + heads * sizes.gates
+    latent = 2 * sizes.latent
+    # what is made of latents is computed again
+    made = projected - (values + heads * sizes.key_dim) * (latent > 0) + latent
+    projected += latent
     return others._replace(
         heads=0,
         query=values,
@@ -111,8 +115,9 @@ def linear_widths(model: ModelConfig, tensor: int, sequence_parallel: bool) -> W
         normed=0,
         value=projected // 2,
         out=values,
-        made=projected,
+        made=made,
         products=projected,
+        latent=latent,
         gate=0,
         state=heads * sizes.key_dim * sizes.value_dim,
     )
@@ -348,7 +353,7 @@ def weight_grad_residuals(config: Config) -> float:
         else:
             width += ("mlp_in" not in names and "mlp_hidden" not in names) * w.matrices * w.hidden
         # the product out of attention takes what a gate has made of it
-        again = "qkv" not in names and (w.gate > 0 or w.state > 0)
+        again = ("qkv" not in names or w.latent > 0) and (w.gate > 0 or w.state > 0)
         width += ("attention" not in names or again) * w.out
     # cotangents of the products with A
     width += tuned(config).ranks
@@ -378,7 +383,7 @@ def _work(config: Config, platform: str) -> float:
             return shapes.tokens(config) * max(mlp, 6 * block + 2 * size * w.full)
         scores = (10 if _model_drops(config) else 3) * block
         mlp += size * w.matrices * w.hidden + scores
-    if w.latent:
+    if w.latent and not w.state:
         # all heads' and their cotangents, which blocks have in another order too
         heads = (2 + (how == "blocks")) * (w.query + w.key + w.value + w.out)
         mlp = max(mlp, size * (heads + 4 * w.full) + scores)

@@ -286,17 +286,21 @@ def _linear_mixer(
     k = sizes.key_dim
     v = sizes.value_dim
     maps = k if shape.context > 1 else 0
-    of_chunk = [(c, k, c), (c, k, c), (c, c, c // 3), (c, c, k + v), (c, k, v + maps)]
-    of_chunk += [(k, c, v + maps), (c, k, v), (c, c, v)]
+    of_chunk = [(c, k, c), (k, c, v + maps), (c, k, v), (c, c, v)]
     if maps:
         of_chunk += [(k, k, v), (c, k, v)]
+    if sizes.kind != "mamba2":
+        of_chunk += [(c, k, c), (c, c, c // 3), (c, c, k + v), (c, k, v + maps)]
     flops = 2 * sum(math.prod(dot) for dot in of_chunk) * heads * n / c
     efficiency = accelerator.efficiency
     moved = 4 * heads * n * (RULE_ROWS * (k + v) + RULE_PAIRS * c)
     products = partial(_products, accelerator, shape.dtype)
     rows = shapes.itemsize(shape.dtype) * n * 3 * values
+    gates = [(n, d, values), (n, d, heads * sizes.gates)]
+    if sizes.latent:
+        gates = [(n, d, 2 * sizes.latent + heads), (n, sizes.latent, values + heads * k)]
     return {
-        "qkv": products((n, d, 2 * keys), (n, d, 2 * values), (n, d, 2 * heads)),
+        "qkv": products((n, d, 2 * keys), (n, d, values), *gates),
         "attention": Seconds(
             attention=flops / (accelerator.flops("float32") * efficiency.matmul),
             memory=(moved + rows) / accelerator.memory_rate,

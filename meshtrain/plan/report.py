@@ -12,7 +12,7 @@ from meshtrain.cluster.algorithms import best
 from meshtrain.config import Config
 from meshtrain.config.follow import runs_table
 from meshtrain.config.stacks import FULL, LINEAR, kinds_of_layers
-from meshtrain.model.kernels import LINEAR_KERNEL
+from meshtrain.model.kernels import has_rule_kernel
 from meshtrain.model.weights import trained_text
 from meshtrain.parallel.placement import expert_ranks, stages
 from meshtrain.plan import activations, axes, memory, rollouts, search, shapes, traffic
@@ -85,10 +85,15 @@ def _ways(plan: Plan) -> Iterator[str]:
 
 def _kernels(plan: Plan) -> str:
     """Returns the line on what computes layers of linear attention, and those of attention beside them."""
-    mixed = f"kernels linear attention by {LINEAR_KERNEL}"
+    linear = plan.config.model.linear
+    platform = plan.cluster.accelerator.platform
+    widths = linear.key_dim, linear.value_dim
+    has_kernel = linear.kind != "kda" and has_rule_kernel(platform, linear.chunk, widths)
+    chunks = "a kernel of chunks" if has_kernel else "products"
+    mixed = f"kernels linear attention by {chunks} and lax.scan"
     if FULL not in kinds_of_layers(plan.config.model):
         return mixed
-    how = activations.kernel(plan.config, plan.cluster.accelerator.platform)
+    how = activations.kernel(plan.config, platform)
     return f"{mixed}, attention by {how}"
 
 

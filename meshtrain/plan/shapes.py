@@ -291,10 +291,11 @@ def model_flops(config: Config) -> float:
     )
     head *= 1 + model.mtp
     linear = kinds_of_layers(model).count(LINEAR)
-    # a state is read twice and written once, whatever the length
+    # a state is read twice, by mamba2 once, and written once, whatever the length
     sizes = model.linear
     states = linear * sizes.value_heads * sizes.key_dim * sizes.value_dim
-    per_token = matrices + score_flops(config) + (18 + 3 * reference) * states
+    passes = 3 - (sizes.kind == "mamba2")
+    per_token = matrices + score_flops(config) + (6 + reference) * passes * states
     if not FAMILIES[model.family].images:
         return float((per_token + head) * train.global_batch_size * length)
     number, _ = patches_of(model)

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from meshtrain.config.model import LinearConfig
 from meshtrain.generate.linear_cache import DecodeMix, PromptMix, no_memory
@@ -14,18 +15,30 @@ from meshtrain.model.linear_attention import Kernels, mixed
 
 LINEAR = LinearConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=6, conv=4, chunk=8)
 LENGTH = 24
+HEADS = (2, 8), (2, 8), (4, 6)
 
 
-def drawn():
+def drawn(kind: str):
     draw = np.random.default_rng(0).standard_normal
     of = lambda *shape: jnp.asarray(draw(shape), jnp.float32)
-    qkv = Heads(*(of(2, LENGTH, *heads) for heads in ((2, 8), (2, 8), (4, 6))))
-    kernels = Kernels(Heads(of(4, 2, 8), of(4, 2, 8), of(4, 4, 6)), of(4) - 2, of(4))
-    return qkv, of(2, LENGTH, 4), of(2, LENGTH, 4), kernels
+    qkv = Heads(*(of(2, LENGTH, *heads) for heads in HEADS))
+    decays = (4, 8) if kind == "kda" else (4,)
+    kernels = Kernels(Heads(*(of(4, *heads) for heads in HEADS)), of(4) - 2, of(*decays))
+    beta = of(2, LENGTH, 4)
+    if kind == "mamba2":
+        beta = None
+        # its queries and keys are of no norm
+        qkv = Heads(*(x / 4 for x in qkv))
+        kernels = kernels._replace(biases=Heads(*(of(*heads) for heads in HEADS)), skip=of(4))
+    return qkv, beta, of(2, LENGTH, *decays), kernels
 
 
-def test_a_prompt_and_then_tokens_give_what_the_whole_text_gives():
-    *tokens, kernels = drawn()
+@pytest.mark.parametrize(
+    "kind",
+    ["gated_delta", *(pytest.param(k, marks=pytest.mark.thorough) for k in ("kda", "mamba2"))],
+)
+def test_a_prompt_and_then_tokens_give_what_the_whole_text_gives(kind):
+    *tokens, kernels = drawn(kind)
     want = jax.jit(partial(mixed, chunk=8, collectives=Collectives(), segments_BT=None))(
         *tokens, kernels
     )

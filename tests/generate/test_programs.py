@@ -3,6 +3,7 @@ slots beside.
 """
 
 from itertools import cycle
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from meshtrain.hf_families import CONFIG, model_section, read_json
 from meshtrain.hlo import Module, byte_count, collectives
 from meshtrain.parallel.layout import Layout
 from meshtrain.reader import Model, read_model
+from meshtrain.step import Program
 from meshtrain.units import size
 
 WORDS = 45
@@ -89,11 +91,15 @@ def whole_vocabulary(monkeypatch):
 
 
 def check_cached(family: str, mesh: str, adapter=None, kind=None):
-    prompts = {3: SHORT, 0: LONG}
-    tokens, logprobs = told(decoding(family, mesh, adapter=adapter, kind=kind), prompts, 20)
     model = read_model(GOLDEN / family, adapter=adapter)
     if kind:
         round_weights(model, kind)
+    check_beside(model, decoding(family, mesh, adapter=adapter, kind=kind))
+
+
+def check_beside(model: Model, run: Decoding):
+    prompts = {3: SHORT, 0: LONG}
+    tokens, logprobs = told(run, prompts, 20)
     rows = np.zeros((2, LENGTH), np.int32)
     for row, (slot, prompt) in zip(rows, prompts.items(), strict=True):
         row[: len(prompt) + 20] = [*prompt, *tokens[slot]]
@@ -113,6 +119,26 @@ def check_cached(family: str, mesh: str, adapter=None, kind=None):
 )
 def test_cached_logits_are_those_of_all_read_again_at_every_position(family, whole_vocabulary):
     check_cached(family, "data 2, tensor 2")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("kind", "mesh"), [("kda", "tensor 2"), ("mamba2", "one")])
+def test_every_rule_of_linear_attention_goes_on_as_the_whole_text_does(
+    kind, mesh, whole_vocabulary
+):
+    linear = {"kind": kind, "key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 6}
+    sizes = {"layers": 2, "d_model": 16, "heads": 2, "d_ff": 24, "vocab_size": WORDS}
+    model = sizes | {
+        "pattern": ["linear", "full"],
+        "linear": linear | {"chunk": 8},
+        "init_std": 0.3,
+    }
+
+    def on(mesh: str) -> Model:
+        program = Program(mt.load({"model": model, "mesh": MESHES[mesh]}))
+        return Model(program, program.init().params, 0, Path())
+
+    check_beside(on("one"), Decoding(on(mesh), 4, LENGTH))
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas
 
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.delta_rule import Documents, RuleInputs, delta_rule, read_state, step
@@ -33,7 +34,8 @@ def one_token(np, inputs: RuleInputs, state):
     if inputs.beta is not None:
         delta = inputs.beta[..., None] * (delta - np.einsum("rhk,rhkv->rhv", k, state))
     state = state + k[..., None] * delta[:, :, None]
-    return np.einsum("rhk,rhkv->rhv", q, state), state
+    out = np.einsum("rhk,rhkv->rhv", q, state)
+    return out if inputs.more is None else out + inputs.more, state
 
 
 @jax.jit
@@ -57,18 +59,16 @@ def scanned(inputs: RuleInputs, segments, weights):
 
 def drawn(kind: str, length: int, seed: int = 0) -> RuleInputs:
     draw = np.random.default_rng(seed)
-    heads = HEADS if kind == "kda" else KEY_HEADS
-    q, k = draw.standard_normal((2, ROWS, length, heads, KEY)).astype(np.float32)
+    q, k = draw.standard_normal((2, ROWS, length, KEY_HEADS, KEY)).astype(np.float32)
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     v = draw.standard_normal((ROWS, length, HEADS, VALUE), np.float32)
     gates = (ROWS, length, HEADS, KEY) if kind == "kda" else (ROWS, length, HEADS)
     # a few forget all at once: no difference of their sums may overflow
     log_decay = -np.exp(2 * draw.standard_normal(gates) - 2).astype(np.float32)
     log_decay = np.where(draw.random(gates) < 0.03, np.float32(-60), log_decay)
-    beta = None
-    if kind != "mamba2":
-        beta = draw.random((ROWS, length, HEADS)).astype(np.float32)
-    return RuleInputs(q, k, v, log_decay, beta)
+    if kind == "mamba2":
+        return RuleInputs(q, k, v, log_decay, more=draw.standard_normal(v.shape, np.float32))
+    return RuleInputs(q, k, v, log_decay, draw.random((ROWS, length, HEADS)).astype(np.float32))
 
 
 def documents(length: int, ends: tuple[int, ...]) -> np.ndarray:
@@ -132,3 +132,43 @@ def test_a_state_that_was_read_goes_on_token_by_token(kind):
         out, state = step(jax.tree.map(lambda x, t=t: x[:, t], inputs), state)
         assert relative(out, want[:, t]) < 1e-6
     assert state.dtype == jnp.float32
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Pallas kernels as plain JAX, on any device."""
+    call = pallas.pallas_call
+    monkeypatch.setattr(
+        pallas, "pallas_call", lambda *given, **keys: call(*given, **{**keys, "interpret": True})
+    )
+
+
+class OnGpu(Collectives):
+    platform = "gpu"
+
+
+@pytest.mark.parametrize(
+    ("kind", "length", "chunk", "ends"),
+    [
+        ("gated_delta", 37, 16, (5, 16, 31)),
+        pytest.param("gated_delta", 128, 64, (), marks=pytest.mark.thorough),
+        pytest.param("gated_delta", 100, 64, (63, 64), marks=pytest.mark.thorough),
+        pytest.param("mamba2", 70, 32, (33,), marks=pytest.mark.thorough),
+    ],
+)
+def test_the_kernel_of_chunks_gives_what_halves_give(
+    interpreted, monkeypatch, kind, length, chunk, ends
+):
+    monkeypatch.setitem(globals(), "KEY", 32)
+    monkeypatch.setitem(globals(), "VALUE", 16)
+    inputs = drawn(kind, length)
+    segments = documents(length, ends)
+    of = Documents(segments, segments[:, :1]) if ends else None
+    run = lambda collectives: (
+        lambda inputs: delta_rule(lambda x, documents: x, chunk, collectives, inputs, of)
+    )
+    assert str(jax.make_jaxpr(run(OnGpu()))(inputs)).count(" pallas_call[") == 1
+    got, want = (jax.jit(run(of))(inputs) for of in (OnGpu(), Collectives()))
+    assert relative(got, np.asarray(want)) < 1e-6
+    exact = recurrence(jax.tree.map(np.float64, inputs), segments)
+    assert relative(got, exact) < 1e-6

@@ -225,6 +225,7 @@ LINEAR = {
     "pattern": ["linear"],
     "linear": {"key_heads": 4, "value_heads": 8, "key_dim": 16, "value_dim": 12, "chunk": 16},
 }
+KDA, MAMBA2 = (LINEAR | {"linear": LINEAR["linear"] | {"kind": kind}} for kind in ("kda", "mamba2"))
 GATED = {"family": "qwen3_5", "pattern": ["full"], "rope_share": 0.5}
 MIXERS = [
     (LINEAR, "none", False),
@@ -233,6 +234,11 @@ MIXERS = [
     (LINEAR, "selective", True),
     (LINEAR, ("qkv",), False),
     (LINEAR, ("attention",), True),
+    (KDA, "none", False),
+    (KDA, "selective", True),
+    (KDA, "full", False),
+    (MAMBA2, "none", True),
+    (MAMBA2, "dots", False),
     (GATED, "none", True),
     (GATED, "dots", False),
     (GATED, "selective", False),
