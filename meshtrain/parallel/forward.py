@@ -8,6 +8,7 @@ differentiated times a `seed`, which holds that divisor and the loss scale.
 """
 
 import copy
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -226,7 +227,7 @@ class Forward:
         x = self.embed(weights, batch, key)
         segments = self.layout.segments
         stacked = {
-            stack: (weights.part(stack), jnp.asarray(layers.index_at[0, 0]))
+            stack: (self._all_layers(stack, weights), jnp.asarray(layers.index_at[0, 0]))
             for stack, layers in self.layout.stacks.items()
         }
         for segment, part in zip(segments, split_layers(stacked, segments), strict=True):
@@ -241,6 +242,28 @@ class Forward:
 
             x = lax.scan(step, x, part)[0]
         return x
+
+    def _all_layers(self, stack: str, weights: Weights) -> Weights:
+        """Returns a stack's weights, each as an array of all layers: zeros where it has none of a layer."""
+        count = len(self.layout.products[stack])
+        has = np.isin(np.arange(count), self.layout.wide_places(stack, 1))
+
+        def spread(a: Array) -> Array:
+            if len(a) == count:
+                return a
+            pieces = []
+            parts = [list(layers) for _, layers in itertools.groupby(range(count), has.__getitem__)]
+            for part in parts:
+                first = has[: part[0]].sum()
+                shape = (len(part), *a.shape[1:])
+                pieces.append(
+                    a[first : first + len(part)]
+                    if has[part[0]]
+                    else vary(jnp.zeros(shape, a.dtype), varying(a))
+                )
+            return jnp.concatenate(pieces)
+
+        return jax.tree.map(spread, weights.part(stack))
 
     def logits(self, weights: Weights, x: Array, here: Array) -> Array:
         """Returns this device's share of the logits, float32 [b, T, V share]; x counts on the stage where `here`."""

@@ -2,6 +2,8 @@
 kept and gathered.
 
     rounding       read twice, for the scale and for the cast, and written as a byte: 5 bytes of a bfloat16 element
+    weights        once a step where they are gathered, for the forward and in the groups of the backward; by a profile
+                   in each microbatch
     transposing    cuBLAS sums over the last dimension of both operands alone: a weight forward, both operands of a
                    weight's gradient
 
@@ -18,11 +20,18 @@ from meshtrain.config import Config
 from meshtrain.config.reduce import gathers_at_use
 from meshtrain.config.schema import FLOAT8_BLOCK
 from meshtrain.families import FAMILIES
-from meshtrain.parallel.float8 import float8_share, groups_of, is_held
+from meshtrain.parallel.float8 import float8_share, groups_of, is_held, unsharded
 from meshtrain.parallel.placement import Placed
 from meshtrain.plan import experts, shapes
 from meshtrain.plan.by_stack import averaged
-from meshtrain.plan.compute import Seconds, head_products, product, trained_share
+from meshtrain.plan.compute import (
+    DEFAULT_PROFILE,
+    FrameworkProfile,
+    Seconds,
+    head_products,
+    product,
+    trained_share,
+)
 
 TRANSPOSED = 2  # bytes of an element
 
@@ -37,7 +46,9 @@ class Differences(NamedTuple):
 NONE = Differences(Seconds(), Seconds())
 
 
-def differences(config: Config, device: Accelerator) -> Differences:
+def differences(
+    config: Config, device: Accelerator, profile: FrameworkProfile = DEFAULT_PROFILE
+) -> Differences:
     """Returns what a microbatch takes more in a layer than with products in the compute dtype."""
     part = float8_share(config)
     dtype = config.precision.compute
@@ -64,16 +75,21 @@ def differences(config: Config, device: Accelerator) -> Differences:
     inputs = n * (2 * d + model.mla.q_rank + model.mla.kv_rank + out + f)
     outputs = n * sum(width for _, width in dots)
     weights = sum(a * b for a, b in dots)
-    rounds = 2 * size + 1
-    in_hardware = recipe != "blockwise"
-    forward: float = rounds * (inputs + weights) + in_hardware * TRANSPOSED * weights
-    backward: float = rounds * (outputs + weights) + (recipe == "rowwise") * 3 * weights
     trained = trained_share(config)
+    by_weight = 2 * size + 1
+    turns = (recipe == "rowwise") * 3
+    if rounds_once(config, profile):
+        by_weight = 0
+        turns *= 1 - trained  # frozen ones are left as their state has them
+    rounds = profile.cast_bytes or 2 * size + 1
+    in_hardware = recipe != "blockwise"
+    forward: float = rounds * inputs + (by_weight + in_hardware * TRANSPOSED) * weights
+    backward: float = rounds * outputs + (by_weight + turns) * weights
     if in_float8 := config.precision.float8_wgrad == "float8":
         # over tokens they are other groups, but where there is one
         backward += trained * (recipe != "tensorwise") * (3 * inputs + rounds * outputs)
         backward += trained * in_hardware * TRANSPOSED * (inputs + outputs)
-    of_experts = _expert_bytes(config, part)
+    of_experts = _expert_bytes(config, part, profile)
     return Differences(
         Seconds(part * gain, 0.0, (part * forward + of_experts[0]) / device.memory_rate),
         Seconds(
@@ -99,9 +115,67 @@ def _product(device: Accelerator, dtype: str, recipe: str, m: float, k: float, n
     return max(compute, (m * k + k * n + shapes.itemsize(dtype) * m * n) / device.memory_rate)
 
 
-def _expert_bytes(config: Config, part: float) -> tuple[float, float]:
+def rounds_once(config: Config, profile: FrameworkProfile = DEFAULT_PROFILE) -> bool:
+    """Returns whether weights are rounded once a step: shards that are gathered at use only if they are so in float8."""
+    return profile.rounds_weights_once and (
+        config.precision.float8_gather or not gathers_at_use(config)
+    )
+
+
+def _once(config: Config) -> list[Placed]:
+    """Returns a layer's weights that our program rounds once a step."""
+    precision = config.precision
+    at_use = gathers_at_use(config)
+    if precision.matmul != "float8" or not rounds_once(config):
+        return []
+    if at_use and not float8_share(config):
+        return []
+    return [
+        p
+        for p in shapes.layer_weights(config)
+        if not is_held(config, p)
+        and groups_of(p if at_use else unsharded(p), precision.float8_recipe)
+    ]
+
+
+@averaged
+def held_once(config: Config) -> tuple[float, float]:
+    """Returns the bytes of a layer's weights that a step has in float8 on one device, of shards where they are gathered
+    at use; and the elements of trained ones that it does not have in the compute dtype for that.
+    """
+    recipe = config.precision.float8_recipe
+    at_use = gathers_at_use(config)
+    nbytes = 0.0
+    elements = 0.0
+    for weight in _once(config):
+        forms = {groups_of(unsharded(weight), recipe, turned) for turned in (False, True)}
+        size = weight.on_rank() if at_use else weight.on_device()
+        scales = _scales(config, weight, weight.zero_degree if at_use else 1)
+        nbytes += len(forms) * (size + 4 * scales)
+        # shards are read by layers that are skipped
+        share = float8_share(config)
+        elements += weight.trained * size * (share == 1 if at_use else share)
+    return nbytes, elements
+
+
+@averaged
+def once_bytes(config: Config) -> float:
+    """Returns the bytes that rounding a layer's weights once a step moves on one device."""
+    size = shapes.itemsize(config.precision.compute)
+    turns = 3 * (config.precision.float8_recipe == "rowwise")
+    at_use = gathers_at_use(config)
+    return sum(
+        (2 * size + 1) * p.on_rank() + turns * (p.on_rank() if at_use else p.on_device())
+        for p in _once(config)
+    )
+
+
+def _expert_bytes(
+    config: Config, part: float, profile: FrameworkProfile = DEFAULT_PROFILE
+) -> tuple[float, float]:
     """Bytes that rounding experts' slots and weights moves, forward and backward: read for the scale and for the cast,
-    and written as they are multiplied, in the compute dtype; to be kept, as a byte.
+    and written as they are multiplied, in the compute dtype; to be kept, as a byte. Weights that were rounded before are
+    read as bytes, and written.
     """
     model = config.model
     trained = trained_share(config)
@@ -115,35 +189,22 @@ def _expert_bytes(config: Config, part: float) -> tuple[float, float]:
     inputs = used * (d + f)
     outputs = used * (2 * f + d)
     in_float8 = trained * (config.precision.float8_wgrad == "float8")
-    of_weights = weights * (config.precision.float8_recipe == "rowwise")
+    turned = config.precision.float8_recipe == "rowwise"
+    of_weight = 1 + size if rounds_once(config, profile) else 3 * size
+    if rounds_once(config, profile):
+        turned = True
     backward = (
-        3 * size * (outputs + of_weights + in_float8 * (inputs + outputs))
+        3 * size * (outputs + in_float8 * (inputs + outputs))
+        + of_weight * turned * weights
         + trained * (1 + size) * inputs
     )
-    return part * ((3 * size + 1) * inputs + 3 * size * weights), part * backward
+    return part * ((3 * size + 1) * inputs + of_weight * weights), part * backward
 
 
 def kept_size(config: Config) -> float:
     """Returns the bytes that the backward keeps of an element which a product takes, on the mean of all layers."""
     size = shapes.itemsize(config.precision.compute)
     return size - float8_share(config) * (size - 1)
-
-
-def kept_shards(config: Config) -> float:
-    """Returns the bytes of a layer's own shards that are kept as they are gathered, to be gathered again."""
-    return float8_share(config) * sum(p.on_rank() for p in _gathered(config) if p.trained)
-
-
-def _gathered(config: Config) -> list[Placed]:
-    """A layer's weights that are gathered at use in float8, where its products are."""
-    precision = config.precision
-    if precision.matmul != "float8" or not gathers_at_use(config):
-        return []
-    return [
-        p
-        for p in shapes.layer_weights(config)
-        if is_held(config, p) or (precision.float8_gather and groups_of(p, precision.float8_recipe))
-    ]
 
 
 def entering_size(config: Config) -> float:
@@ -157,14 +218,19 @@ def entering_size(config: Config) -> float:
 
 @averaged
 def weight_size(config: Config) -> float:
-    """Returns the bytes of an element of a layer's weights that is gathered where it is used, on the mean of all."""
+    """Returns the bytes of an element of a layer's weights that is gathered, on the mean of all."""
     size = shapes.itemsize(config.precision.compute)
+    precision = config.precision
     every = shapes.resident(config).block.shard
-    saved = sum(
-        p.on_rank() * (1.0 if is_held(config, p) else float8_share(config))
-        for p in _gathered(config)
-    )
-    return size - (size - 1) * saved / every
+    share = float8_share(config)
+    held = [p for p in shapes.layer_weights(config) if is_held(config, p)]
+    saved = (size - 1.0) * sum(p.on_rank() for p in held) * (precision.matmul == "float8")
+    if precision.float8_gather and share:
+        # where some layers are skipped, resident weights of these are gathered beside all bytes
+        less = share * (size - 1.0) if gathers_at_use(config) else share * size - 1.0
+        rounded = [p for p in _once(config) if groups_of(p, precision.float8_recipe)]
+        saved += less * sum(p.on_rank() for p in rounded)
+    return size - saved / every
 
 
 @averaged
@@ -184,7 +250,7 @@ def saved(config: Config) -> tuple[float, float]:
 
 def _scales(config: Config, weight: Placed, ranks: int) -> int:
     """Scales of a layer's weight on one device, where its numbers are spread over `ranks`."""
-    groups = groups_of(weight, config.precision.float8_recipe) or ()
+    groups = groups_of(unsharded(weight), config.precision.float8_recipe) or ()
     sides = [
         n // ways // (ranks if d == weight.zero_dim else 1)
         for d, (n, ways) in enumerate(zip(weight.padded, weight.ways, strict=True))

@@ -181,7 +181,7 @@ def _layer_parts(
 ) -> list[LayerPart]:
     """Returns the contributions to one layer's compute time, recomputation among them."""
     adapters = compute.adapters(config, device)
-    rounding = float8.differences(config, device)
+    rounding = float8.differences(config, device, profile)
     copies = Seconds(), Seconds()
     if _is_ours_on_gpus(device, profile):
         copies = _copies(config, device)

@@ -157,15 +157,17 @@ def _saved(config: Config) -> tuple[float, float]:
 def _weights(config: Config) -> list[MemoryItem]:
     resident = _elements(config, trained=True)
     size = shapes.itemsize(config.precision.compute)
+    rounded, replaced = (n * stages(config).on_device for n in float8.held_once(config))
     if gathers_at_use(config):
         return [
             MemoryItem(
                 "weights in compute dtype, sharded",
                 "parameters",
-                size * resident.shard if size < 4 else 0,
-            )
+                size * (resident.shard - replaced) if size < 4 else 0,
+            ),
+            MemoryItem("weights in float8, sharded", "parameters", rounded),
         ]
-    items = []
+    items = [MemoryItem("weights in float8", "parameters", rounded)]
     if config.parallel.zero_stage == 3 and config.mesh.shards > 1:
         frozen = _elements(config) - resident
         items.append(
@@ -174,7 +176,9 @@ def _weights(config: Config) -> list[MemoryItem]:
             )
         )
     if size < 4 or zero_ways(config) > 1:
-        items.append(MemoryItem("weights in compute dtype", "parameters", size * resident.full))
+        items.append(
+            MemoryItem("weights in compute dtype", "parameters", size * (resident.full - replaced))
+        )
     if scatters_at_use(config) and size < 4:
         items.append(
             MemoryItem("weights in compute dtype, sharded", "parameters", size * resident.shard)
