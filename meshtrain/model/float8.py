@@ -81,6 +81,11 @@ class RoundedWeight(NamedTuple):
     turned: Rounded | None = None
     wide: jax.Array | None = None
 
+    def unread(self, dtype: Any) -> jax.Array:
+        """Returns what stands for the weight where its gradient is taken and no product reads it: NaN."""
+        values = self.forward.values
+        return vary(jnp.full(values.shape, jnp.nan, dtype), varying(values))
+
 
 class Rows(NamedTuple):
     """The operand of products, [N, D], and its rounded form: the first carries the gradient, the second is multiplied.
@@ -237,9 +242,7 @@ def _product_backward(
     else:
         w = how.weight(weight.reshape(rows, width)) if b is None else b.forward.matrix(rows)
         turned = how.turned(w, 1, weight=True)
-    to_x = how.times(
-        rounded(g_NF, how.groups(1), how.cotangent_dtype), turned, (1, 1), g_NF.dtype
-    )
+    to_x = how.times(rounded(g_NF, how.groups(1), how.cotangent_dtype), turned, (1, 1), g_NF.dtype)
     if kept is None:
         return to_x, None, None, None
     q = rounded(kept, how.groups(1)) if keeps_x else kept

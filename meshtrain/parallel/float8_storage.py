@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from meshtrain.compat import vary, varying
 from meshtrain.config import Config
 from meshtrain.model.float8 import (
     Float8Products,
@@ -78,7 +76,7 @@ class Float8Storage(Storage):
 
     def load(self, weight: Placed, stored: Any, dtype: jnp.dtype) -> jax.Array:
         if isinstance(stored, RoundedWeight):
-            return _unread(stored, dtype) if stored.wide is None else stored.wide
+            return stored.unread(dtype) if stored.wide is None else stored.wide
         if not self.rounds(weight):
             return stored
         return jax.jit(widened, static_argnums=1)(stored, dtype)
@@ -175,9 +173,3 @@ class Float8Storage(Storage):
             self._gather_rounded(weight, forward, self._groups(weight)),
             turned and self._gather_rounded(weight, turned, self._groups(weight, turned=True)),
         )
-
-
-def _unread(stored: RoundedWeight, dtype: jnp.dtype) -> jax.Array:
-    """Returns what stands for a weight in the compute dtype that nobody reads."""
-    values = stored.forward.values
-    return vary(jnp.full(values.shape, jnp.nan, dtype), varying(values))

@@ -155,7 +155,7 @@ class Zero:
             return Weights(None, full)
         if self.scatters_at_use and weight.zero_dim is not None:
             return Weights(shard, full)
-        return Weights(self.layout.unstored(weight, full), rounded)
+        return Weights(full if rounded is None else rounded.unread(shard.dtype), rounded)
 
     def gather_at_use(self, part: str, weights: Weights) -> Tree:
         """Full weights for the model from a part of `Weights` (of a stack: a layer's, unstacked).

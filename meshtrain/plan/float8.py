@@ -221,16 +221,24 @@ def weight_size(config: Config) -> float:
     """Returns the bytes of an element of a layer's weights that is gathered, on the mean of all."""
     size = shapes.itemsize(config.precision.compute)
     precision = config.precision
-    every = shapes.resident(config).block.shard
     share = float8_share(config)
-    held = [p for p in shapes.layer_weights(config) if is_held(config, p)]
-    saved = (size - 1.0) * sum(p.on_rank() for p in held) * (precision.matmul == "float8")
+    # what is frozen is whole everywhere but in stage 3
+    gathered = [
+        p for p in shapes.layer_weights(config) if p.trained or config.parallel.zero_stage == 3
+    ]
+    if not gathered:
+        return size
+    saved = (size - 1.0) * sum(p.on_rank() for p in gathered if is_held(config, p))
     if precision.float8_gather and share:
         # where some layers are skipped, resident weights of these are gathered beside all bytes
         less = share * (size - 1.0) if gathers_at_use(config) else share * size - 1.0
-        rounded = [p for p in _once(config) if groups_of(p, precision.float8_recipe)]
+        rounded = [
+            p
+            for p in _once(config)
+            if p in gathered and groups_of(p, precision.float8_recipe) is not None
+        ]
         saved += less * sum(p.on_rank() for p in rounded)
-    return size - saved / every
+    return size - saved / sum(p.on_rank() for p in gathered)
 
 
 @averaged

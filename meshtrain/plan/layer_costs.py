@@ -244,7 +244,8 @@ def _copies(config: Config, device: Accelerator) -> tuple[Seconds, Seconds]:
     size = shapes.itemsize(config.precision.compute)
     sliced = 0.0
     if not gathers_at_use(config):
-        sliced = 2 * size * shapes.resident(config).block.full
+        _, rounded = float8.held_once(config)
+        sliced = 2 * (size * shapes.resident(config).block.full - (size - 1) * rounded)
     moved = {
         "forward": sliced + 2 * activations.kept(config, config.parallel.remat),
         "backward": sliced,
