@@ -165,7 +165,7 @@ class Float8Storage(Storage):
         if not isinstance(constant, RoundedWeight) or products == "compute":
             return None
         if not zero.gathers_at_use:
-            return constant
+            return constant if products == "either" else constant._replace(wide=None)
         if products == "either":
             return None
         forward, turned, _ = constant

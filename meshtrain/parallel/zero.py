@@ -141,11 +141,12 @@ class Zero:
 
     def _shard(self, weight: Placed, shard: Any) -> Weights:
         """Returns a weight of which a step has this rank's shard."""
-        if not weight.trained:
-            return Weights(None, shard)
-        if not self.gathers_at_use:
-            return Weights(shard, None)
-        return Weights(shard, self.layout.storage.round_once(self.layout, weight, shard, False))
+        rounded = None
+        if self.gathers_at_use:
+            rounded = self.layout.storage.round_once(self.layout, weight, shard, False)
+        if weight.trained:
+            return Weights(shard, rounded)
+        return Weights(None, shard if rounded is None else rounded._replace(wide=shard))
 
     def _resident(self, weight: Placed, shard: Any) -> Weights:
         """Returns a weight that is gathered for a whole step, from this rank's shard."""
@@ -262,7 +263,9 @@ class Zero:
     ) -> jax.Array:
         if differentiated is None:
             assert constant is not None
-            full = self.gathered(weight, constant) if self.gathers_at_use else constant
+            full = constant
+            if self.gathers_at_use:
+                full = self.gathered(weight, self.layout.storage.wide(constant))
             # products take what is in float8 as it is (`parallel.float8`)
             return self.layout.unstored(weight, full)
         scatters = self.scatters_at_use and weight.zero_dim is not None

@@ -105,6 +105,9 @@ class FrameworkProfile:
     # to round an element of what products take; None: it is read for the scale and for the cast, and written as a byte,
     # 5 of a 16-bit one. 1 where norm and gate write float8 themselves.
     cast_bytes: float | None = None
+    # to transpose an element that was rounded, for a product that sums over its other dimension: it is read and
+    # written; 0 where casts write both orders
+    transposed_bytes: float = 2.0
     # of one element of weights and gradient, out of and into the buffers of collectives
     copy_bytes: int = 0
     # as our program: with its copies, and what XLA lets collectives travel under

@@ -33,8 +33,6 @@ from meshtrain.plan.compute import (
     trained_share,
 )
 
-TRANSPOSED = 2  # bytes of an element
-
 
 class Differences(NamedTuple):
     """Seconds that a layer takes more, forward and backward, on the mean of all layers."""
@@ -82,13 +80,13 @@ def differences(
         by_weight = 0
         turns *= 1 - trained  # frozen ones are left as their state has them
     rounds = profile.cast_bytes or 2 * size + 1
-    in_hardware = recipe != "blockwise"
-    forward: float = rounds * inputs + (by_weight + in_hardware * TRANSPOSED) * weights
+    transposed = (recipe != "blockwise") * profile.transposed_bytes
+    forward: float = rounds * inputs + (by_weight + transposed) * weights
     backward: float = rounds * outputs + (by_weight + turns) * weights
     if in_float8 := config.precision.float8_wgrad == "float8":
         # over tokens they are other groups, but where there is one
         backward += trained * (recipe != "tensorwise") * (3 * inputs + rounds * outputs)
-        backward += trained * in_hardware * TRANSPOSED * (inputs + outputs)
+        backward += trained * transposed * (inputs + outputs)
     of_experts = _expert_bytes(config, part, profile)
     return Differences(
         Seconds(part * gain, 0.0, (part * forward + of_experts[0]) / device.memory_rate),
