@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshtrain.compat import vary
 from meshtrain.config import Config
 from meshtrain.model.float8 import (
     Float8Products,
@@ -110,10 +111,12 @@ class Float8Storage(Storage):
         turned = None
         if self._groups(whole) != self._groups(whole, turned=True):
             turned = self._round_shard(whole, widened(q, jnp.float32), turned=True).packed()
-        if not len(wide):
-            return RoundedWeight(q.packed(), turned)
-        some = shard if len(wide) == len(shard) else shard[wide]
-        return RoundedWeight(q.packed(), turned, some if groups is None else gather(weight, some))
+        unrounded = None
+        if len(wide):
+            some = shard if len(wide) == len(shard) else shard[wide]
+            unrounded = some if groups is None else gather(weight, some)
+        # scales that ranks share too, or layers would have other arrays than these
+        return vary(RoundedWeight(q.packed(), turned, unrounded), self.config.mesh.axes)
 
     def _round_shard(self, weight: Placed, shard: jax.Array, turned: bool = False) -> Rounded:
         """Rounds stacked shards, which share the scales of what ZeRO splits."""
