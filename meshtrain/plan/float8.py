@@ -22,14 +22,13 @@ from meshtrain.config.schema import FLOAT8_BLOCK
 from meshtrain.families import FAMILIES
 from meshtrain.parallel.float8 import float8_share, groups_of, is_held, unsharded
 from meshtrain.parallel.placement import Placed
-from meshtrain.plan import experts, shapes
+from meshtrain.plan import compute, experts, shapes
 from meshtrain.plan.by_stack import averaged
 from meshtrain.plan.compute import (
     DEFAULT_PROFILE,
     FrameworkProfile,
     Seconds,
     head_products,
-    product,
     trained_share,
 )
 
@@ -68,7 +67,8 @@ def differences(
         *[(f, d)] * (f > 0),
     ]
     gain = sum(
-        _product(device, dtype, recipe, n, *dot) - product(device, dtype, n, *dot) for dot in dots
+        product(device, dtype, recipe, n, *dot) - compute.product(device, dtype, n, *dot)
+        for dot in dots
     )
     inputs = n * (2 * d + model.mla.q_rank + model.mla.kv_rank + out + f)
     outputs = n * sum(width for _, width in dots)
@@ -98,19 +98,19 @@ def differences(
     )
 
 
-def _product(device: Accelerator, dtype: str, recipe: str, m: float, k: float, n: float) -> float:
-    """Seconds of a product of rounded operands.
+def product(device: Accelerator, dtype: str, recipe: str, m: float, k: float, n: float) -> float:
+    """Returns the seconds of a product of rounded operands.
 
     The largest reach the share of the peak that 16-bit ones do; what a short side costs is time, not a share of the
     rate, and at twice the rate twice the share.
     """
     if recipe == "blockwise" or not device.peak.float8:
-        return product(device, dtype, m, k, n)
+        return compute.product(device, dtype, m, k, n)
     efficiency = device.efficiency
     flops = device.peak.float8 * 1e12
     slowed = 1 + efficiency.half_size * flops / device.flops(dtype) * (1 / m + 1 / k + 1 / n)
-    compute = 2 * m * k * n / (flops * efficiency.matmul) * slowed
-    return max(compute, (m * k + k * n + shapes.itemsize(dtype) * m * n) / device.memory_rate)
+    worked = 2 * m * k * n / (flops * efficiency.matmul) * slowed
+    return max(worked, (m * k + k * n + shapes.itemsize(dtype) * m * n) / device.memory_rate)
 
 
 def rounds_once(config: Config, profile: FrameworkProfile = DEFAULT_PROFILE) -> bool:
