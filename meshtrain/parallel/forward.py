@@ -8,7 +8,6 @@ differentiated times a `seed`, which holds that divisor and the loss scale.
 """
 
 import copy
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -227,10 +226,11 @@ class Forward:
         x = self.embed(weights, batch, key)
         segments = self.layout.segments
         stacked = {
-            stack: (self._all_layers(stack, weights), jnp.asarray(layers.index_at[0, 0]))
+            stack: (weights.part(stack), jnp.asarray(layers.index_at[0, 0]))
             for stack, layers in self.layout.stacks.items()
         }
-        for segment, part in zip(segments, split_layers(stacked, segments), strict=True):
+        some = {stack: self.layout.wide_places(stack, 1) for stack in stacked}
+        for segment, part in zip(segments, split_layers(stacked, segments, some), strict=True):
             layers = [self.layer(batch, key, kind) for kind in segment.period]
 
             def step(
@@ -242,28 +242,6 @@ class Forward:
 
             x = lax.scan(step, x, part)[0]
         return x
-
-    def _all_layers(self, stack: str, weights: Weights) -> Weights:
-        """Returns a stack's weights, each as an array of all layers: zeros where it has none of a layer."""
-        count = len(self.layout.products[stack])
-        has = np.isin(np.arange(count), self.layout.wide_places(stack, 1))
-
-        def spread(a: Array) -> Array:
-            if len(a) == count:
-                return a
-            pieces = []
-            parts = [list(layers) for _, layers in itertools.groupby(range(count), has.__getitem__)]
-            for part in parts:
-                first = has[: part[0]].sum()
-                shape = (len(part), *a.shape[1:])
-                pieces.append(
-                    a[first : first + len(part)]
-                    if has[part[0]]
-                    else vary(jnp.zeros(shape, a.dtype), varying(a))
-                )
-            return jnp.concatenate(pieces)
-
-        return jax.tree.map(spread, weights.part(stack))
 
     def logits(self, weights: Weights, x: Array, here: Array) -> Array:
         """Returns this device's share of the logits, float32 [b, T, V share]; x counts on the stage where `here`."""
@@ -434,12 +412,17 @@ class Forward:
         return Dropout(self.config.model.dropout, key, batch["rows"])
 
 
-def split_layers(stacks: dict[str, Tree], segments: list[Segment]) -> list[list[Tree]]:
-    """Splits stacked layers into those of each segment: for each place of its period a tree [turns, ..]."""
+def split_layers(
+    stacks: dict[str, Tree], segments: list[Segment], some: dict[str, np.ndarray]
+) -> list[list[Tree]]:
+    """Splits stacked layers into those of each segment: for each place of its period a tree [turns, ..].
+
+    Arrays that are shorter than others have `some` layers of their stack alone; there are zeros for the rest.
+    """
     pieces = {}
     for stack, stacked in stacks.items():
         counts = [[kind.stack for kind in s.period].count(stack) * s.turns for s in segments]
-        pieces[stack] = iter(_split(stacked, [count for count in counts if count]))
+        pieces[stack] = iter(_split(stacked, [count for count in counts if count], some[stack]))
     parts = []
     for segment in segments:
         names = [kind.stack for kind in segment.period]
@@ -450,13 +433,32 @@ def split_layers(stacks: dict[str, Tree], segments: list[Segment]) -> list[list[
     return parts
 
 
-def _split(stacked: Tree, sizes: list[int]) -> list[Tree]:
+def _split(stacked: Tree, sizes: list[int], some: np.ndarray) -> list[Tree]:
     if len(sizes) == 1:
         return [stacked]
     leaves, tree = jax.tree.flatten(stacked)
-    # lax.split: its gradient is one concatenation
-    pieces = [lax.split(leaf, sizes) for leaf in leaves]
+
+    def split(leaf: Array) -> list[Array]:
+        if len(leaf) == sum(sizes):
+            # its gradient is one concatenation
+            return lax.split(leaf, sizes)
+        of_pieces = np.split(np.isin(np.arange(sum(sizes)), some), np.cumsum(sizes)[:-1])
+        ends = np.cumsum([has.sum() for has in of_pieces])
+        return [
+            _spread(part, has)
+            for part, has in zip(jnp.split(leaf, ends[:-1]), of_pieces, strict=True)
+        ]
+
+    pieces = [split(leaf) for leaf in leaves]
     return [jax.tree.unflatten(tree, piece) for piece in zip(*pieces, strict=True)]
+
+
+def _spread(layers: Array, has: np.ndarray) -> Array:
+    """Returns an array with those layers where it `has` them, and zeros elsewhere."""
+    if has.all():
+        return layers
+    zeros = vary(jnp.zeros((len(has), *layers.shape[1:]), layers.dtype), varying(layers))
+    return zeros.at[np.flatnonzero(has)].set(layers) if has.any() else zeros
 
 
 def _dealt(stacked: Tree, count: int) -> list[Tree]:
