@@ -16,6 +16,7 @@ from meshtrain.config.model import patches_of
 from meshtrain.config.reduce import gathers_at_use, scatters_at_use, sends_by_table, sums_in_place
 from meshtrain.config.rl import has_reference
 from meshtrain.families import FAMILIES
+from meshtrain.parallel.float8 import float8_share
 from meshtrain.parallel.placement import stages, zero_ways
 from meshtrain.parallel.reduce.sizes import feedback_bytes
 from meshtrain.plan import (
@@ -289,11 +290,10 @@ def _unpipelined_moments(config: Config, platform: str) -> dict[str, list[Memory
     waits = bool(trained.vocabulary.full) and (gathers or not several) and not chunked
     logits, *head = _head_items(config, _hidden(config))
     in_place = platform != "cpu" and sums_in_place(config)
-    gradients = [
-        MemoryItem(
-            "new gradients of the layers", "gradients", 0 if in_place else _new_gradients(config)
-        )
-    ]
+    # Those of layers in float8 lie there twice while they are put beside those of skipped ones.
+    share = float8_share(config) % 1 if platform == "cpu" else 0.0
+    nbytes = 0.0 if in_place else (1 + share) * _new_gradients(config)
+    gradients = [MemoryItem("new gradients of the layers", "gradients", nbytes)]
     # The embedding's, in float32 and set to zero early, and the output head's, where it does not wait.
     embedding = 4 * trained.tokens.full if gathers != several else 0
     late = 0 if waits else size * trained.vocabulary.largest
