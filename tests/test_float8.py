@@ -298,10 +298,13 @@ def test_a_step_that_overflows_is_skipped_as_without_float8():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("recipe", ["rowwise", "blockwise"])
-def test_the_compiled_step_gathers_the_bytes_that_are_planned(recipe):
+@pytest.mark.parametrize(
+    ("recipe", "zero", "gathered"),
+    [("rowwise", 3, 0.62), ("blockwise", 3, 0.62), ("rowwise", 1, 0.7)],
+)
+def test_the_compiled_step_gathers_the_bytes_that_are_planned(recipe, zero, gathered):
     """Shards of a width of 256 have whole blocks."""
-    mesh, parallel = {"data": 2, "tensor": 2}, {"sequence_parallel": True, "zero_stage": 3}
+    mesh, parallel = {"data": 2, "tensor": 2}, {"sequence_parallel": True, "zero_stage": zero}
     sent = {}
     for matmul in ("compute", "float8"):
         model = WIDE | {"d_model": 256}
@@ -314,7 +317,7 @@ def test_the_compiled_step_gathers_the_bytes_that_are_planned(recipe):
             [planned[axis] for axis in mesh], rel=0.03
         )
         sent[matmul] = found
-    # of float32 three quarters of what is gathered are saved: weights twice of three transfers over data, inputs 4 of
-    # 10 over tensor
-    assert sent["float8"]["data"] < 0.62 * sent["compute"]["data"]
+    # of float32 three quarters of what is gathered are saved: weights twice of three transfers over data, with ZeRO-1
+    # once of two, inputs 4 of 10 over tensor
+    assert sent["float8"]["data"] < gathered * sent["compute"]["data"]
     assert sent["float8"]["tensor"] < 0.75 * sent["compute"]["tensor"]

@@ -12,10 +12,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments import bench
 from experiments.bench import Stepping, Table
+from experiments.plan.work import Work
 from meshtrain.compat import vary, varying
 from meshtrain.config import load
+from meshtrain.hlo.module import Module
 from meshtrain.mesh import AXES, DATA, TENSOR, fake_cpu_devices, make_mesh
 from meshtrain.model.grouped import grouped as grouped_product
+from meshtrain.parallel.float8_storage import Float8Storage
 from meshtrain.plan.compiled import described_devices
 from meshtrain.step import Program
 
@@ -123,6 +126,68 @@ def temporaries(
     memory = head_and_loss(Program(config, make_mesh(config, devices))).memory_analysis()
     assert memory is not None, "XLA's GPU compiler tells it"
     return memory.temp_size_in_bytes
+
+
+def rounded_bytes() -> None:
+    """Prints the bytes that a device moves in a step beside its products and collectives, by how often weights are
+    rounded.
+    """
+    devices = described_devices("h100", 8)
+    title = "4 layers of Llama-3 8B in float8, data 8, ZeRO-1, compiled for H100s: GB beside products, temporaries"
+    table = Table("recipe, microbatches", "in each microbatch", " once a step", title=title)
+    for recipe in ("rowwise", "tensorwise"):
+        for microbatches in (1, 8):
+            cells = []
+            for once in (False, True):
+                moved, temporaries = beside_products(recipe, microbatches, once, devices)
+                cells.append(f"{moved / 1e9:.1f}, {temporaries / 1e9:.2f}")
+            table.row(f"{recipe}, {microbatches}", *cells)
+
+
+def beside_products(
+    recipe: str, microbatches: int, once: bool, devices: Any, layers: int = 4
+) -> tuple[float, int]:
+    """Returns the bytes that a step's instructions beside products and collectives move on a device, and those of its
+    temporaries.
+    """
+    given = {
+        "model": LLAMA_8B | {"layers": layers},
+        "mesh": {"data": len(devices)},
+        "parallel": {"zero_stage": 1, "microbatches": microbatches},
+        "precision": {
+            "compute": "bfloat16",
+            "matmul": "float8",
+            "float8_recipe": recipe,
+            "float8_skip": [0, 0],
+        },
+        "train": {"global_batch_size": len(devices) * microbatches, "sequence_length": 2048},
+    }
+    config = load(given)
+    lowered = lower(config, devices, once)
+    # no GPU is there to try which kernel is faster, and Triton would take all products
+    compiled = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+    module = Module(compiled.as_text())
+    work = Work(module)
+    total = 0.0
+    for body, loops in module.bodies():
+        turns = np.prod([1 if n is None else n for n in loops])
+        for op in module.computations[body]:
+            if not op.kind and not work.flops(body, op):
+                total += turns * work.moved(body, op).bytes
+    memory = compiled.memory_analysis()
+    assert memory is not None, "XLA's GPU compiler tells it"
+    return total, memory.temp_size_in_bytes
+
+
+def lower(config: Any, devices: Any, once: bool) -> jax.stages.Lowered:
+    """Returns the lowered step; not `once`: each product rounds its weight itself."""
+    rounds = Float8Storage.round_once
+    if not once:
+        Float8Storage.round_once = lambda *_: None  # type: ignore[method-assign]
+    try:
+        return Program(config, make_mesh(config, devices)).lower()
+    finally:
+        Float8Storage.round_once = rounds  # type: ignore[method-assign]
 
 
 def head_and_loss(program: Program) -> jax.stages.Compiled:

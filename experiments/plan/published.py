@@ -318,8 +318,10 @@ _TENSORWISE = {
     "float8_wgrad": "float8",
     "float8_skip": [0, 0],
 }
+# FSDP rounds shards at each gather.
+_ROUNDS = replace(COMPILED, rounds_weights_once=False)
 FLOAT8 = (
-    replace(_torchtitan("8B compiled", 8, COMPILED, 8532, _TENSORWISE), source="torchtitan float8"),
+    replace(_torchtitan("8B compiled", 8, _ROUNDS, 8532, _TENSORWISE), source="torchtitan float8"),
 )
 
 _LLAMA_2_13B = {"layers": 40, "d_model": 5120, "heads": 40, "d_ff": 13824, "vocab_size": 32000}

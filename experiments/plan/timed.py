@@ -28,12 +28,13 @@ from meshtrain.config import Config, load
 from meshtrain.families import FAMILIES
 from meshtrain.hlo.module import Module, Operation, byte_count, elements
 from meshtrain.hlo.traffic import axes_of
-from meshtrain.plan import compute, shapes
+from meshtrain.plan import compute, float8, shapes
 from meshtrain.plan.compiled import CLUSTERS, compile_step, parse_target
 from meshtrain.plan.compute import DEFAULT_PROFILE
 from meshtrain.plan.estimate import plan
 
 _EXPERTS = re.compile(r'name = "(product|weight)_kernel"')
+DTYPES = {"bf16": "bfloat16", "f16": "float16", "f8e4m3fn": "float8", "f8e5m2": "float8"}
 KINDS = {"collective-permute": algorithms.PERMUTE}  # the planner's word where HLO has another
 
 
@@ -169,7 +170,9 @@ class _Clock:
         of_experts = op.opcode == "custom-call" and _EXPERTS.search(op.attributes)
         memory = (moved.written if of_experts else moved.bytes) / self.device.memory_rate
         products = sum(
-            compute.product(self.device, dtype, *shape)
+            float8.product(self.device, self.dtype, "rowwise", *shape)
+            if dtype == "float8"
+            else compute.product(self.device, dtype, *shape)
             for dtype, shape in self._products(computation, op)
         ) + self._attention(computation, op)
         if products:
@@ -184,9 +187,7 @@ class _Clock:
             known = self.module.named(computation)
             left, right = (elements(known[name].result) for name in op.operands[:2])
             depth = self.work.flops(computation, op) / (2.0 * elements(op.result))
-            dtype = {"bf16": "bfloat16", "f16": "float16"}.get(
-                known[op.operands[0]].result.split("[")[0], "float32"
-            )
+            dtype = DTYPES.get(known[op.operands[0]].result.split("[")[0], "float32")
             # Of several at once, such as the parts of a sum that XLA has cut, each is one.
             several = left * right / depth**2 / elements(op.result)
             yield from [(dtype, (left / depth / several, depth, right / depth / several))] * round(

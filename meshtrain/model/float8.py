@@ -70,6 +70,23 @@ class Rounded(NamedTuple):
         )
 
 
+class RoundedWeight(NamedTuple):
+    """A weight in float8 as a layer's products take it.
+
+    `forward` is what the forward multiplies; `turned` is that in the groups of the backward, if these are others and it
+    was not left to the product; `wide` is the weight in the compute dtype, where layers are skipped.
+    """
+
+    forward: Rounded
+    turned: Rounded | None = None
+    wide: jax.Array | None = None
+
+    def unread(self, dtype: Any) -> jax.Array:
+        """Returns what stands for the weight where its gradient is taken and no product reads it: NaN."""
+        values = self.forward.values
+        return vary(jnp.full(values.shape, jnp.nan, dtype), varying(values))
+
+
 class Rows(NamedTuple):
     """The operand of products, [N, D], and its rounded form: the first carries the gradient, the second is multiplied.
 
@@ -194,14 +211,15 @@ class Float8Recipe(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(
-    how: Float8Recipe, keeps_x: bool, x: Any, q: Rounded, weight: Any, b: Rounded | None
+    how: Float8Recipe, keeps_x: bool, x: Any, q: Rounded, weight: Any, b: RoundedWeight | None
 ) -> jax.Array:
     """x W by what they are rounded to, `q` and `b`.
 
     For the backward q is kept, or x if something else keeps that in any case.
     """
-    b = how.weight(weight.reshape(x.shape[1], -1)) if b is None else b.matrix(x.shape[1])
-    return how.times(q, b, (1, 0), x.dtype)
+    rows = x.shape[1]
+    w = how.weight(weight.reshape(rows, -1)) if b is None else b.forward.matrix(rows)
+    return how.times(q, w, (1, 0), x.dtype)
 
 
 def _product_forward(how: Float8Recipe, keeps_x: bool, *operands: Any) -> tuple[jax.Array, Any]:
@@ -216,16 +234,15 @@ def _product_backward(
     how: Float8Recipe, keeps_x: bool, residuals: Any, g_NF: jax.Array
 ) -> tuple[Any, ...]:
     kept, weight, b = residuals
-    shape = (weight if b is None else b.values).shape
+    shape = (weight if b is None else b.forward.values).shape
     width = g_NF.shape[1]
     rows = math.prod(shape) // width
-    b = how.weight(weight.reshape(rows, width)) if b is None else b.matrix(rows)
-    to_x = how.times(
-        rounded(g_NF, how.groups(1), how.cotangent_dtype),
-        how.turned(b, 1, weight=True),
-        (1, 1),
-        g_NF.dtype,
-    )
+    if b is not None and b.turned is not None:
+        turned = b.turned.matrix(rows)
+    else:
+        w = how.weight(weight.reshape(rows, width)) if b is None else b.forward.matrix(rows)
+        turned = how.turned(w, 1, weight=True)
+    to_x = how.times(rounded(g_NF, how.groups(1), how.cotangent_dtype), turned, (1, 1), g_NF.dtype)
     if kept is None:
         return to_x, None, None, None
     q = rounded(kept, how.groups(1)) if keeps_x else kept
@@ -267,7 +284,7 @@ def _wide_product(
     x: Any,
     q: Rounded | None,
     weight: Any,
-    b: Rounded | None,
+    b: RoundedWeight | None,
     *blocks: Any,
 ) -> jax.Array:
     """x W in the compute dtype, of what they are rounded to: `q` and `b`, where these are there."""
@@ -281,11 +298,24 @@ def _wide_product(
 
 
 def _wide_weight(
-    how: Float8Recipe, skip: Any, weight: Any, b: Rounded | None, shape: Any
+    how: Float8Recipe,
+    skip: Any,
+    weight: Any,
+    b: RoundedWeight | None,
+    shape: Any,
+    turned: bool = False,
 ) -> jax.Array:
-    w = weight if b is None else widened(b, weight.dtype)
+    """Returns the weight as it is multiplied; `turned`: for the product that sums over its outputs."""
+    there = None if b is None else (b.turned if turned else None) or b.forward
+    w = weight if there is None else widened(there, weight.dtype)
+    if skip is not None and b is not None and b.wide is not None:
+        w = jnp.where(skip, b.wide, w)
     w = w if shape is None else w.reshape(shape)
-    return how.selected(skip, w, 0, weight=True) if b is None else w
+    if b is None:
+        w = how.selected(skip, w, 0, weight=True)
+    if not turned or (b is not None and b.turned is not None):
+        return w
+    return how.selected(skip, w, 1, weight=True, turned=True)
 
 
 def _wide_forward(how: Float8Recipe, platform: str, *operands: Any) -> tuple[jax.Array, Any]:
@@ -308,12 +338,11 @@ def _wide_backward(
 ) -> tuple[Any, ...]:
     skip, kept, weight, b, blocks = residuals
     others = (None,) * len(blocks)
-    w = _wide_weight(how, skip, weight, b, None if blocks else (-1, g.shape[1]))
-    turned = how.selected(skip, w, 1, weight=True, turned=True)
+    shape = None if blocks else (-1, g.shape[1])
     to_x = _times(
         platform,
         how.selected(skip, g, 1, dtype=how.cotangent_dtype),
-        turned,
+        _wide_weight(how, skip, weight, b, shape, turned=True),
         blocks,
         transposed=True,
     )
@@ -325,6 +354,7 @@ def _wide_backward(
         x = how.selected(skip, x, 0, turned=True)
         g = how.selected(skip, g, 0, dtype=how.cotangent_dtype)
     if blocks:
+        w = _wide_weight(how, skip, weight, b, shape)
         to_weight = implementation(platform, g, w, blocks[0]).weight_gradient(x, g, *blocks, w)
     else:
         to_weight = lax.dot_general(x, g, OVER_ROWS)
@@ -332,7 +362,7 @@ def _wide_backward(
         None,
         to_x,
         None,
-        to_weight.reshape((weight if b is None else b.values).shape),
+        to_weight.reshape((weight if b is None else b.forward.values).shape),
         None,
         *others,
     )
@@ -355,15 +385,15 @@ class Float8Products:
 
     `skip`, a boolean on the device where both kinds run by one program: in the compute dtype if it is true.
 
-    `weights` are those that are there in float8, by name: frozen ones, and what was gathered so; `gathers`: so is what
-    goes into column-parallel products.
+    `weights` are those that are there in float8, by name; `gathers`: what goes into column-parallel products is
+    gathered so.
     """
 
     def __init__(
         self,
         how: Float8Recipe,
         skip: jax.Array | None,
-        weights: Mapping[str, Rounded],
+        weights: Mapping[str, RoundedWeight],
         gathers: bool,
     ) -> None:
         self.how = how

@@ -4,6 +4,8 @@ The scales of a frozen weight are those of all of it, on every mesh; of a traine
 has its own. `float8_storage` makes the arrays.
 """
 
+from dataclasses import replace
+
 from meshtrain.config import Config
 from meshtrain.config.model import LATENT_PROJECTIONS, PROJECTIONS
 from meshtrain.config.schema import FLOAT8_BLOCK
@@ -35,8 +37,9 @@ def notes(config: Config) -> list[str]:
     ]
 
 
-def groups_of(weight: Placed, recipe: str) -> tuple[int, ...] | None:
-    """Returns how many numbers along each dimension of a layer's weight share a scale in float8, 0: all.
+def groups_of(weight: Placed, recipe: str, turned: bool = False) -> tuple[int, ...] | None:
+    """Returns how many numbers along each dimension of a layer's weight share a scale in float8, 0: all; `turned`: for
+    the backward, which sums over the outputs.
 
     None for a weight that no product takes, and where shards or heads would tear blocks of 128 apart. Each expert has
     scales of its own.
@@ -54,8 +57,9 @@ def groups_of(weight: Placed, recipe: str) -> tuple[int, ...] | None:
     # the inputs are the first dimension, but for what gathers the heads
     cut = len(sizes) - 1 if weight.axes[-1] == "embed" else 1
     if recipe != "blockwise":
-        outputs = 1 if recipe == "rowwise" else 0
-        return (*lead, *(0 for _ in sizes[:cut]), *(outputs for _ in sizes[cut:]))
+        sides = (0, 1 if recipe == "rowwise" else 0)
+        inputs, outputs = sides[::-1] if turned else sides
+        return (*lead, *(inputs for _ in sizes[:cut]), *(outputs for _ in sizes[cut:]))
     groups = (*lead, *(size for side in (sizes[:cut], sizes[cut:]) for size in _block_sizes(side)))
     if 0 in groups or weight.padded != weight.whole:
         return None
@@ -69,6 +73,11 @@ def groups_of(weight: Placed, recipe: str) -> tuple[int, ...] | None:
         for n, by, size in zip(shards, degree, groups, strict=True)
     )
     return None if torn else groups
+
+
+def unsharded(weight: Placed) -> Placed:
+    """Returns a weight as ZeRO's ranks have it after a gather."""
+    return replace(weight, zero_dim=None, padded=weight.whole)
 
 
 def _block_sizes(side: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,23 +1,32 @@
 """Weights in float8 on a mesh: as a state has them, as they are gathered, and as the products of a layer take them.
 
     frozen     the state has them rounded, as bytes and scales: half the bytes of bfloat16 (`precision.float8_frozen`)
-    trained    their float32 masters are rounded at each use; with ZeRO-3 before they are gathered
-               (`precision.float8_gather`)
+    trained    their float32 masters are rounded once a step: shards before they are gathered
+               (`precision.float8_gather`), forward and in the groups of the backward
 
-Either way a product has what it would round the whole weight to by itself.
+Either way a product has what it would round the whole weight to by itself. It does so itself with ZeRO-3 where shards
+are not gathered in float8, where blocks do not fit, and of frozen weights for the backward.
 """
 
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from meshtrain.compat import vary
 from meshtrain.config import Config
-from meshtrain.model.float8 import Float8Products, Float8Recipe, Rounded, rounded, widened
-from meshtrain.parallel.float8 import MODULES, groups_of, is_held, notes
-from meshtrain.parallel.layout import SlotKind, Storage
+from meshtrain.model.float8 import (
+    Float8Products,
+    Float8Recipe,
+    Groups,
+    Rounded,
+    RoundedWeight,
+    rounded,
+    widened,
+)
+from meshtrain.parallel.float8 import MODULES, groups_of, is_held, notes, unsharded
+from meshtrain.parallel.layout import Layout, SlotKind, Storage
 from meshtrain.parallel.placement import Placed
 from meshtrain.parallel.reduce.reduction import gather
 
@@ -67,16 +76,60 @@ class Float8Storage(Storage):
         return rounded(x, (1, *groups)).packed()
 
     def load(self, weight: Placed, stored: Any, dtype: jnp.dtype) -> jax.Array:
+        if isinstance(stored, RoundedWeight):
+            return stored.unread(dtype) if stored.wide is None else stored.wide
         if not self.rounds(weight):
             return stored
         return jax.jit(widened, static_argnums=1)(stored, dtype)
 
     def gather(self, weight: Placed, shard: Any) -> Any:
-        return self._gather_rounded(weight, shard) if self.rounds(weight) else gather(weight, shard)
+        if not self.rounds(weight):
+            return gather(weight, shard)
+        return self._gather_rounded(weight, shard, self._groups(weight))
 
-    def _gather_rounded(self, weight: Placed, q: Rounded) -> Rounded:
+    def _groups(self, weight: Placed, turned: bool = False) -> Groups | None:
+        return groups_of(weight, self.config.precision.float8_recipe, turned)
+
+    def round_once(self, layout: Layout, weight: Placed, shard: Any, gathers: bool) -> Any:
+        if not weight.stacked or self.rounds(weight):
+            return None
+        products = layout.products[weight.stack]
+        if {"float8", *["either"] * gathers}.isdisjoint(products):
+            return None
+        wide = layout.wide_places(weight.stack, len(shard) // len(products)) if gathers else []
+        by_shards = self.config.precision.float8_gather and len(wide) < len(shard)
+        groups = self._groups(weight) if by_shards else None
+        whole = unsharded(weight) if gathers else weight
+        if groups is not None:
+            q = self._round_shard(weight, shard)
+            q = self._gather_rounded(weight, q, groups) if gathers else q
+        elif not gathers or self._groups(whole) is None:
+            return None
+        else:
+            shard = gather(weight, shard)
+            q = self._round_shard(whole, shard)
+        turned = None
+        if self._groups(whole) != self._groups(whole, turned=True):
+            turned = self._round_shard(whole, widened(q, jnp.float32), turned=True).packed()
+        unrounded = None
+        if len(wide):
+            some = shard if len(wide) == len(shard) else shard[wide]
+            unrounded = some if groups is None else gather(weight, some)
+        # scales that ranks share too, or layers would have other arrays than these
+        return vary(RoundedWeight(q.packed(), turned, unrounded), self.config.mesh.axes)
+
+    def _round_shard(self, weight: Placed, shard: jax.Array, turned: bool = False) -> Rounded:
+        """Rounds stacked shards, which share the scales of what ZeRO splits."""
+        groups = self._groups(weight, turned)
+        assert groups is not None
+        shared = weight.zero_dim is not None and not groups[weight.zero_dim - 1]
+        return rounded(shard, (1, *groups), over=weight.zero_axes if shared else ())
+
+    def wide(self, constant: Any) -> Any:
+        return constant.wide if isinstance(constant, RoundedWeight) else constant
+
+    def _gather_rounded(self, weight: Placed, q: Rounded, groups: Groups | None) -> Rounded:
         """Gathers a weight's shards; a scale that is that of all shards they have already."""
-        groups = groups_of(weight, self.config.precision.float8_recipe)
         split = weight.zero_dim is not None and groups is not None and groups[weight.zero_dim - 1]
         scale = gather(weight, q.scale) if split else q.scale
         return q._replace(values=gather(weight, q.values), scale=scale)
@@ -94,28 +147,32 @@ class Float8Storage(Storage):
         for name, placed in zero.layout.weights[slot.stack].items():
             if name not in MODULES or (module := getattr(block, name)) is None:
                 continue
-            trained, frozen = (tree.get(name) or {} for tree in weights)
-            differentiated = {key: x for key, x in trained.items() if x is not None}
-            shards = {**frozen, **differentiated}
+            of_module = weights.constant.get(name) or {}
             there = {
                 key: q
-                for key, shard in shards.items()
-                if not isinstance(shard, dict)  # no norms
-                and (q := self._round_at_use(placed[key], shard, zero, how)) is not None
+                for key, weight in placed.items()
+                if not isinstance(weight, dict)  # no norms
+                and (q := self._at_use(weight, of_module.get(key), zero, products)) is not None
             }
             if there or products != "compute":
                 module.float8 = Float8Products(how, skip, there, precision.float8_gather)
 
-    def _round_at_use(
-        self, weight: Placed, shard: Any, zero: "Zero", how: Float8Recipe
-    ) -> Rounded | None:
-        """Returns a weight of a layer in float8; None where its products round it themselves."""
+    def _at_use(
+        self, weight: Placed, constant: Any, zero: "Zero", products: str
+    ) -> RoundedWeight | None:
+        """Returns a weight of a layer in float8; None where its products round it themselves, or not at all."""
         if self.rounds(weight):
-            return zero.gathered(weight, shard) if zero.gathers_at_use else shard
-        gathers = how.products == "float8" and self.config.precision.float8_gather
-        groups = groups_of(weight, how.recipe) if gathers and zero.gathers_at_use else None
-        if groups is None:
+            return RoundedWeight(
+                zero.gathered(weight, constant) if zero.gathers_at_use else constant
+            )
+        if not isinstance(constant, RoundedWeight) or products == "compute":
             return None
-        shared = weight.zero_dim is not None and not groups[weight.zero_dim - 1]
-        q = rounded(lax.stop_gradient(shard), groups, over=weight.zero_axes if shared else ())
-        return self._gather_rounded(weight, q.packed())
+        if not zero.gathers_at_use:
+            return constant if products == "either" else constant._replace(wide=None)
+        if products == "either":
+            return None
+        forward, turned, _ = constant
+        return RoundedWeight(
+            self._gather_rounded(weight, forward, self._groups(weight)),
+            turned and self._gather_rounded(weight, turned, self._groups(weight, turned=True)),
+        )

@@ -223,7 +223,8 @@ class Forward:
             stack: (weights.part(stack), jnp.asarray(layers.index_at[0, 0]))
             for stack, layers in self.layout.stacks.items()
         }
-        for segment, part in zip(segments, split_layers(stacked, segments), strict=True):
+        some = {stack: self.layout.wide_places(stack, 1) for stack in stacked}
+        for segment, part in zip(segments, split_layers(stacked, segments, some), strict=True):
             layers = [self.layer(batch, key, kind) for kind in segment.period]
 
             def step(
@@ -405,12 +406,17 @@ class Forward:
         return Dropout(self.config.model.dropout, key, batch["rows"])
 
 
-def split_layers(stacks: dict[str, Tree], segments: list[Segment]) -> list[list[Tree]]:
-    """Splits stacked layers into those of each segment: for each place of its period a tree [turns, ..]."""
+def split_layers(
+    stacks: dict[str, Tree], segments: list[Segment], some: dict[str, np.ndarray]
+) -> list[list[Tree]]:
+    """Splits stacked layers into those of each segment: for each place of its period a tree [turns, ..].
+
+    Arrays that are shorter than others have `some` layers of their stack alone; there are zeros for the rest.
+    """
     pieces = {}
     for stack, stacked in stacks.items():
         counts = [[kind.stack for kind in s.period].count(stack) * s.turns for s in segments]
-        pieces[stack] = iter(_split(stacked, [count for count in counts if count]))
+        pieces[stack] = iter(_split(stacked, [count for count in counts if count], some[stack]))
     parts = []
     for segment in segments:
         names = [kind.stack for kind in segment.period]
@@ -421,13 +427,32 @@ def split_layers(stacks: dict[str, Tree], segments: list[Segment]) -> list[list[
     return parts
 
 
-def _split(stacked: Tree, sizes: list[int]) -> list[Tree]:
+def _split(stacked: Tree, sizes: list[int], some: np.ndarray) -> list[Tree]:
     if len(sizes) == 1:
         return [stacked]
     leaves, tree = jax.tree.flatten(stacked)
-    # lax.split: its gradient is one concatenation
-    pieces = [lax.split(leaf, sizes) for leaf in leaves]
+
+    def split(leaf: Array) -> list[Array]:
+        if len(leaf) == sum(sizes):
+            # its gradient is one concatenation
+            return lax.split(leaf, sizes)
+        of_pieces = np.split(np.isin(np.arange(sum(sizes)), some), np.cumsum(sizes)[:-1])
+        ends = np.cumsum([has.sum() for has in of_pieces])
+        return [
+            _spread(part, has)
+            for part, has in zip(jnp.split(leaf, ends[:-1]), of_pieces, strict=True)
+        ]
+
+    pieces = [split(leaf) for leaf in leaves]
     return [jax.tree.unflatten(tree, piece) for piece in zip(*pieces, strict=True)]
+
+
+def _spread(layers: Array, has: np.ndarray) -> Array:
+    """Returns an array with those layers where it `has` them, and zeros elsewhere."""
+    if has.all():
+        return layers
+    zeros = vary(jnp.zeros((len(has), *layers.shape[1:]), layers.dtype), varying(layers))
+    return zeros.at[np.flatnonzero(has)].set(layers) if has.any() else zeros
 
 
 def _dealt(stacked: Tree, count: int) -> list[Tree]:

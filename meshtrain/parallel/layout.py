@@ -61,6 +61,15 @@ class Storage:
         """Gathers a weight's shards, as a state has them, inside shard_map."""
         return gather(weight, shard)
 
+    def round_once(self, layout: "Layout", weight: Placed, shard: Any, gathers: bool) -> Any:
+        """Returns a stacked weight in float8 for a whole step, of its shard in the compute dtype, whose shards it
+        `gathers`; None where it is multiplied as it is, or rounded where it is multiplied.
+        """
+
+    def wide(self, constant: Any) -> Any:
+        """Returns the weight itself, of what a step only reads of it; None where nothing reads it."""
+        return constant
+
     def prepare(
         self, block: Any, zero: Any, weights: Any, slot: "SlotKind", index: jax.Array
     ) -> None:
@@ -216,6 +225,18 @@ class Layout(Shown):
             segments.append(Segment(first, behind, tuple(period)))
             first = behind
         return segments
+
+    @cached_property
+    def products(self) -> dict[str, list[str]]:
+        """Those of the places that each stack's layers have in a chunk."""
+        kinds = self._slot_kinds()
+        return {
+            stack: [kind.products for kind in kinds if kind.stack == stack] for stack in self.stacks
+        }
+
+    def wide_places(self, stack: str, chunks: int) -> np.ndarray:
+        """Returns the places of a stack's layers in so many chunks whose products read weights in the compute dtype."""
+        return np.flatnonzero([kind != "float8" for kind in self.products[stack]] * chunks)
 
     def _slot_kinds(self) -> list[SlotKind]:
         return [

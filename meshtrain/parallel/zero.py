@@ -65,6 +65,16 @@ class Weights(NamedTuple):
         return Weights(*({name: tree[name] for name in names} for tree in self))
 
 
+def _unzipped(tree: Tree) -> Weights:
+    """Returns two trees of a tree of `Weights` of one weight each."""
+    return Weights(
+        *(
+            jax.tree.map(lambda one, n=n: one[n], tree, is_leaf=lambda x: isinstance(x, Weights))
+            for n in range(2)
+        )
+    )
+
+
 class ReducedGradients(NamedTuple):
     """A step's gradients as float32 shards, what compression keeps for the next step, and numbers for the row of
     metrics.
@@ -112,25 +122,41 @@ class Zero:
             lambda weight, x: x if stays(weight) else x.astype(self.compute), masters
         )
         shards = vary(computed, self.axes)
-        resident = shards if self.gathers_at_use else self.layout.map(self.gathered, shards)
-        if not blocks:
-            resident = {**resident, **{stack: shards[stack] for stack in self.layout.stacks}}
-        read_too = self.scatters_at_use and not self.gathers_at_use
-        constant = self.layout.map(
-            lambda weight, x: x if read_too or not weight.trained else None, resident
-        )
-        return Weights(
-            self.layout.only_trained(shards if self.scatters_at_use else resident), constant
-        )
+        split = self.layout.map(self._shard, shards)
+        if not self.gathers_at_use:
+            held = split
+            split = self.layout.map(self._resident, shards)
+            if not blocks:
+                split = {**split, **{stack: held[stack] for stack in self.layout.stacks}}
+        return _unzipped(split)
 
     def gather_layers(self, shards: Weights) -> Weights:
         """Full weights of some layers, by their stacks, from their shards."""
 
-        def full(weight: Placed, shard: Any) -> Any:
-            return None if shard is None else self.gathered(weight, shard)
+        def full(weight: Placed, shard: Any, frozen: Any) -> Weights:
+            return self._resident(weight, frozen if shard is None else shard)
 
         placed = {stack: self.layout.weights[stack] for stack in self.layout.stacks}
-        return Weights(*(jax.tree.map(full, placed, tree, is_leaf=is_placed) for tree in shards))
+        return _unzipped(jax.tree.map(full, placed, *shards, is_leaf=is_placed))
+
+    def _shard(self, weight: Placed, shard: Any) -> Weights:
+        """Returns a weight of which a step has this rank's shard."""
+        rounded = None
+        if self.gathers_at_use:
+            rounded = self.layout.storage.round_once(self.layout, weight, shard, False)
+        if weight.trained:
+            return Weights(shard, rounded)
+        return Weights(None, shard if rounded is None else rounded._replace(wide=shard))
+
+    def _resident(self, weight: Placed, shard: Any) -> Weights:
+        """Returns a weight that is gathered for a whole step, from this rank's shard."""
+        rounded = self.layout.storage.round_once(self.layout, weight, shard, True)
+        full = self.gathered(weight, shard) if rounded is None else rounded
+        if not weight.trained:
+            return Weights(None, full)
+        if self.scatters_at_use and weight.zero_dim is not None:
+            return Weights(shard, full)
+        return Weights(full if rounded is None else rounded.unread(shard.dtype), rounded)
 
     def gather_at_use(self, part: str, weights: Weights) -> Tree:
         """Full weights for the model from a part of `Weights` (of a stack: a layer's, unstacked).
@@ -237,21 +263,26 @@ class Zero:
     ) -> jax.Array:
         if differentiated is None:
             assert constant is not None
-            full = self.gathered(weight, constant) if self.gathers_at_use else constant
+            full = constant
+            if self.gathers_at_use:
+                full = self.gathered(weight, self.layout.storage.wide(constant))
             # products take what is in float8 as it is (`parallel.float8`)
             return self.layout.unstored(weight, full)
-        if not self.scatters_at_use or weight.zero_dim is None:
+        scatters = self.scatters_at_use and weight.zero_dim is not None
+        resident = self.layout.storage.wide(constant)
+        if not scatters and resident is None:
             return differentiated
 
         def full_weight(shard: jax.Array, resident: jax.Array | None) -> jax.Array:
             return gather(weight, shard) if resident is None else resident
 
         def backward(_: None, g: jax.Array) -> tuple[jax.Array, None]:
-            return self._scatter(weight, g), None  # of `resident`, which is a constant
+            # nothing of `resident`, which is a constant
+            return self._scatter(weight, g) if scatters else g, None
 
         use = jax.custom_vjp(full_weight)
         use.defvjp(lambda *given: (full_weight(*given), None), backward)
-        return use(differentiated, constant)
+        return use(differentiated, resident)
 
     def _scatter(self, weight: Placed, g: jax.Array) -> jax.Array:
         return self.reduction.reduce_scatter(weight, g).shard.astype(g.dtype)

@@ -272,8 +272,7 @@ def named(w: Widths, name: str, size: int) -> float:
 @averaged
 def kept(config: Config, remat: str) -> float:
     """Bytes that one layer keeps of one microbatch on the device, under a remat mode."""
-    shards = float8.kept_shards(config) if remat == "none" else 0.0
-    return _bytes(config, remat, config.parallel.names_kept) + shards
+    return _bytes(config, remat, config.parallel.names_kept)
 
 
 @averaged

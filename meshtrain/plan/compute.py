@@ -100,6 +100,14 @@ class FrameworkProfile:
     gradient_bytes: int = 4  # of one element, as summed over data
     # to add one element of a microbatch's gradient: it is read, and the float32 sum read and written
     sum_bytes: int = 10
+    # weights of products in float8 are rounded once a step, else in each microbatch
+    rounds_weights_once: bool = True
+    # to round an element of what products take; None: it is read for the scale and for the cast, and written as a byte,
+    # 5 of a 16-bit one. 1 where norm and gate write float8 themselves.
+    cast_bytes: float | None = None
+    # to transpose an element that was rounded, for a product that sums over its other dimension: it is read and
+    # written; 0 where casts write both orders
+    transposed_bytes: float = 2.0
     # of one element of weights and gradient, out of and into the buffers of collectives
     copy_bytes: int = 0
     # as our program: with its copies, and what XLA lets collectives travel under

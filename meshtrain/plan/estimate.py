@@ -10,7 +10,16 @@ from meshtrain.config.follow import as_run_on, runs_table, skips_idle_work
 from meshtrain.inputs import a_config
 from meshtrain.model.weights import parameters
 from meshtrain.parallel.placement import stages
-from meshtrain.plan import compute, memory, orthogonal, pipeline, rollouts, shapes, traffic
+from meshtrain.plan import (
+    compute,
+    float8,
+    memory,
+    orthogonal,
+    pipeline,
+    rollouts,
+    shapes,
+    traffic,
+)
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile
 from meshtrain.plan.gradient_traffic import Transfer
 from meshtrain.plan.memory import MemoryItem
@@ -286,6 +295,8 @@ def outside_seconds(
     optimizer = compute.optimizer(
         config, device, (trained.block * layers + trained.outer).shard, profile
     )
+    if profile.rounds_weights_once:
+        optimizer += layers * float8.once_bytes(config) / device.memory_rate
     data += orthogonal.transfer_seconds(config, cluster)
     optimizer += orthogonal.product_seconds(config, device)
     copied = (

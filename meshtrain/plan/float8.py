@@ -2,6 +2,8 @@
 kept and gathered.
 
     rounding       read twice, for the scale and for the cast, and written as a byte: 5 bytes of a bfloat16 element
+    weights        once a step where they are gathered, for the forward and in the groups of the backward; by a profile
+                   in each microbatch
     transposing    cuBLAS sums over the last dimension of both operands alone: a weight forward, both operands of a
                    weight's gradient
 
@@ -18,13 +20,17 @@ from meshtrain.config import Config
 from meshtrain.config.reduce import gathers_at_use
 from meshtrain.config.schema import FLOAT8_BLOCK
 from meshtrain.families import FAMILIES
-from meshtrain.parallel.float8 import float8_share, groups_of, is_held
+from meshtrain.parallel.float8 import float8_share, groups_of, is_held, unsharded
 from meshtrain.parallel.placement import Placed
-from meshtrain.plan import experts, shapes
+from meshtrain.plan import compute, experts, shapes
 from meshtrain.plan.by_stack import averaged
-from meshtrain.plan.compute import Seconds, head_products, product, trained_share
-
-TRANSPOSED = 2  # bytes of an element
+from meshtrain.plan.compute import (
+    DEFAULT_PROFILE,
+    FrameworkProfile,
+    Seconds,
+    head_products,
+    trained_share,
+)
 
 
 class Differences(NamedTuple):
@@ -37,7 +43,9 @@ class Differences(NamedTuple):
 NONE = Differences(Seconds(), Seconds())
 
 
-def differences(config: Config, device: Accelerator) -> Differences:
+def differences(
+    config: Config, device: Accelerator, profile: FrameworkProfile = DEFAULT_PROFILE
+) -> Differences:
     """Returns what a microbatch takes more in a layer than with products in the compute dtype."""
     part = float8_share(config)
     dtype = config.precision.compute
@@ -59,21 +67,27 @@ def differences(config: Config, device: Accelerator) -> Differences:
         *[(f, d)] * (f > 0),
     ]
     gain = sum(
-        _product(device, dtype, recipe, n, *dot) - product(device, dtype, n, *dot) for dot in dots
+        product(device, dtype, recipe, n, *dot) - compute.product(device, dtype, n, *dot)
+        for dot in dots
     )
     inputs = n * (2 * d + model.mla.q_rank + model.mla.kv_rank + out + f)
     outputs = n * sum(width for _, width in dots)
     weights = sum(a * b for a, b in dots)
-    rounds = 2 * size + 1
-    in_hardware = recipe != "blockwise"
-    forward: float = rounds * (inputs + weights) + in_hardware * TRANSPOSED * weights
-    backward: float = rounds * (outputs + weights) + (recipe == "rowwise") * 3 * weights
     trained = trained_share(config)
+    by_weight = 2 * size + 1
+    turns = (recipe == "rowwise") * 3
+    if rounds_once(config, profile):
+        by_weight = 0
+        turns *= 1 - trained  # frozen ones are left as their state has them
+    rounds = profile.cast_bytes or 2 * size + 1
+    transposed = (recipe != "blockwise") * profile.transposed_bytes
+    forward: float = rounds * inputs + (by_weight + transposed) * weights
+    backward: float = rounds * outputs + (by_weight + turns) * weights
     if in_float8 := config.precision.float8_wgrad == "float8":
         # over tokens they are other groups, but where there is one
         backward += trained * (recipe != "tensorwise") * (3 * inputs + rounds * outputs)
-        backward += trained * in_hardware * TRANSPOSED * (inputs + outputs)
-    of_experts = _expert_bytes(config, part)
+        backward += trained * transposed * (inputs + outputs)
+    of_experts = _expert_bytes(config, part, profile)
     return Differences(
         Seconds(part * gain, 0.0, (part * forward + of_experts[0]) / device.memory_rate),
         Seconds(
@@ -84,24 +98,82 @@ def differences(config: Config, device: Accelerator) -> Differences:
     )
 
 
-def _product(device: Accelerator, dtype: str, recipe: str, m: float, k: float, n: float) -> float:
-    """Seconds of a product of rounded operands.
+def product(device: Accelerator, dtype: str, recipe: str, m: float, k: float, n: float) -> float:
+    """Returns the seconds of a product of rounded operands.
 
     The largest reach the share of the peak that 16-bit ones do; what a short side costs is time, not a share of the
     rate, and at twice the rate twice the share.
     """
     if recipe == "blockwise" or not device.peak.float8:
-        return product(device, dtype, m, k, n)
+        return compute.product(device, dtype, m, k, n)
     efficiency = device.efficiency
     flops = device.peak.float8 * 1e12
     slowed = 1 + efficiency.half_size * flops / device.flops(dtype) * (1 / m + 1 / k + 1 / n)
-    compute = 2 * m * k * n / (flops * efficiency.matmul) * slowed
-    return max(compute, (m * k + k * n + shapes.itemsize(dtype) * m * n) / device.memory_rate)
+    worked = 2 * m * k * n / (flops * efficiency.matmul) * slowed
+    return max(worked, (m * k + k * n + shapes.itemsize(dtype) * m * n) / device.memory_rate)
 
 
-def _expert_bytes(config: Config, part: float) -> tuple[float, float]:
+def rounds_once(config: Config, profile: FrameworkProfile = DEFAULT_PROFILE) -> bool:
+    """Returns whether weights are rounded once a step: shards that are gathered at use only if they are so in float8."""
+    return profile.rounds_weights_once and (
+        config.precision.float8_gather or not gathers_at_use(config)
+    )
+
+
+def _once(config: Config) -> list[Placed]:
+    """Returns a layer's weights that our program rounds once a step."""
+    precision = config.precision
+    at_use = gathers_at_use(config)
+    if precision.matmul != "float8" or not rounds_once(config):
+        return []
+    if at_use and not float8_share(config):
+        return []
+    return [
+        p
+        for p in shapes.layer_weights(config)
+        if not is_held(config, p)
+        and groups_of(p if at_use else unsharded(p), precision.float8_recipe)
+    ]
+
+
+@averaged
+def held_once(config: Config) -> tuple[float, float]:
+    """Returns the bytes of a layer's weights that a step has in float8 on one device, of shards where they are gathered
+    at use; and the elements of trained ones that it does not have in the compute dtype for that.
+    """
+    recipe = config.precision.float8_recipe
+    at_use = gathers_at_use(config)
+    nbytes = 0.0
+    elements = 0.0
+    for weight in _once(config):
+        forms = {groups_of(unsharded(weight), recipe, turned) for turned in (False, True)}
+        size = weight.on_rank() if at_use else weight.on_device()
+        scales = _scales(config, weight, weight.zero_degree if at_use else 1)
+        nbytes += len(forms) * (size + 4 * scales)
+        # shards are read by layers that are skipped
+        share = float8_share(config)
+        elements += weight.trained * size * (share == 1 if at_use else share)
+    return nbytes, elements
+
+
+@averaged
+def once_bytes(config: Config) -> float:
+    """Returns the bytes that rounding a layer's weights once a step moves on one device."""
+    size = shapes.itemsize(config.precision.compute)
+    turns = 3 * (config.precision.float8_recipe == "rowwise")
+    at_use = gathers_at_use(config)
+    return sum(
+        (2 * size + 1) * p.on_rank() + turns * (p.on_rank() if at_use else p.on_device())
+        for p in _once(config)
+    )
+
+
+def _expert_bytes(
+    config: Config, part: float, profile: FrameworkProfile = DEFAULT_PROFILE
+) -> tuple[float, float]:
     """Bytes that rounding experts' slots and weights moves, forward and backward: read for the scale and for the cast,
-    and written as they are multiplied, in the compute dtype; to be kept, as a byte.
+    and written as they are multiplied, in the compute dtype; to be kept, as a byte. Weights that were rounded before are
+    read as bytes, and written.
     """
     model = config.model
     trained = trained_share(config)
@@ -115,35 +187,22 @@ def _expert_bytes(config: Config, part: float) -> tuple[float, float]:
     inputs = used * (d + f)
     outputs = used * (2 * f + d)
     in_float8 = trained * (config.precision.float8_wgrad == "float8")
-    of_weights = weights * (config.precision.float8_recipe == "rowwise")
+    turned = config.precision.float8_recipe == "rowwise"
+    of_weight = 1 + size if rounds_once(config, profile) else 3 * size
+    if rounds_once(config, profile):
+        turned = True
     backward = (
-        3 * size * (outputs + of_weights + in_float8 * (inputs + outputs))
+        3 * size * (outputs + in_float8 * (inputs + outputs))
+        + of_weight * turned * weights
         + trained * (1 + size) * inputs
     )
-    return part * ((3 * size + 1) * inputs + 3 * size * weights), part * backward
+    return part * ((3 * size + 1) * inputs + of_weight * weights), part * backward
 
 
 def kept_size(config: Config) -> float:
     """Returns the bytes that the backward keeps of an element which a product takes, on the mean of all layers."""
     size = shapes.itemsize(config.precision.compute)
     return size - float8_share(config) * (size - 1)
-
-
-def kept_shards(config: Config) -> float:
-    """Returns the bytes of a layer's own shards that are kept as they are gathered, to be gathered again."""
-    return float8_share(config) * sum(p.on_rank() for p in _gathered(config) if p.trained)
-
-
-def _gathered(config: Config) -> list[Placed]:
-    """A layer's weights that are gathered at use in float8, where its products are."""
-    precision = config.precision
-    if precision.matmul != "float8" or not gathers_at_use(config):
-        return []
-    return [
-        p
-        for p in shapes.layer_weights(config)
-        if is_held(config, p) or (precision.float8_gather and groups_of(p, precision.float8_recipe))
-    ]
 
 
 def entering_size(config: Config) -> float:
@@ -157,14 +216,27 @@ def entering_size(config: Config) -> float:
 
 @averaged
 def weight_size(config: Config) -> float:
-    """Returns the bytes of an element of a layer's weights that is gathered where it is used, on the mean of all."""
+    """Returns the bytes of an element of a layer's weights that is gathered, on the mean of all."""
     size = shapes.itemsize(config.precision.compute)
-    every = shapes.resident(config).block.shard
-    saved = sum(
-        p.on_rank() * (1.0 if is_held(config, p) else float8_share(config))
-        for p in _gathered(config)
-    )
-    return size - (size - 1) * saved / every
+    precision = config.precision
+    share = float8_share(config)
+    # what is frozen is whole everywhere but in stage 3
+    gathered = [
+        p for p in shapes.layer_weights(config) if p.trained or config.parallel.zero_stage == 3
+    ]
+    if not gathered:
+        return size
+    saved = (size - 1.0) * sum(p.on_rank() for p in gathered if is_held(config, p))
+    if precision.float8_gather and share:
+        # where some layers are skipped, resident weights of these are gathered beside all bytes
+        less = share * (size - 1.0) if gathers_at_use(config) else share * size - 1.0
+        rounded = [
+            p
+            for p in _once(config)
+            if p in gathered and groups_of(p, precision.float8_recipe) is not None
+        ]
+        saved += less * sum(p.on_rank() for p in rounded)
+    return size - saved / sum(p.on_rank() for p in gathered)
 
 
 @averaged
@@ -184,7 +256,7 @@ def saved(config: Config) -> tuple[float, float]:
 
 def _scales(config: Config, weight: Placed, ranks: int) -> int:
     """Scales of a layer's weight on one device, where its numbers are spread over `ranks`."""
-    groups = groups_of(weight, config.precision.float8_recipe) or ()
+    groups = groups_of(unsharded(weight), config.precision.float8_recipe) or ()
     sides = [
         n // ways // (ranks if d == weight.zero_dim else 1)
         for d, (n, ways) in enumerate(zip(weight.padded, weight.ways, strict=True))

@@ -181,7 +181,7 @@ def _layer_parts(
 ) -> list[LayerPart]:
     """Returns the contributions to one layer's compute time, recomputation among them."""
     adapters = compute.adapters(config, device)
-    rounding = float8.differences(config, device)
+    rounding = float8.differences(config, device, profile)
     copies = Seconds(), Seconds()
     if _is_ours_on_gpus(device, profile):
         copies = _copies(config, device)
@@ -244,7 +244,8 @@ def _copies(config: Config, device: Accelerator) -> tuple[Seconds, Seconds]:
     size = shapes.itemsize(config.precision.compute)
     sliced = 0.0
     if not gathers_at_use(config):
-        sliced = 2 * size * shapes.resident(config).block.full
+        _, rounded = float8.held_once(config)
+        sliced = 2 * (size * shapes.resident(config).block.full - (size - 1) * rounded)
     moved = {
         "forward": sliced + 2 * activations.kept(config, config.parallel.remat),
         "backward": sliced,

@@ -16,6 +16,7 @@ from meshtrain.config.model import patches_of
 from meshtrain.config.reduce import gathers_at_use, scatters_at_use, sends_by_table, sums_in_place
 from meshtrain.config.rl import has_reference
 from meshtrain.families import FAMILIES
+from meshtrain.parallel.float8 import float8_share
 from meshtrain.parallel.placement import stages, zero_ways
 from meshtrain.parallel.reduce.sizes import feedback_bytes
 from meshtrain.plan import (
@@ -157,15 +158,17 @@ def _saved(config: Config) -> tuple[float, float]:
 def _weights(config: Config) -> list[MemoryItem]:
     resident = _elements(config, trained=True)
     size = shapes.itemsize(config.precision.compute)
+    rounded, replaced = (n * stages(config).on_device for n in float8.held_once(config))
     if gathers_at_use(config):
         return [
             MemoryItem(
                 "weights in compute dtype, sharded",
                 "parameters",
-                size * resident.shard if size < 4 else 0,
-            )
+                size * (resident.shard - replaced) if size < 4 else 0,
+            ),
+            MemoryItem("weights in float8, sharded", "parameters", rounded),
         ]
-    items = []
+    items = [MemoryItem("weights in float8", "parameters", rounded)]
     if config.parallel.zero_stage == 3 and config.mesh.shards > 1:
         frozen = _elements(config) - resident
         items.append(
@@ -174,7 +177,9 @@ def _weights(config: Config) -> list[MemoryItem]:
             )
         )
     if size < 4 or zero_ways(config) > 1:
-        items.append(MemoryItem("weights in compute dtype", "parameters", size * resident.full))
+        items.append(
+            MemoryItem("weights in compute dtype", "parameters", size * (resident.full - replaced))
+        )
     if scatters_at_use(config) and size < 4:
         items.append(
             MemoryItem("weights in compute dtype, sharded", "parameters", size * resident.shard)
@@ -285,11 +290,10 @@ def _unpipelined_moments(config: Config, platform: str) -> dict[str, list[Memory
     waits = bool(trained.vocabulary.full) and (gathers or not several) and not chunked
     logits, *head = _head_items(config, _hidden(config))
     in_place = platform != "cpu" and sums_in_place(config)
-    gradients = [
-        MemoryItem(
-            "new gradients of the layers", "gradients", 0 if in_place else _new_gradients(config)
-        )
-    ]
+    # Those of layers in float8 lie there twice while they are put beside those of skipped ones.
+    share = float8_share(config) % 1 if platform == "cpu" else 0.0
+    nbytes = 0.0 if in_place else (1 + share) * _new_gradients(config)
+    gradients = [MemoryItem("new gradients of the layers", "gradients", nbytes)]
     # The embedding's, in float32 and set to zero early, and the output head's, where it does not wait.
     embedding = 4 * trained.tokens.full if gathers != several else 0
     late = 0 if waits else size * trained.vocabulary.largest

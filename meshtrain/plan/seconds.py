@@ -302,9 +302,10 @@ def data_seconds(
         algorithm = "psum" if gathers else parallel.reduce.algorithm
         block = elements.block.gathered
         outer = elements.outer.gathered
-        if not at_use:
-            return send(kind, tokens, (block * layers + outer) * size, algorithm)
         layer_size = float8.weight_size(config) if gathers else size
+        if not at_use:
+            nbytes = block * layers * layer_size + outer * size
+            return send(kind, tokens, nbytes, algorithm)
         layer = send(kind, tokens, block * layer_size, algorithm)
         around = send(kind, tokens, outer * size, algorithm)
         passes = 2 if gathers else 1
@@ -383,15 +384,16 @@ def _held_seconds(config: Config, cluster: Cluster) -> tuple[float, float]:
     trained = shapes.trained(config)
     layers = stages(config).on_device
     sharded = shapes.resident(config) if config.parallel.zero_stage == 3 else trained
-    elements = sharded.block.gathered * layers + sharded.outer.gathered
-    nbytes = elements * shapes.itemsize(config.precision.compute)
+    of_layers = sharded.block.gathered * float8.weight_size(config)
+    outer = sharded.outer.gathered * shapes.itemsize(config.precision.compute)
+    nbytes = of_layers * layers + outer
     axes = config.mesh.token_axes(across=False)
     gathers = programs.seconds("psum", ALL_GATHER, axes, config.mesh, cluster, nbytes)
     reduces = (
         data_seconds(config, cluster) - gradient_traffic.sync_seconds(config, cluster) - gathers
     )
     share = trained.block.full / (trained.block.full * layers + trained.outer.full)
-    gather = gathers * sharded.block.gathered / elements if elements else 0.0
+    gather = gathers * of_layers / nbytes if nbytes else 0.0
     return gather, reduces * share
 
 

@@ -309,13 +309,11 @@ def _data(config: Config, iterations: Iterations) -> list[Transfer]:
     if gathers_at_use(config):
         transfers += _gathers(config, iterations, gathered.block.gathered)
     elif zero:
-        everything = gathered.block.gathered * stages(config).on_device + gathered.outer.gathered
-        weight = shapes.itemsize(config.precision.compute)
-        transfers.append(
-            Transfer(
-                _zero_axes(config), ALL_GATHER, "weights gathered", everything * weight, 1, ranks
-            )
-        )
+        of_layers = gathered.block.gathered * float8.weight_size(config)
+        outer = gathered.outer.gathered * shapes.itemsize(config.precision.compute)
+        nbytes = of_layers * stages(config).on_device + outer
+        axes = _zero_axes(config)
+        transfers.append(Transfer(axes, ALL_GATHER, "weights gathered", nbytes, 1, ranks))
     return [t for t in transfers + gradient_transfers(config, iterations) if t.nbytes]
 
 

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from meshtrain.model.collectives import Collectives
-from meshtrain.model.float8 import E4M3, E5M2, Float8Products, Float8Recipe, rounded, widened
+from meshtrain.model.float8 import (
+    E4M3,
+    E5M2,
+    Float8Products,
+    Float8Recipe,
+    RoundedWeight,
+    rounded,
+    widened,
+)
 from meshtrain.model.products import linear, project, rows_of
 
 RECIPES = (
@@ -178,7 +186,8 @@ def test_adapters_beside_a_frozen_weight_in_float8_have_the_gradients_of_one_rou
     x, w, g = numbers(0, 48, 128), 0.05 * numbers(1, 128, 2, 64), 1e-3 * numbers(2, 48, 128)
     a, b = 0.1 * numbers(3, 128, 4), 0.1 * numbers(4, 4, 2, 64)
     blocks = {"rowwise": (0, 1, 1), "tensorwise": (0, 0, 0), "blockwise": (128, 2, 64)}[recipe]
-    how, q = Float8Recipe(recipe, False, kind), rounded(jnp.asarray(w), blocks).packed()
+    how = Float8Recipe(recipe, False, kind)
+    q = RoundedWeight(rounded(jnp.asarray(w), blocks).packed())
     skip = jnp.array(False) if kind == "either" else None
 
     def y(x, a, b):
@@ -229,7 +238,7 @@ def test_grouped_products_are_those_of_slots_and_experts_rounded_in_numpy(recipe
     x[48:], x[10], g[48:] = 0, 0, 0
     blocks = jnp.array([0, 0, 2, 2], jnp.int32), jnp.int32(3)
     groups = {"rowwise": (1, 0, 1), "tensorwise": (1, 0, 0), "blockwise": (1, 128, 128)}[recipe]
-    weights = {"up": rounded(jnp.asarray(w), groups).packed()} if held else {}
+    weights = {"up": RoundedWeight(rounded(jnp.asarray(w), groups).packed())} if held else {}
     float8 = Float8Products(Float8Recipe(recipe, wgrad), None, weights, True)
     y, vjp = jax.vjp(
         lambda x, w: float8.grouped("up", float8.round(x), w, "cpu", blocks),

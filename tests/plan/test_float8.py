@@ -1,12 +1,16 @@
 """What the planner says of products in float8."""
 
+from dataclasses import replace
+
 import pytest
 
+from experiments.plan import dgxc
 from experiments.plan.published import FITTED, FLOAT8
 from meshtrain.cluster.cluster import named
-from meshtrain.config import load
+from meshtrain.config import load, replaced
 from meshtrain.parallel.float8 import float8_share, notes
 from meshtrain.plan import advice
+from meshtrain.plan.compute import DEFAULT_PROFILE
 from meshtrain.plan.estimate import estimate
 from meshtrain.plan.report import layout
 from meshtrain.plan.search import search
@@ -66,6 +70,35 @@ def test_published_runs_in_bfloat16_and_float8_are_predicted_within_15_percent()
     assert compiled.predicted() / FLOAT8[0].predicted() == pytest.approx(8532 / 6667, rel=0.1)
 
 
+def test_the_gain_of_nemo_is_that_of_weights_rounded_once_by_norms_that_write_float8():
+    run = next(run for run in dgxc.runs() if run.name.startswith("405B on 1024"))
+    bfloat16, measured = dgxc.FLOAT8_PAIR
+    tensorwise = replaced(run.config, precision=ALL | {"float8_recipe": "tensorwise"})
+
+    def gain(**profile):
+        given = replace(dgxc.NEMO_FLOAT8, **profile)
+        return replace(run, config=tensorwise, profile=given).predicted() / run.predicted()
+
+    assert gain() == pytest.approx(measured / bfloat16, rel=0.03)
+    assert gain(rounds_weights_once=False) > 1.15 * gain()
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_rounding_weights_costs_a_step_the_same_whatever_the_number_of_microbatches(recipe):
+    """By what it takes more where each microbatch rounds them."""
+    found = []
+    for microbatches in (1, 2, 4):
+        precision = ALL | {"float8_recipe": recipe}
+        config = planned(LLAMA_8B, precision, batch=32, microbatches=microbatches).config
+        once, each = (
+            estimate(config, named("h100", 8), replace(DEFAULT_PROFILE, rounds_weights_once=once))
+            for once in (True, False)
+        )
+        found.append(each.seconds - once.seconds)
+    assert found[2] - found[1] == pytest.approx(2 * (found[1] - found[0]), rel=1e-6)
+    assert found[2] > found[1] > found[0] > 0
+
+
 @pytest.mark.parametrize(
     ("model", "recipe", "measured"),
     [(GPT_26, "tensorwise", 630 / 740), (GPT_26, "rowwise", 630 / 564)],
@@ -79,7 +112,7 @@ def test_nanochats_gain_and_loss_are_predicted_within_15_percent(model, recipe, 
 def test_a_plan_says_whether_float8_pays():
     (wide,) = [note for note in advice.notes(planned(LLAMA_8B, ALL)) if "float8" in note]
     (narrow,) = [
-        note for note in advice.notes(planned(NARROW, {"matmul": "float8"})) if "float8" in note
+        note for note in advice.notes(planned(GPT_12, {"matmul": "float8"})) if "float8" in note
     ]
     (blocks,) = [
         note

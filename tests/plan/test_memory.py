@@ -429,6 +429,22 @@ def test_what_a_step_holds_is_what_xlas_cpu_program_holds(cell):
     compare_with_program(SMALL, *cell)
 
 
+EVERY_LAYER = {"float8_skip": [0, 0]}
+FLOAT8_ON_CPU: list[Any] = [
+    ((2, 1, 1), {"microbatches": 4, "zero_stage": 1}, {}),
+    ((4, 1, 1), {"microbatches": 2, "zero_stage": 3}, EVERY_LAYER),
+    ((2, 1, 1), {"microbatches": 4}, EVERY_LAYER | {"float8_recipe": "tensorwise"}),
+    ((2, 1, 2), {"microbatches": 4, "schedule": "1f1b"}, EVERY_LAYER),
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("cell", slow_but(FLOAT8_ON_CPU, FLOAT8_ON_CPU[:2]), ids=str)
+def test_weights_that_are_held_in_float8_are_counted(cell):
+    mesh, parallel, precision = cell
+    compare_with_program(SMALL | {"precision": {"matmul": "float8", **precision}}, mesh, parallel)
+
+
 def compare_with_program(sections, mesh, parallel):
     config = load(sections | {"mesh": dict(zip(AXES, mesh, strict=True)), "parallel": parallel})
     compiled = Program(config, make_mesh(config)).lower().compile().memory_analysis()

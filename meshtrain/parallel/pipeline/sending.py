@@ -47,7 +47,6 @@ class Sending:
         self.table = execution.table
         self.sends = execution.table.sends
         self.zero = execution.stage.model.zero
-        self.of_chunk = execution.stage.of_chunk
         self.shards = execution.stage.blocks
 
     def run(self) -> Carry:
@@ -137,29 +136,15 @@ class Sending:
         return self.zero.reduce_early(gradients)
 
     def slice_chunk(self, stacks: Any, chunk: Any) -> Any:
-        """Returns the layers of a chunk, of arrays [layers of all chunks, ..] by their stacks."""
-        if isinstance(stacks, Weights):
-            return Weights(*(self.slice_chunk(tree, chunk) for tree in stacks))
-        return {
-            stack: jax.tree.map(
-                lambda a, n=self.of_chunk[stack]: lax.dynamic_slice_in_dim(a, chunk * n, n), tree
-            )
-            for stack, tree in stacks.items()
-        }
+        """Returns the layers of a chunk, of arrays [layers of all chunks, ..]."""
+
+        def own(a: Array) -> Array:
+            n = len(a) // self.table.chunks
+            return lax.dynamic_slice_in_dim(a, chunk * n, n)
+
+        return jax.tree.map(own, stacks)
 
     def written(self, blocks: Weights, weights: Weights, chunk: Any) -> Weights:
         """`blocks` with the `weights` of a chunk's layers."""
-        first = {stack: chunk * count for stack, count in self.of_chunk.items()}
-
-        def place(stack: str, a: Array, b: Array) -> Array:
-            return lax.dynamic_update_slice_in_dim(a, b, first[stack], axis=0)
-
-        return Weights(
-            *(
-                {
-                    stack: jax.tree.map(partial(place, stack), old[stack], new[stack])
-                    for stack in old
-                }
-                for old, new in zip(blocks, weights, strict=True)
-            )
-        )
+        place = lambda a, b: lax.dynamic_update_slice_in_dim(a, b, chunk * len(b), axis=0)
+        return jax.tree.map(place, blocks, weights)

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from meshtrain.compat import residuals, vary, varying, with_residuals
@@ -116,6 +117,7 @@ class Stage:
         self, forward: Forward, chunks: int, weights: Weights, batches: Batch, key: Array | None
     ) -> None:
         self.model = forward
+        self.chunks = chunks
         self.batches = batches
         self.key = key
         # embedding and head
@@ -511,7 +513,16 @@ class Stage:
 
     def _weights(self, layer: StackedLayer, at: Array) -> tuple[Weights, Array]:
         """Returns the weights of a layer, and its index in the model."""
-        return _pick(self.blocks.part(layer.stack), at), self.index_at[layer.stack][at]
+        index_at = self.index_at[layer.stack]
+        places = self.model.layout.wide_places(layer.stack, self.chunks)
+        # arrays of some layers only
+        among = jnp.asarray(np.searchsorted(places, np.arange(len(index_at))))
+
+        def pick(a: Array) -> Array:
+            n = at if len(a) == len(index_at) else among[at]
+            return lax.dynamic_index_in_dim(a, n, 0, keepdims=False)
+
+        return jax.tree.map(pick, self.blocks.part(layer.stack)), index_at[at]
 
     def _trace(self, layer: StackedLayer, at: Array, x: Array) -> LayerTrace:
         weights, index = self._weights(layer, at)
