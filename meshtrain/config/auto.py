@@ -87,9 +87,16 @@ def dispatch(config: Any) -> str:
     mesh = config.mesh
     if mesh.expert == 1:
         return AUTO
-    ranks = mesh.expert * (mesh.tensor if sends_parts(config) else 1)
-    sent = config.parallel.experts.room * config.model.moe.top_k
-    return "all_gather" if ranks - 1 <= sent else "all_to_all"
+    experts = config.parallel.experts
+    sent = experts.room * config.model.moe.top_k
+    gathers = experts.ranks_per_node is None and expert_ranks(config) - 1 <= sent
+    return "all_gather" if gathers else "all_to_all"
+
+
+def expert_ranks(config: Any) -> int:
+    """Returns the ranks that share a layer's experts where rows are sent to them."""
+    tensor: int = config.mesh.tensor if sends_parts(config) else 1
+    return tensor * int(config.mesh.expert)
 
 
 def sends_parts(config: Any) -> bool:
