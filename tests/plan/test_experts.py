@@ -156,7 +156,7 @@ def test_rows_that_cross_nodes_once_cross_as_often_as_nodes_are_and_go_on_within
     row, tokens, layers, microbatches = 2048 * 2, 4096, 48, 64
     sent: dict[tuple[str, ...], float] = {}
     for t in plan(once, cluster).transfers:
-        if t.axis == "expert":
+        if t.legs:
             levels = tuple(hop.level for hop in t.group(cluster, once.mesh).hops)
             sent[levels] = sent.get(levels, 0) + t.sent
     assert len(sent) == 2 and sent.keys() == {("node",), ("rail",)}
