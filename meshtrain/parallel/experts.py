@@ -64,7 +64,8 @@ class ExpertCollectives(ContextCollectives):
     ) -> tuple[jax.Array, jax.Array]:
         here = experts // self.expert_ranks
         ranks = self.expert_ranks // self.nodes
-        room = expert_room(self.experts, ranks, here, *chosen.shape, self.nodes)
+        tokens, top_k = chosen.shape
+        room = expert_room(self.experts, ranks, here, tokens, top_k, self.nodes)
         rounds: jax.Array | int = 1
         if self.expert_ranks == 1:
             y, dropped = compute(rows, chosen, weights, room)
