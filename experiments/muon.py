@@ -2,8 +2,8 @@
 
     python -m experiments.muon              bytes, twelve compiled steps of 8 fake devices
     python -m experiments.muon --seconds    steps of both in turns, 16,384 tokens each
-    python -m experiments.muon --planned    of Llama-3 8B on 64 H100s the plan, and the program compiled for them
-                                            (pip install -e '.[compile]'), by the planner's rates
+    python -m experiments.muon --planned    of Llama-3 8B on 64 H100s over data the plan, and the program compiled
+                                            for them (pip install -e '.[compile]'), by the planner's rates
 
 `shards` is what a device sends of its own shards in float32, twice, as the formula has it.
 """
@@ -66,8 +66,9 @@ def print_seconds(rounds: int) -> None:
 
 def print_planned() -> None:
     """Prints planned seconds of a step beside those of the compiled program."""
-    words = ["mesh.data=32", "mesh.pipeline=1", "parallel.schedule=auto"]
-    words += ["parallel.virtual_stages=1", "parallel.microbatches=2"]
+    words = ["mesh.data=64", "mesh.tensor=1", "mesh.pipeline=1", "parallel.schedule=auto"]
+    words += ["parallel.virtual_stages=1", "parallel.microbatches=1", "parallel.remat=full"]
+    words += ["parallel.sequence_parallel=false"]
     table = Table("optimizer", "planned, s", "compiled, s", "off by", "optimizer's part, s")
     cluster = named("h100", 64)
     for name in ("adamw", "muon"):

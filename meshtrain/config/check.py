@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.config import images, mesh, model, reduce, rl, telemetry
-from meshtrain.config.auto import AUTO, expert_ranks
+from meshtrain.config.auto import AUTO, node_problems
 from meshtrain.config.follow import padded_batch_size, row_shards, runs_table, value_of
 from meshtrain.config.key import keys
 from meshtrain.config.places import BOTH
@@ -139,25 +139,13 @@ def _expert_problems(config: Config) -> Iterator[str]:
         return
     if experts % expert:
         yield f"mesh.expert {expert} does not divide model.moe.experts {experts}; legal are {listed_divisors(experts)}."
-    yield from _node_problems(config)
+    yield from node_problems(config)
     if expert > 1 and (compression := config.parallel.reduce.compression) != "none":
         yield (
             f"parallel.reduce.compression is {compression}, but with mesh.expert {expert} gradients of experts are "
             "summed over other ranks "
             "than those of the other weights, and a residual of each would be kept; leave one of them out."
         )
-
-
-def _node_problems(config: Config) -> Iterator[str]:
-    keys = config.parallel.experts
-    if keys.ranks_per_node is None or config.mesh.expert == 1:
-        return
-    given = f"parallel.experts.ranks_per_node is {keys.ranks_per_node}"
-    if keys.dispatch == "all_gather":
-        yield f"{given}, but parallel.experts.dispatch is all_gather; legal is all_to_all."
-    if (ranks := expert_ranks(config)) % keys.ranks_per_node:
-        legal = listed_divisors(ranks)
-        yield f"{given}, which does not divide the {ranks} ranks that share experts; legal are {legal}."
 
 
 def _prediction_problems(config: Config) -> Iterator[str]:
