@@ -2,6 +2,8 @@
 
     python -m experiments.muon              bytes, twelve compiled steps of 8 fake devices
     python -m experiments.muon --seconds    steps of both in turns, 16,384 tokens each
+    python -m experiments.muon --planned    of Llama-3 8B on 64 H100s over data the plan, and the program compiled
+                                            for them (pip install -e '.[compile]'), by the planner's rates
 
 `shards` is what a device sends of its own shards in float32, twice, as the formula has it.
 """
@@ -10,8 +12,11 @@ import numpy as np
 
 from experiments import bench
 from experiments.bench import Stepping, Table, turns, typical
+from experiments.plan.timed import timed
 from meshtrain.config import Config, load
 from meshtrain.mesh import fake_devices
+from meshtrain.plan import named, plan
+from meshtrain.plan.compiled import compile_step
 from meshtrain.plan.orthogonal import orthogonal_transfers
 from meshtrain.step import Program
 
@@ -59,12 +64,32 @@ def print_seconds(rounds: int) -> None:
         table.row(mesh, *cells, f"{found['muon'] / found['adamw']:.3f}")
 
 
+def print_planned() -> None:
+    """Prints planned seconds of a step beside those of the compiled program."""
+    words = ["mesh.data=64", "mesh.tensor=1", "mesh.pipeline=1", "parallel.schedule=auto"]
+    words += ["parallel.virtual_stages=1", "parallel.microbatches=1", "parallel.remat=full"]
+    words += ["parallel.sequence_parallel=false"]
+    table = Table("optimizer", "planned, s", "compiled, s", "off by", "optimizer's part, s")
+    cluster = named("h100", 64)
+    for name in ("adamw", "muon"):
+        config = load("configs/llama3_8b.yaml", [*words, f"optimizer.name={name}"])
+        planned = plan(config, cluster)
+        found = compile_step(config, "h100x64")
+        program = timed(found.module, found.mesh, config, cluster).seconds
+        seconds = (f"{s:.3f}" for s in (planned.seconds, program))
+        off = f"{planned.seconds / program - 1:+.1%}"
+        table.row(name.ljust(9), *seconds, off, f"{planned.time.optimizer:.3f}")
+
+
 def main() -> None:
     parser = bench.parser(__doc__)
     parser.add_argument("--seconds", action="store_true", help="time steps in the place of bytes")
     parser.add_argument("--length", type=int, default=256, help="tokens of a row, for bytes")
     parser.add_argument("--rounds", type=int, default=3, help="turns, for seconds")
+    parser.add_argument("--planned", action="store_true", help="8B on 64 described H100s")
     options = parser.parse_args()
+    if options.planned:
+        return print_planned()
     fake_devices(8)
     if options.seconds:
         print_seconds(options.rounds)

@@ -63,11 +63,15 @@ def rope(x: jax.Array) -> jax.Array:
     )
 
 
-def block(x: jax.Array, w: Tree, kernel: Literal["xla", "cudnn"] | None = None) -> jax.Array:
+def attention(x: jax.Array, w: Tree, kernel: Literal["xla", "cudnn"] | None = None) -> jax.Array:
     a = rms(x, w["norm1"])
     q, k, v = (jnp.einsum("btd,dhk->bthk", a, w[n]) for n in "qkv")
     a = jax.nn.dot_product_attention(rope(q), rope(k), v, is_causal=True, implementation=kernel)
-    x = x + jnp.einsum("bthk,hkd->btd", a, w["out"])
+    return x + jnp.einsum("bthk,hkd->btd", a, w["out"])
+
+
+def block(x: jax.Array, w: Tree, kernel: Literal["xla", "cudnn"] | None = None) -> jax.Array:
+    x = attention(x, w, kernel)
     m = rms(x, w["norm2"])
     return x + (jax.nn.silu(m @ w["gate"]) * (m @ w["up"])) @ w["down"]
 

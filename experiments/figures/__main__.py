@@ -9,6 +9,7 @@
     chunk_seconds    seconds of a step by the chunk of its loss
     balance          load of experts by the rule that balances them
     experts          a step of a mixture beside a dense one of as many active parameters
+    ragged           a step of a mixture beside the same in plain JAX with `ragged_dot`, and as MaxText computes it
     expert_bytes     what crosses expert and tensor for the experts of a layer
     images           images a second of one core, beside a bare loop over NumPy or Pillow
     digits           held-out digits that a small ViT tells right, by seed
@@ -25,6 +26,7 @@ MODULES = {
     "losses": ("float8", "gradient_sums", "long_rows"),
     "products": ("grouped", "chunk_bytes", "rounded_bytes", "chunk_seconds"),
     "experts": ("balance", "experts", "expert_bytes"),
+    "ragged": ("ragged",),
     "images": ("images", "digits"),
 }
 MODULE_OF = {name: module for module, names in MODULES.items() for name in names}

@@ -259,13 +259,24 @@ def table() -> None:
             f"{found.time.expert / found.seconds:.0%}",
         )
         rows.row(run.source, run.name, run.accelerator, run.reported, *figures)
-    for ranks, more in ((1, ""), (8, ""), (16, ""), (16, ", a row to a node once")):
-        config = load("configs/qwen3_30b_a3b.yaml", [f"mesh.expert={ranks}"])
-        found = plan(
-            config, named("h100", 16), FrameworkProfile(compiled=True, token_per_node=bool(more))
-        )
+    a_row = ["parallel.microbatches=64", "parallel.remat=selective"]
+    first = [*a_row, "parallel.zero_stage=1"]
+    once = ["parallel.experts.ranks_per_node=8"]
+    for ranks, words, more in (
+        (1, [], ""),
+        (8, [], ""),
+        (16, [], ""),
+        (16, once, ", a row to a node once"),
+        (16, a_row, ", of a row a microbatch"),
+        (16, a_row + once, ", of a row a microbatch, to a node once"),
+        (16, first, ", of a row a microbatch, ZeRO-1"),
+        (16, first + once, ", of a row a microbatch, ZeRO-1, to a node once"),
+    ):
+        config = load("configs/qwen3_30b_a3b.yaml", [f"mesh.expert={ranks}", *words])
+        found = plan(config, named("h100", 16))
         waits = f"{found.seconds:.1f} s, of them {found.time.expert:.1f} waiting for experts"
-        print(f"ours, Qwen3-30B, experts over {ranks}{more}: {waits}")
+        held = f"{found.bytes / 2**30:.1f} GiB"
+        print(f"ours, Qwen3-30B, experts over {ranks}{more}: {waits}; {held}")
 
 
 def searched() -> None:

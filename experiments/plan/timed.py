@@ -26,7 +26,7 @@ from meshtrain.cluster import algorithms
 from meshtrain.cluster.cluster import Cluster, Group, named
 from meshtrain.config import Config, load
 from meshtrain.families import FAMILIES
-from meshtrain.hlo.module import Module, Operation, byte_count, elements
+from meshtrain.hlo.module import Module, Operation, byte_count, elements, replica_groups
 from meshtrain.hlo.traffic import axes_of
 from meshtrain.plan import compute, float8, shapes
 from meshtrain.plan.compiled import CLUSTERS, compile_step, parse_target
@@ -154,15 +154,21 @@ class _Clock:
     def _collective(self, op: Operation) -> tuple[str, float, float]:
         """Its axis, its bytes, and its seconds where nothing else is under way there."""
         axes, ranks = axes_of(op, self.mesh)
-        group = self._group(axes)
+        group = self._group(op, axes, ranks)
         nbytes = byte_count(op.result) * (ranks if op.kind == "reduce-scatter" else 1)
         seconds = (
             algorithms.best(KINDS.get(op.kind, op.kind), group, nbytes).seconds if group else 0.0
         )
         return "+".join(axes), float(nbytes), seconds
 
-    def _group(self, axes: tuple[str, ...]) -> Group | None:
-        return self.cluster.axis("+".join(axes), self.config.mesh) if axes else None
+    def _group(self, op: Operation, axes: tuple[str, ...], ranks: int) -> Group | None:
+        if not axes:
+            return None
+        group = self.cluster.axis("+".join(axes), self.config.mesh)
+        if group.size == ranks or op.kind == "collective-permute":
+            return group
+        first, second, *_ = replica_groups(op.attributes, self.mesh.size)[0]
+        return self.cluster.of_legs([(ranks, second - first)])
 
     def _instruction(self, computation: str, op: Operation) -> Timed:
         moved = self.work.moved(computation, op)

@@ -13,6 +13,7 @@ import itertools
 import math
 import operator
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -123,13 +124,16 @@ class Cluster:
         # a search asks half a million times
         if (name, mesh) not in self._axes:
             axes = mesh.expert_axes if name == EXPERT else name.split("+")
-            legs = ((mesh.ways(axis), mesh.stride(axis)) for axis in axes)
-            self._axes[name, mesh] = self._group(tuple(leg for leg in legs if leg[0] > 1) or ((1, 1),))
+            self._axes[name, mesh] = self.of_legs((mesh.ways(axis), mesh.stride(axis)) for axis in axes)
         return self._axes[name, mesh]
 
     @functools.cached_property
     def _axes(self) -> dict[tuple[str, MeshConfig], Group]:
         return {}
+
+    def of_legs(self, legs: Iterable[tuple[int, int]]) -> Group:
+        """The group of the devices that legs span together, each (how many, how far apart in the numbering)."""
+        return self._group(tuple(leg for leg in legs if leg[0] > 1) or ((1, 1),))
 
     def _group(self, legs: Legs) -> Group:
         device = self.accelerator

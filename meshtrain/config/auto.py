@@ -8,9 +8,11 @@
 Each function begins with its rule.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 from meshtrain.config.key import Followed
+from meshtrain.errors import listed_divisors
 from meshtrain.registry import late
 from meshtrain.schedule.generators import PAIRED, chosen_chunks, has_table, legal_chunks
 
@@ -87,9 +89,16 @@ def dispatch(config: Any) -> str:
     mesh = config.mesh
     if mesh.expert == 1:
         return AUTO
-    ranks = mesh.expert * (mesh.tensor if sends_parts(config) else 1)
-    sent = config.parallel.experts.room * config.model.moe.top_k
-    return "all_gather" if ranks - 1 <= sent else "all_to_all"
+    experts = config.parallel.experts
+    sent = experts.room * config.model.moe.top_k
+    gathers = experts.ranks_per_node is None and expert_ranks(config) - 1 <= sent
+    return "all_gather" if gathers else "all_to_all"
+
+
+def expert_ranks(config: Any) -> int:
+    """Returns the ranks that share a layer's experts where rows are sent to them."""
+    tensor: int = config.mesh.tensor if sends_parts(config) else 1
+    return tensor * int(config.mesh.expert)
 
 
 def sends_parts(config: Any) -> bool:
@@ -97,3 +106,16 @@ def sends_parts(config: Any) -> bool:
     mesh = config.mesh
     splits_sequence = config.parallel.sequence_parallel and mesh.tensor > 1
     return splits_sequence and config.model.moe.experts % (mesh.expert * mesh.tensor) == 0
+
+
+def node_problems(config: Any) -> Iterator[str]:
+    """Yields a sentence on ranks of a node that experts cannot lie on, or that rows are not sent to."""
+    keys = config.parallel.experts
+    if keys.ranks_per_node is None or config.mesh.expert == 1:
+        return
+    given = f"parallel.experts.ranks_per_node is {keys.ranks_per_node}"
+    if keys.dispatch == "all_gather":
+        yield f"{given}, but parallel.experts.dispatch is all_gather; legal is all_to_all."
+    if (ranks := expert_ranks(config)) % keys.ranks_per_node:
+        legal = listed_divisors(ranks)
+        yield f"{given}, which does not divide the {ranks} ranks that share experts; legal are {legal}."

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.config import images, mesh, model, reduce, rl, telemetry
-from meshtrain.config.auto import AUTO
+from meshtrain.config.auto import AUTO, node_problems
 from meshtrain.config.follow import padded_batch_size, row_shards, runs_table, value_of
 from meshtrain.config.key import keys
 from meshtrain.config.places import BOTH
@@ -140,6 +140,7 @@ def _expert_problems(config: Config) -> Iterator[str]:
         return
     if experts % expert:
         yield f"mesh.expert {expert} does not divide model.moe.experts {experts}; legal are {listed_divisors(experts)}."
+    yield from node_problems(config)
     if expert > 1 and (compression := config.parallel.reduce.compression) != "none":
         yield (
             f"parallel.reduce.compression is {compression}, but with mesh.expert {expert} gradients of experts are "

@@ -166,12 +166,14 @@ def loss_chunk(config: Config, tokens: int, rows: int) -> int | None:
     return chunk if chunk < tokens else None
 
 
-def expert_room(experts: ExpertsConfig, ranks: int, local: int, tokens: int, top_k: int) -> int:
+def expert_room(
+    experts: ExpertsConfig, ranks: int, local: int, tokens: int, top_k: int, nodes: int = 1
+) -> int:
     """Returns how many rows a rank with `local` experts has room for in a round, of `tokens` tokens on each of the
-    `ranks` ranks: so many times an even load as `ExpertsConfig.room` says. all_to_all has equal room for what each rank
-    sends.
+    `ranks` ranks of its node: so many times an even load as `ExpertsConfig.room` says. all_to_all has equal room for
+    what each rank sends, of the tokens of as many `nodes`.
     """
-    most = tokens * min(top_k, local)
+    most = nodes * tokens * min(top_k, local)
     pairs = tokens * top_k
     if ranks > 1 and experts.dispatch == "all_to_all":
         return ranks * min(most, math.ceil(experts.room * pairs / ranks))

@@ -72,6 +72,11 @@ class ExpertsConfig:
         None, "rows that a rank has room for, over those of an even load: others are dropped, and counted; null: room "
               "for 1.25 times, and what is beyond takes further rounds", above=0.0
     )
+    ranks_per_node: int | None = key(
+        None, "all_to_all: ranks of one node among those that share experts. Rows are gathered from the ranks of the "
+              "same number in the other nodes, each once, and go to their experts from there; null: each row goes to "
+              "each of its experts", least=1, counts=lambda c: c.mesh.expert > 1
+    )
 
     @property
     def room(self) -> float:

@@ -179,7 +179,7 @@ def senders(op: Operation, devices: int) -> float:
 
 def axes_of(op: Operation, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], int]:
     """Returns the mesh axes along which a collective's groups extend, and the devices in a group; `expert` in the place
-    of `context` where experts lie over that.
+    of `context` where experts lie over that, and beside `tensor` where rows go to experts over a part of both.
 
     HLO counts devices by their place in the mesh (`mesh.devices.flat`), whatever their own ids are.
     """
@@ -191,7 +191,8 @@ def axes_of(op: Operation, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], 
         for a in np.flatnonzero((places[group] != places[group[0]]).any(axis=0))
     }
     axes = tuple(name for i, name in enumerate(mesh.axis_names) if i in along)
-    if "context" in axes and EXPERT_MESSAGES in op.attributes:
+    swapped = op.kind == "all-to-all" and "tensor" in axes
+    if ("context" in axes or swapped) and EXPERT_MESSAGES in op.attributes:
         others = tuple(axis for axis in axes if axis not in ("expert", "context"))
         axes = ("expert", *others)
     return axes, max(len(g) for g in groups)

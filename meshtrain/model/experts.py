@@ -170,18 +170,14 @@ class Experts(nnx.Module):
         """The experts' output, [B, T, D] (T / tensor of it with sequence parallelism)."""
         moe = self.moe
         routing = sequence.routing or Routing()
+        rows = x_BTD.reshape(-1, x_BTD.shape[-1])
         routed = (
             jnp.ones(x_BTD.shape[:2], bool)
             if routing.routed_BT is None
             else collectives.own_part(routing.routed_BT)
         )
-        rows = x_BTD.reshape(-1, x_BTD.shape[-1])
+        logits = self.logits(rows)
         load = self.load[...]
-        logits = jnp.matmul(
-            rows.astype(jnp.float32), self.router[...].astype(jnp.float32), precision="highest"
-        )
-        if self.router_bias is not None:
-            logits = logits + self.router_bias[...].astype(jnp.float32)
         given = routing.chosen_BTK
         if given is not None:
             given = collectives.own_part(given).reshape(-1, moe.top_k)
@@ -196,6 +192,13 @@ class Experts(nnx.Module):
         y, noted = collectives.dispatch(compute, moe.experts, rows, routes.chosen, routes.weights)
         y = recorded(y, load, collectives.once(counted(routes, noted)))
         return checkpoint_name(collectives.leave(y.reshape(x_BTD.shape)), "mlp_out")
+
+    def logits(self, rows_ND: jax.Array) -> jax.Array:
+        """The router's scores of all experts, float32 [N, E]."""
+        router = self.router[...].astype(jnp.float32)
+        logits = jnp.matmul(rows_ND.astype(jnp.float32), router, precision="highest")
+        bias = self.router_bias
+        return logits if bias is None else logits + bias[...].astype(jnp.float32)
 
     def compute(
         self,

@@ -7,6 +7,13 @@ Where `mesh.expert` asks for more ranks than data has, they lie over the axis `c
                   sent by a rank, of n tokens of D numbers:   (P - 1) n D        each way
     all_to_all    each row to the ranks of its experts, and back (GShard: Lepikhin et al. 2020, section 3)
                   of n top_k rows in an even load:            (P - 1) / P n top_k D capacity     each way
+      nodes       with `ranks_per_node`: each row once to each of M nodes, to the rank of the same number, and from
+                  there to its experts; sums of a node come back (DeepSeek-V3, section 3.2.2)
+                  between nodes:                              (M - 1) n D        each way
+                  within one of L ranks:                      (L - 1) / L n top_k D capacity     each way
+
+    rank of the      0 1 2 3 │ 0 1 2 3         gathered over the ranks of one number: 0 and 0, 1 and 1, ...
+    node             node 0  │ node 1          then all_to_all among 0 1 2 3
 
 Shapes are static: a rank has `room` for so many rows, 1.25 times an even load or as a capacity says. With a capacity,
 rows beyond are dropped, and counted. Without one they take further rounds, of which all P ranks count as many as the
@@ -19,6 +26,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from meshtrain.config import Config
@@ -28,7 +36,7 @@ from meshtrain.mesh import TENSOR
 from meshtrain.model.experts import Compute
 from meshtrain.model.slots import collected, inverse_of, ranks_within, spread
 from meshtrain.parallel.context import ContextCollectives
-from meshtrain.parallel.placement import expert_axes, expert_ranks, table
+from meshtrain.parallel.placement import expert_axes, expert_nodes, expert_ranks, table
 from meshtrain.parallel.rounds import add_rounds
 from meshtrain.parallel.tensor import SEQUENCE
 
@@ -44,6 +52,10 @@ class ExpertCollectives(ContextCollectives):
         self.experts = config.parallel.experts
         self.expert_axes = expert_axes(config)
         self.expert_ranks = expert_ranks(config)
+        self.nodes = expert_nodes(config)
+        by_node = np.arange(self.expert_ranks).reshape(self.nodes, -1)
+        self.of_node = by_node.tolist() if self.nodes > 1 else None
+        self.of_number = by_node.T.tolist()
         self.apart = runs_table(config) and table(config).split
 
     @jax.named_scope(EXPERT_MESSAGES)
@@ -51,17 +63,21 @@ class ExpertCollectives(ContextCollectives):
         self, compute: Compute, experts: int, rows: jax.Array, chosen: jax.Array, weights: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         here = experts // self.expert_ranks
-        room = expert_room(self.experts, self.expert_ranks, here, *chosen.shape)
+        ranks = self.expert_ranks // self.nodes
+        tokens, top_k = chosen.shape
+        room = expert_room(self.experts, ranks, here, tokens, top_k, self.nodes)
         rounds: jax.Array | int = 1
         if self.expert_ranks == 1:
             y, dropped = compute(rows, chosen, weights, room)
         else:
             sends = self.experts.dispatch == "all_to_all"
             share = self.send_chosen_rows if sends else self.share_all_rows
+            if self.nodes > 1:
+                share = self.send_by_nodes
             one, load = share(compute, here, room, chosen)
             y, dropped = one(0, rows, weights)
             if self.experts.capacity is None:
-                rounds = -(-load // (room // self.expert_ranks if sends else room))
+                rounds = -(-load // (room // ranks if sends else room))
                 y = add_rounds(y, lambda *of: one(*of)[0], rounds, self.apart, rows, weights)
         if self.experts.capacity is not None:
             return y, dropped
@@ -91,6 +107,29 @@ class ExpertCollectives(ContextCollectives):
 
         return one, loads[: self.expert_ranks].max()
 
+    def send_by_nodes(
+        self, compute: Compute, here: int, room: int, chosen_NK: jax.Array
+    ) -> tuple[Round, jax.Array]:
+        """Gathers the rows of the ranks of this number in all nodes, and sends those to the ranks of their experts that
+        chose any of this node: returns what `send_chosen_rows` does.
+        """
+        axes = self.expert_axes
+
+        def gathered(x: jax.Array) -> jax.Array:
+            return lax.all_gather(x, axes, axis_index_groups=self.of_number, tiled=True)
+
+        of_node = here * len(self.of_number)
+        own = gathered(chosen_NK) - lax.axis_index(axes) // len(self.of_number) * of_node
+        own = jnp.where((own >= 0) & (own < of_node), own, of_node)
+        send, most = self.send_chosen_rows(compute, here, room, own)
+
+        def one(number: Any, *local: jax.Array) -> tuple[jax.Array, jax.Array]:
+            y, dropped = send(number, *map(gathered, local))
+            y = lax.psum_scatter(y, axes, axis_index_groups=self.of_number, tiled=True)
+            return y, dropped
+
+        return one, most
+
     def send_chosen_rows(
         self, compute: Compute, here: int, room: int, chosen_NK: jax.Array
     ) -> tuple[Round, jax.Array]:
@@ -100,7 +139,7 @@ class ExpertCollectives(ContextCollectives):
         Dropped is what this rank could not send.
         """
         axes = self.expert_axes
-        ranks = self.expert_ranks
+        ranks = self.expert_ranks // self.nodes
         width = chosen_NK.shape[1]
         pairs = chosen_NK.reshape(-1)
         each = room // ranks  # for what one rank sends to another
@@ -109,7 +148,7 @@ class ExpertCollectives(ContextCollectives):
         place, loads = ranks_within(to, ranks)
 
         def exchanged(x: jax.Array) -> jax.Array:
-            return lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
+            return lax.all_to_all(x, axes, 0, 0, axis_index_groups=self.of_node, tiled=True)
 
         def one(number: Any, rows: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
             at = place - number * each

@@ -140,6 +140,11 @@ def expert_ranks(config: Config) -> int:
     return _devices(config.mesh, expert_axes(config))
 
 
+def expert_nodes(config: Config) -> int:
+    """The nodes that these lie on, between which rows travel once: 1 where each row goes to each of its experts."""
+    return expert_ranks(config) // (config.parallel.experts.ranks_per_node or expert_ranks(config))
+
+
 def splits(
     model: ModelConfig, mesh: MeshConfig, vocab: str, experts: tuple[str, ...] = ()
 ) -> dict[str, tuple[str, ...]]:

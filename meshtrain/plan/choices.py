@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshtrain.cluster.cluster import Cluster, named, usual_cluster
-from meshtrain.config import Config, MeshConfig
+from meshtrain.config import Config, MeshConfig, auto
 from meshtrain.config.auto import AUTO, PLAIN, unpaired_schedule
 from meshtrain.config.check import check, context_problems
 from meshtrain.config.follow import put, resolve
+from meshtrain.config.mesh import EXPERT
 from meshtrain.config.schema import ACTIVATIONS, SELECTIVE
 from meshtrain.errors import ConfigError, divisors
 from meshtrain.parallel.placement import stages as stages_of
@@ -59,6 +60,19 @@ def expert_ranks(config: Config, data: int, context: int = 1) -> list[int]:
     of_island = divisors(data // math.gcd(data, config.mesh.islands))
     ranks = sorted({*of_island, *(context * n for n in of_island)})
     return [n for n in ranks if experts % n == 0] if experts else [1]
+
+
+def experts(config: Config, cluster: Cluster) -> dict[str, Any]:
+    """How rows go to their experts: by whichever way sends less, and once to each node where a row has experts on
+    several.
+    """
+    group = cluster.axis(EXPERT, config.mesh)
+    nodes = group.size // group.hops[0].fan if len(group.hops) > 1 else 1
+    keys = config.parallel.experts
+    pays = 1 < nodes <= keys.room * config.model.moe.top_k and group.size % nodes == 0
+    inside = auto.expert_ranks(config) // nodes if pays else None
+    chosen = put(config, parallel={"experts": {"ranks_per_node": inside}})
+    return {"dispatch": auto.dispatch(chosen), "ranks_per_node": inside}
 
 
 def contexts(config: Config, devices: int) -> list[int]:

@@ -3,6 +3,7 @@
     dispatch      forward                                backward
     all_gather    rows gathered, outputs scattered       their cotangents, the other way; rows again if recomputed
     all_to_all    rows sent to their experts, and back   likewise
+      nodes       rows gathered over nodes, outputs scattered, and all_to_all within each; the same the other way
 
 In our program only a pair's other half hides some: they stand between a layer's products. Others send a row to a node
 once (`FrameworkProfile`).
@@ -12,16 +13,18 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from functools import partial
+from typing import NamedTuple
 
 from meshtrain.cluster.algorithms import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER
 from meshtrain.cluster.cluster import Cluster
+from meshtrain.cluster.topology import Legs
 from meshtrain.config import Config
 from meshtrain.config.follow import expert_room, round_up
 from meshtrain.config.mesh import EXPERT, TENSOR
 from meshtrain.config.model import MoeConfig
 from meshtrain.families import FAMILIES
 from meshtrain.model.weights import EXPERT_BLOCK
-from meshtrain.parallel.placement import expert_axes, expert_ranks, stages
+from meshtrain.parallel.placement import expert_axes, expert_nodes, expert_ranks, stages
 from meshtrain.plan import shapes
 from meshtrain.plan.compute import FrameworkProfile, Layer, Seconds, product
 from meshtrain.plan.gradient_traffic import FLOAT32, Moment, Transfer, layer_waits
@@ -46,9 +49,10 @@ def rows(config: Config) -> ExpertRows:
     moe = config.model.moe
     experts = config.parallel.experts
     ranks = expert_ranks(config)
+    nodes = expert_nodes(config)
     tokens = _tokens(config)
     local = moe.experts // ranks
-    room = expert_room(experts, ranks, local, tokens, moe.top_k)
+    room = expert_room(experts, ranks // nodes, local, tokens, moe.top_k, nodes)
     sent = room if experts.dispatch == "all_to_all" else ranks * tokens
     return ExpertRows(
         tokens * moe.top_k, sent, room, round_up(room + local * (EXPERT_BLOCK - 1), EXPERT_BLOCK)
@@ -141,35 +145,82 @@ def transient_bytes(config: Config) -> float:
     r = rows(config)
     size = shapes.itemsize(config.precision.compute)
     again = config.parallel.remat != "none"
-    travelling = 2 * r.sent * d if config.mesh.expert > 1 else 0
+    nodes = expert_nodes(config)
+    gathered = 2 * nodes * _tokens(config) * d * (nodes > 1)
+    travelling = 2 * r.sent * d + gathered if config.mesh.expert > 1 else 0
     return float(size * (r.slots * (2 * d + 4 * f + again * (d + 4 * f)) + travelling))
+
+
+class _Hop(NamedTuple):
+    """A way of rows to their experts, or to their nodes, and back: the bytes of whole arrays, and their choices."""
+
+    out: str
+    back: str
+    where: str
+    nbytes: float
+    choices: float
+    size: int
+    legs: Legs
 
 
 def expert_transfers(config: Config) -> list[Moment]:
     """Collectives over the axis `expert` of a chunk's layers, in one pass."""
     spread = config.mesh.expert > 1 and config.model.moe.experts
-    return list(_transfers(config, expert_ranks(config))) if spread else []
+    return [entry for hop in _hops(config) for entry in _transfers(config, hop)] if spread else []
 
 
-def _transfers(config: Config, ranks: int) -> Iterator[Moment]:
-    layers, r = stages(config).longest, rows(config)
-    swaps = config.parallel.experts.dispatch == "all_to_all"
-    data = r.sent * config.model.d_model * shapes.itemsize(config.precision.compute)
-    choices = r.sent * (1 if swaps else config.model.moe.top_k)
-    out, back = (ALL_TO_ALL, ALL_TO_ALL) if swaps else (ALL_GATHER, REDUCE_SCATTER)
+def _hops(config: Config) -> list[_Hop]:
+    """Returns the ways that a row takes, one after the other."""
+    r = rows(config)
+    ranks = expert_ranks(config)
+    nodes = expert_nodes(config)
+    top_k = config.model.moe.top_k
+    number = config.model.d_model * shapes.itemsize(config.precision.compute)
+    if config.parallel.experts.dispatch == "all_gather":
+        nbytes = r.sent * number
+        return [_Hop(ALL_GATHER, REDUCE_SCATTER, "", nbytes, r.sent * top_k, ranks, ())]
+    if nodes == 1:
+        return [_Hop(ALL_TO_ALL, ALL_TO_ALL, "", r.sent * number, r.sent, ranks, ())]
+    gathered = nodes * _tokens(config)
+    within, between = _node_legs(config, ranks // nodes)
+    names = ALL_GATHER, REDUCE_SCATTER, " between nodes"
+    first = _Hop(*names, gathered * number, gathered * top_k, nodes, between)
+    names = ALL_TO_ALL, ALL_TO_ALL, " within nodes"
+    return [first, _Hop(*names, r.sent * number, r.sent, ranks // nodes, within)]
+
+
+def _node_legs(config: Config, ranks: int) -> tuple[Legs, Legs]:
+    """Returns the legs of the group that a node's `ranks` are, and of those of one number in all nodes."""
+    within = []
+    between = []
+    for axis in reversed(expert_axes(config)):
+        size = config.mesh.ways(axis)
+        stride = config.mesh.stride(axis)
+        inside = math.gcd(size, ranks)
+        ranks //= inside
+        within.append((inside, stride))
+        between.append((size // inside, stride * inside))
+    return tuple(within), tuple(between)
+
+
+def _transfers(config: Config, hop: _Hop) -> Iterator[Moment]:
+    layers = stages(config).longest
+    data = hop.nbytes
+    choices = hop.choices
 
     def transfer(moment: str, kind: str, what: str, nbytes: float) -> Moment:
-        return moment, Transfer(EXPERT, kind, what, nbytes, layers, ranks)
+        what += hop.where
+        return moment, Transfer(EXPERT, kind, what, nbytes, layers, hop.size, legs=hop.legs)
 
-    yield transfer("forward", out, "rows to their experts", data)
-    yield transfer("forward", out, "choices and weights to them", choices * CHOICE)
-    yield transfer("forward", back, "experts' outputs back", data)
+    yield transfer("forward", hop.out, "rows to their experts", data)
+    yield transfer("forward", hop.out, "choices and weights to them", choices * CHOICE)
+    yield transfer("forward", hop.back, "experts' outputs back", data)
     if config.parallel.remat != "none":
-        yield transfer("backward", out, "rows to their experts again", data)
-        yield transfer("backward", out, "choices and weights again", choices * CHOICE)
-    yield transfer("backward", out, "cotangents of outputs to the experts", data)
-    yield transfer("backward", back, "cotangents of rows back", data)
-    yield transfer("backward", back, "cotangents of weights back", choices * FLOAT32)
+        yield transfer("backward", hop.out, "rows to their experts again", data)
+        yield transfer("backward", hop.out, "choices and weights again", choices * CHOICE)
+    yield transfer("backward", hop.out, "cotangents of outputs to the experts", data)
+    yield transfer("backward", hop.back, "cotangents of rows back", data)
+    yield transfer("backward", hop.back, "cotangents of weights back", choices * FLOAT32)
 
 
 def expert_seconds(

@@ -28,6 +28,7 @@ from meshtrain.cluster.algorithms import (
     sent,
 )
 from meshtrain.cluster.cluster import Cluster
+from meshtrain.cluster.topology import Group, Legs
 from meshtrain.compression import COMPRESSIONS, codec_of
 from meshtrain.config import Config, MeshConfig
 from meshtrain.config.mesh import ISLAND
@@ -97,6 +98,7 @@ class Transfer:
     count: float  # of what does not come in every step, the mean over steps
     size: int  # devices that talk to each other
     hides: bool = False  # products of the weights' gradients, which wait for nothing, can be computed meanwhile
+    legs: Legs = ()  # of a group that is a part of the axis: see `Cluster.of_legs`
 
     @property
     def times(self) -> str:
@@ -112,7 +114,11 @@ class Transfer:
 
     def seconds(self, cluster: Cluster, mesh: MeshConfig) -> float:
         """Seconds of all of them, one after the other, before any of it hides behind compute."""
-        return self.count * best(self.kind, cluster.axis(self.axis, mesh), self.nbytes).seconds
+        return self.count * best(self.kind, self.group(cluster, mesh), self.nbytes).seconds
+
+    def group(self, cluster: Cluster, mesh: MeshConfig) -> Group:
+        """The devices that talk to each other."""
+        return cluster.of_legs(self.legs) if self.legs else cluster.axis(self.axis, mesh)
 
 
 Moment = tuple[str, Transfer]  # a pass (see Iterations.passes), and what is sent in it

@@ -14,7 +14,7 @@ from meshtrain.config.follow import runs_table
 from meshtrain.config.stacks import FULL, LINEAR, kinds_of_layers
 from meshtrain.model.kernels import has_rule_kernel
 from meshtrain.model.weights import trained_text
-from meshtrain.parallel.placement import expert_ranks, stages
+from meshtrain.parallel.placement import expert_nodes, expert_ranks, stages
 from meshtrain.plan import activations, axes, memory, rollouts, search, shapes, traffic
 from meshtrain.plan.compiled import Compiled, comparison
 from meshtrain.plan.compute import DEFAULT_PROFILE
@@ -31,10 +31,12 @@ def _experts(plan: Plan) -> str:
     config = plan.config
     moe = plan.config.model.moe
     ranks = expert_ranks(plan.config)
+    nodes = expert_nodes(plan.config)
     r = rows(config)
     return (
         f"experts {moe.experts // ranks} of {moe.experts} a device, {moe.top_k} a token"
         + (f", by {config.parallel.experts.dispatch}" if ranks > 1 else "")
+        + (f" within nodes of {ranks // nodes}" if nodes > 1 else "")
         + f"; room for {r.room / r.here:.3g} x the rows of an even load, of which the fullest device is taken to have "
         f"{DEFAULT_PROFILE.imbalance:g} x"
     )
@@ -153,9 +155,8 @@ def waterfall(plan: Plan) -> Iterator[tuple[str, float, float, float]]:
 
 def algorithm(plan: Plan, transfer: Transfer) -> str:
     """Names the algorithm that runs a collective."""
-    return best(
-        transfer.kind, plan.cluster.axis(transfer.axis, plan.config.mesh), transfer.nbytes
-    ).algorithm
+    group = transfer.group(plan.cluster, plan.config.mesh)
+    return best(transfer.kind, group, transfer.nbytes).algorithm
 
 
 def table(title: str, *columns: str) -> Table:
@@ -306,6 +307,7 @@ def settings(config: Config) -> dict[str, object]:
         | {f"parallel.{name}": getattr(config.parallel, name) for name in names}
         | {
             "parallel.experts.dispatch": config.parallel.experts.dispatch,
+            "parallel.experts.ranks_per_node": config.parallel.experts.ranks_per_node,
             "precision.matmul": config.precision.matmul,
         }
     )

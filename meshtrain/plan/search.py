@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from meshtrain.cluster.cluster import Cluster
-from meshtrain.config import Config, ConfigError, auto
+from meshtrain.config import Config, ConfigError
 from meshtrain.config.check import float8_problems
 from meshtrain.config.follow import followed, microbatch_rows, put, runs_table
 from meshtrain.config.mesh import AXES
@@ -202,7 +202,7 @@ def _groups(
         islands = math.gcd(data, config.mesh.islands)
         mesh = put(base, mesh={**sizes, "islands": islands})
         if follows:
-            mesh = put(mesh, parallel={"experts": {"dispatch": auto.dispatch(mesh)}})
+            mesh = put(mesh, parallel={"experts": choices.experts(mesh, cluster)})
         if any(float8_problems(mesh)):
             continue
         splits = (False, True) if tensor > 1 and shapes.length(mesh) % tensor == 0 else (False,)

@@ -101,6 +101,22 @@ def test_a_key_on_which_nothing_depends_is_noted_where_it_was_given():
         ({"moe": {"experts": 6}}, {"mesh": {"data": 4, "expert": 4}}, "legal are 1, 2, 3, 6."),
         ({}, {"mesh": {"data": 2, "expert": 2}}, "the model has no experts"),
         ({}, {"parallel": {"experts": {"capacity": 1.0}}}, "the model has no experts"),
+        (
+            {"moe": {"experts": 8}},
+            {
+                "mesh": {"data": 4, "expert": 4},
+                "parallel": {"experts": {"ranks_per_node": 3}},
+            },
+            "does not divide the 4 ranks that share experts; legal are 1, 2, 4.",
+        ),
+        (
+            {"moe": {"experts": 8}},
+            {
+                "mesh": {"data": 4, "expert": 4},
+                "parallel": {"experts": {"ranks_per_node": 2, "dispatch": "all_gather"}},
+            },
+            "dispatch is all_gather; legal is all_to_all.",
+        ),
         ({"family": "gpt2", "moe": {"experts": 8}}, {}, "not gated, or has biases"),
         ({"moe": {"experts": 8, "top_k": 9}}, {}, "legal are at most so many"),
         ({"d_ff": 99, "moe": {"experts": 8}}, {}, "leave model.d_ff out"),

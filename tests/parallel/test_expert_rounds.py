@@ -20,7 +20,9 @@ RANKS, EXPERTS, TOP_K, D, F = 4, 8, 2, 24, 20
 TOKENS = 16  # of each rank
 WITHIN = 1e-6
 NAMES = ("gate", "up", "down")
-PATHS = [(d, p) for d in ("all_gather", "all_to_all") for p in ("cpu", "gpu")]
+# nodes: all_to_all, by way of two nodes
+PATHS = [(d, p) for d in ("all_gather", "all_to_all", "nodes") for p in ("cpu", "gpu")]
+PER_NODE = 2
 
 
 def layer(
@@ -33,6 +35,9 @@ def layer(
     """Returns the layer as a function of rows, weights of choices, weights of experts and choices, on a mesh of RANKS
     devices, of which so many share a row.
     """
+    sent = {"dispatch": dispatch}
+    if dispatch == "nodes":
+        sent = {"dispatch": "all_to_all", "ranks_per_node": PER_NODE}
     config = mt.load(
         {
             "model": {
@@ -43,7 +48,7 @@ def layer(
                 "moe": {"experts": EXPERTS, "top_k": TOP_K, "d_ff": F},
             },
             "mesh": {"data": RANKS // context, "context": context, "expert": RANKS},
-            "parallel": {"experts": {"dispatch": dispatch, "capacity": capacity}},
+            "parallel": {"experts": sent | {"capacity": capacity}},
             "train": {"global_batch_size": RANKS, "sequence_length": tokens},
         }
     )
@@ -131,6 +136,10 @@ def expected_rounds(dispatch: str, chosen: np.ndarray) -> int:
     sent = np.array([[np.sum(row == rank) for rank in range(RANKS)] for row in to])
     if dispatch == "all_gather":
         return math.ceil(sent.sum(0).max() / math.ceil(1.25 * TOKENS * TOP_K))
+    if dispatch == "nodes":
+        # what the ranks of a number in all nodes send to a rank goes there from its own node
+        sent = sent.reshape(-1, PER_NODE, RANKS).sum(0)
+        return math.ceil(sent.max() / math.ceil(1.25 * TOKENS * TOP_K / PER_NODE))
     return math.ceil(sent.max() / math.ceil(1.25 * TOKENS * TOP_K / RANKS))
 
 

@@ -35,6 +35,9 @@ def test_parameters_and_active_ones_are_as_published(config):
     assert shapes.active_parameters(model) == pytest.approx(active, rel=0.02)
 
 
+SENT = {"nodes": {"dispatch": "all_to_all", "ranks_per_node": 2}}
+
+
 def configuration(dispatch, capacity, remat="none", family="llama", **mesh):
     return load(
         {
@@ -49,7 +52,7 @@ def configuration(dispatch, capacity, remat="none", family="llama", **mesh):
             },
             "mesh": {"data": 4, "expert": 4} | mesh,
             "parallel": {
-                "experts": {"dispatch": dispatch, "capacity": capacity},
+                "experts": SENT.get(dispatch, {"dispatch": dispatch}) | {"capacity": capacity},
                 "zero_stage": 2,
                 "remat": remat,
                 "microbatches": 2,
@@ -73,14 +76,14 @@ MORE = [*FEW, {"remat": "full"}, {"expert": 2}, {"tensor": 2}, {"context": 2}]
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("capacity", [None, 1.25])
-@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
+@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all", "nodes"])
 @pytest.mark.parametrize("more", slow_but(MORE, FEW))
 def test_the_program_sends_over_expert_what_is_planned(dispatch, capacity, more):
     config = configuration(dispatch, capacity, **more)
     compiled = compile_step(config, "cpu")
     sent = compiled.sent()
     planned = traffic.by_axis(plan(config, named("cpu", config.mesh.devices)).transfers)
-    parts = dispatch == "all_to_all" and config.mesh.tensor > 1
+    parts = dispatch != "all_gather" and config.mesh.tensor > 1
     over = ("expert", "tensor") if parts else ("expert",)
     if config.mesh.data < config.mesh.expert:
         assert {*expert_axes(config)} - {"expert"} == {"context"}
@@ -142,6 +145,39 @@ def test_a_row_that_is_sent_to_a_node_once_crosses_it_once_and_goes_on_inside():
     assert direct > 3 * forward
     hidden, _ = expert_seconds(config, cluster, replace(once, overlap_expert=True))
     assert hidden == pytest.approx(cluster.accelerator.efficiency.exposed_tensor * forward)
+
+
+def test_rows_that_cross_nodes_once_cross_as_often_as_nodes_are_and_go_on_within():
+    """Two nodes of 8: what is gathered keeps to the devices of one number, the rest to a node."""
+    words = ["mesh.expert=16", "parallel.microbatches=64", "parallel.remat=none"]
+    direct = load("configs/qwen3_30b_a3b.yaml", words)
+    once = load("configs/qwen3_30b_a3b.yaml", [*words, "parallel.experts.ranks_per_node=8"])
+    cluster = named("h100", 16)
+    row, tokens, layers, microbatches = 2048 * 2, 4096, 48, 64
+    sent: dict[tuple[str, ...], float] = {}
+    for t in plan(once, cluster).transfers:
+        if t.legs:
+            levels = tuple(hop.level for hop in t.group(cluster, once.mesh).hops)
+            sent[levels] = sent.get(levels, 0) + t.sent
+    assert len(sent) == 2 and sent.keys() == {("node",), ("rail",)}
+    # both ways, forward and backward; choices and weights beside
+    ways = 4 * layers * microbatches
+    assert sent["rail",] == pytest.approx(ways * tokens * row, rel=0.02)
+    assert sent["node",] == pytest.approx(ways * 1.25 * 8 * tokens * row * 7 / 8, rel=0.02)
+    assert expert_seconds(once, cluster, DEFAULT_PROFILE) < tuple(
+        seconds / 2 for seconds in expert_seconds(direct, cluster, DEFAULT_PROFILE)
+    )
+    assert plan(once, cluster).bytes < 1.01 * plan(direct, cluster).bytes
+
+
+def test_a_search_sends_rows_once_to_a_node_where_experts_lie_on_several():
+    config = load("configs/qwen3_30b_a3b.yaml", ["mesh.expert=1"])
+    per_node = {
+        c.base.mesh.expert: c.base.parallel.experts.ranks_per_node
+        for c in candidates(config, named("h100", 16), 16, near=True)
+        if c.base.mesh.data == 16
+    }
+    assert per_node[8] is None and per_node[16] == 8
 
 
 def memory_seconds(config, profile=DEFAULT_PROFILE):
