@@ -509,6 +509,25 @@ def _tuning_problems(config: Config) -> Iterator[str]:
     if config.eval.patience and not config.eval.every:
         patience = f"eval.patience is {config.eval.patience} evaluations"
         yield f"{patience}, but eval.every is 0, so there are none; give eval.every."
+    yield from _sample_problems(config)
+
+
+def _sample_problems(config: Config) -> Iterator[str]:
+    samples = config.eval.samples
+    if not samples:
+        return
+    reasons = {
+        "eval.every is 0, so that there are no evaluations": not config.eval.every,
+        f"train.objective is {config.train.objective}": config.train.objective != "next_token",
+        f"model.family {config.model.family} cannot go on with a text": not FAMILIES[
+            config.model.family
+        ].causal,
+        "data.source is synthetic, which is no text": config.data.source == "synthetic",
+        f"mesh.islands is {config.mesh.islands}": config.mesh.islands > 1,
+        f"model.attention {config.model.attention} knows of no cache": config.model.attention,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        yield f"eval.samples is {samples}, but {reason}; set it to 0."
 
 
 def _qk_clip_problems(config: Config) -> Iterator[str]:

@@ -424,6 +424,8 @@ class EvalConfig:
     every: int = key(0, "steps between evaluations on the validation data; 0: never", least=0)
     batches: int = key(8, "batches of one evaluation; where fewer are held out, all of them once (of a mixture until "
                           "a source comes round)", least=1)
+    samples: int = key(0, "texts that the model goes on with at each evaluation, from the begins of validation rows; "
+                          "they are in its row, in monitor and report", least=0, most=64)
     patience: int = key(0, "evaluations in a row without a lower loss after which the run ends, done; 0: it takes all "
                            "its steps", least=0)
 

@@ -18,6 +18,7 @@ from meshtrain.config import Config, ConfigError, short
 from meshtrain.plan.estimate import Plan
 from meshtrain.report.facts import RunFacts, best, config_of, planned, sampled, written
 from meshtrain.report.rows import Columns
+from meshtrain.report.samples import of_row as samples_of
 from meshtrain.report.summary import Summary, summarise
 from meshtrain.run.best import Best, evaluation_of
 from meshtrain.run.directory import ALERTS, CONFIG, METRICS
@@ -60,6 +61,9 @@ class Look:
         ""  # of a supervised run: which generation goes on, and who has been silent for longest
     )
     faults: tuple[Failure, ...] = ()
+    sample: tuple[str, str] | None = (
+        None  # the prompt and the text of the newest evaluation's first
+    )
 
     @property
     def ended(self) -> bool:
@@ -70,7 +74,7 @@ class Look:
         """Returns the look for programs: the figures are those of `report --json`, of the last rows."""
         about = {
             name: getattr(self, name)
-            for name in ("alerts", "phases", "lagging", "memory", "left", "life")
+            for name in ("alerts", "phases", "lagging", "memory", "left", "life", "sample")
         }
         summary = None if self.summary is None else asdict(self.summary)
         return plain(
@@ -145,6 +149,7 @@ class WatchedRun:
             left,
             life,
             faults,
+            next((of_row[0] for row in reversed(self._rows) if (of_row := samples_of(row))), None),
         )
 
     def _summarise(

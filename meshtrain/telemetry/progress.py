@@ -98,6 +98,8 @@ class Reporter(TerminalBar, RunHook):
             self.write(
                 f"step {row['step']}/{self.steps}  {text}  {duration(round(left) or left)} left"
             )
+        for sample in row.get("samples", ()):
+            self.write(f"sample: {sample['prompt']} │ {sample['text']}")
 
 
 LINES_EVERY = 10.0  # seconds between two lines of an evaluation
