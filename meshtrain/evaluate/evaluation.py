@@ -19,6 +19,7 @@ import numpy as np
 
 from meshtrain.config import Config
 from meshtrain.data import SplitBatches
+from meshtrain.data.batches import TextBatches
 from meshtrain.model.loss import counted
 from meshtrain.run.best import Best, best_in
 from meshtrain.run.processes import first_decides
@@ -60,6 +61,7 @@ class Evaluation:
         self._counted = jax.jit(counted)
         self._samples: Any = None
         if self.config.eval.samples:
+            assert isinstance(validation, TextBatches), "config.check refuses others"
             from meshtrain.evaluate.samples import TextSamples
 
             self._samples = TextSamples(program, validation)

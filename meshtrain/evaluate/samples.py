@@ -14,6 +14,9 @@ import numpy as np
 from meshtrain.config import Config
 from meshtrain.data.batches import TextBatches
 from meshtrain.data.permutation import key_of
+from meshtrain.data.template import find_template
+from meshtrain.data.tokenizer import load_tokenizer
+from meshtrain.generate.text import Conversations
 from meshtrain.rl.rollouts import Rollouts
 from meshtrain.step import Program, Tree
 
@@ -85,10 +88,6 @@ def _ends(config: Config, validation: TextBatches) -> frozenset[int]:
     tokenizer = validation.tokenizer
     ends = {tokenizer.end_of_document, *(stop.id for stop in tokenizer.boundaries.stops)}
     if config.data.format == "chat":
-        from meshtrain.data.template import find_template
-        from meshtrain.data.tokenizer import load_tokenizer
-        from meshtrain.generate.text import Conversations
-
         data = config.data
         marked = load_tokenizer(data.tokenizer, chat=True, begin=data.begin, end=data.end)
         template = find_template(data.template, data.tokenizer)

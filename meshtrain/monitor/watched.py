@@ -18,7 +18,7 @@ from meshtrain.config import Config, ConfigError, short
 from meshtrain.plan.estimate import Plan
 from meshtrain.report.facts import RunFacts, best, config_of, planned, sampled, written
 from meshtrain.report.rows import Columns
-from meshtrain.report.samples import of_row as samples_of
+from meshtrain.report.samples import samples_in
 from meshtrain.report.summary import Summary, summarise
 from meshtrain.run.best import Best, evaluation_of
 from meshtrain.run.directory import ALERTS, CONFIG, METRICS
@@ -149,7 +149,7 @@ class WatchedRun:
             left,
             life,
             faults,
-            next((of_row[0] for row in reversed(self._rows) if (of_row := samples_of(row))), None),
+            _newest_sample(self._rows),
         )
 
     def _summarise(
@@ -321,3 +321,9 @@ def _spent(sample: Row) -> dict[str, float]:
         if isinstance(phases, dict)
         else {}
     )
+
+
+def _newest_sample(rows: Iterable[Row]) -> tuple[str, str] | None:
+    """Returns the first sample of the newest evaluation, with its prompt."""
+    drawn = [samples[0] for row in rows if (samples := samples_in(row))]
+    return drawn[-1] if drawn else None

@@ -17,7 +17,7 @@ HEADS = ("step", "", "eval loss", "prompt", "text")
 MOST_EVALUATIONS = 12
 
 
-def of_row(row: Row) -> list[tuple[str, str]]:
+def samples_in(row: Row) -> list[tuple[str, str]]:
     """Returns the samples of a row, each with its prompt; none of a row that has others."""
     samples = row.get("samples")
     if not isinstance(samples, list):
@@ -40,7 +40,7 @@ def table(rows: Iterable[Row]) -> tuple[Cells, ...]:
     evaluations = [
         (step, row.get("eval_loss"), samples)
         for row in rows
-        if (step := integer(row.get("step"))) is not None and (samples := of_row(row))
+        if (step := integer(row.get("step"))) is not None and (samples := samples_in(row))
     ]
     if not evaluations:
         return ()

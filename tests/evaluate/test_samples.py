@@ -40,7 +40,7 @@ def trained(directory, text, steps=2, **sections):
         "model": {"layers": 2, "d_model": 16, "heads": 2, "d_ff": 32, "vocab_size": 257},
         "data": {"source": str(text), "validation_source": str(text)},
         "train": {"steps": steps, "global_batch_size": 4, "sequence_length": 48},
-        "optimizer": {"schedule": "constant"},
+        "optimizer": {"schedule": "constant", "learning_rate": 0.03, "warmup_steps": 0},
         "eval": {"every": 1, "batches": 1, "samples": 3},
     }
     for name, keys in sections.items():
@@ -77,11 +77,13 @@ def test_a_mesh_changes_no_sample(tmp_path, text, alone, mesh):
     assert trained(tmp_path / "run", text, **MESHES[mesh]) == alone[1]
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_has_the_samples_of_one_that_went_through(tmp_path, text, alone):
     trained(tmp_path / "run", text, steps=1)
     assert trained(tmp_path / "run", text) == alone[1]
 
 
+@pytest.mark.thorough
 def test_monitor_and_report_show_them(alone, capsys, tmp_path):
     directory, evaluations = alone
     newest = evaluations[-1][0]
