@@ -211,7 +211,8 @@ class DataConfig:
         "stdlib",
         "stdlib (the source of Python's standard library), a file or directory of text, prepared shards, mixture, or "
         "synthetic "
-        "(random tokens, for benchmarks); text and shards also by address (s3://BUCKET/PREFIX, gs://); of images a "
+        "(random tokens, for benchmarks); text and shards also by address (s3://BUCKET/PREFIX, gs://); "
+        "hf:NAME[:SPLIT[:COLUMN]], a dataset of Hugging Face's, of the hub or a directory; of images a "
         "folder with a folder for each class, arrays (.npz, or a folder "
         "of .npy), digits "
         "(scikit-learn's, 8 x 8), or synthetic",
@@ -353,6 +354,16 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class TransferConfig:
+    width: int = key(0, "model.d_model of the model whose rates these are; 0: this one's", least=0, resume=REFUSED)
+    depth: int = key(0, "its model.layers; 0: as many as here", least=0, resume=REFUSED)
+    head_dim: int = key(0, "its model.head_dim; 0: as here", least=0, resume=REFUSED)
+
+    def __bool__(self) -> bool:
+        return bool(self.width or self.depth or self.head_dim)
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     name: str = key("adamw", "the Optax optimizer", one_of=OPTIMIZERS, resume=REFUSED)
     learning_rate: float = key(1e-3, "peak learning rate", above=0.0)
@@ -380,6 +391,7 @@ class OptimizerConfig:
         0.0, "largest attention logit of a head: beyond it the weights of its queries and keys shrink after a step "
              "(QK-clip: Kimi K2 takes 100); 0: no clipping", least=0.0
     )
+    transfer: TransferConfig = field(default_factory=TransferConfig)
 
 
 @dataclass(frozen=True)
