@@ -134,9 +134,6 @@ class WatchedRun:
         if self._plan is None and columns.rows:
             self._plan = planned(self._config, None, columns, sampled_columns, [])
         summary = self._summarise(nodes, sampled_columns, stamp)
-        left = None
-        if summary.state == "going on" and summary.speed and summary.steps:
-            left = summary.speed.median * (summary.steps - summary.step)
         return Look(
             name,
             self.directory,
@@ -146,7 +143,7 @@ class WatchedRun:
             _phases(nodes, samples),
             tuple(lagging(samples)),
             _memory(columns, samples),
-            left,
+            _seconds_left(summary),
             life,
             faults,
             _newest_sample(self._rows),
@@ -327,3 +324,10 @@ def _newest_sample(rows: Iterable[Row]) -> tuple[str, str] | None:
     """Returns the first sample of the newest evaluation, with its prompt."""
     drawn = [samples[0] for row in rows if (samples := samples_in(row))]
     return drawn[-1] if drawn else None
+
+
+def _seconds_left(summary: Summary) -> float | None:
+    """Returns the seconds until the last step of a run that goes on; None where nobody knows."""
+    if summary.state == "going on" and summary.speed and summary.steps:
+        return summary.speed.median * (summary.steps - summary.step)
+    return None
