@@ -1,5 +1,6 @@
 """The optimizer: an Optax chain from the config, unmodified on sharded state."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -61,6 +62,9 @@ def make_optimizer(config: Config, layout: Layout) -> optax.GradientTransformati
     def make(weights: Tree, *more: Any) -> optax.GradientTransformation:
         return kind.make(o, rate, mask, weights, *more)
 
+    if o.transfer:
+        make = partial(_transferred, config)
+
     if not (kind.by_matrix or kind.orthogonalizes):
         optimizer = make(layout.updated)
     else:
@@ -72,7 +76,7 @@ def make_optimizer(config: Config, layout: Layout) -> optax.GradientTransformati
             spread = partial(orthogonal.orthogonalizer, layout)
             parts = (make(weights, spread) for weights in per_matrix.divide(layout.updated))
             optimizer = per_matrix.join(*parts)
-    if not kind.decays:
+    if not kind.decays or o.transfer:
         # Theirs differ in what the rate multiplies: here it is w -= rate * weight_decay * w for all, as in AdamW.
         optimizer = optax.chain(optimizer, _decay(rate, o.weight_decay, mask))
     if o.grad_clip:
@@ -80,6 +84,22 @@ def make_optimizer(config: Config, layout: Layout) -> optax.GradientTransformati
     if not config.model.moe.experts:
         return optimizer
     return _loads().optimize_loads(optimizer, config, layout)
+
+
+def _transferred(config: Config, weights: Tree) -> optax.GradientTransformation:
+    """Returns an optimizer whose gradients and steps have the factors of `model.transfer`, and which decays nothing."""
+    from meshtrain.model.transfer import factors
+
+    o = replace(config.optimizer, weight_decay=0.0)
+    made = OPTIMIZERS[o.name].make(o, learning_rate(config), None, weights)
+
+    def times(which: str) -> optax.GradientTransformation:
+        by = jax.tree.map(
+            lambda weight: getattr(factors(config, weight), which), weights, is_leaf=is_placed
+        )
+        return optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, by))
+
+    return optax.chain(times("gradient"), made, times("step"))
 
 
 def load_metrics(config: Config, layout: Layout, gradients: Tree) -> dict[str, jax.Array]:

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import ArrayLike
 
+from meshtrain import hub
 from meshtrain.checkpoint import restoring, steps
 from meshtrain.checkpoint.arrays import freed_blocks_returned
 from meshtrain.checkpoint.finding import no_best, problems, rank_by_eval_loss
@@ -189,7 +190,7 @@ def read_model(
 def _root_of(path: str | Path) -> tuple[Path, bool]:
     """Returns the absolute path, and whether a Hugging Face directory lies there; ConfigError if it is not a path."""
     try:
-        root = mirrored(path).expanduser().absolute()
+        root = mirrored(hub.directory(path)).absolute()
         return root, is_hf_directory(root)
     except (TypeError, OSError):
         raise ConfigError(
@@ -204,7 +205,7 @@ def read_config(
 
     Nothing is verified.
     """
-    root = mirrored(path).expanduser().absolute()
+    root = mirrored(hub.directory(path)).absolute()
     one = MeshConfig().shape
     if is_hf_directory(root):
         return _set_precision(replaced(config_of(root), mesh=one), precision)
@@ -217,7 +218,7 @@ def _adopted(
 ) -> Model:
     """Returns the model of a Hugging Face directory, with the adapters of a directory of PEFT's."""
     config = _set_precision(replaced(config_of(root), mesh=mesh.shape), precision)
-    adapters = None if adapter is None else Adapters(Path(adapter).expanduser(), config.model)
+    adapters = None if adapter is None else Adapters(hub.directory(adapter), config.model)
     config = with_adapters(config, adapters)
     check(config)
     program = Program(config, mesh, **how)

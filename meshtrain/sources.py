@@ -14,6 +14,7 @@ from typing import Any
 
 from meshtrain.registry import Registry, late
 
+DATASET = "hf:"  # begins the name of a dataset of Hugging Face's
 MIXTURE = "mixture"  # data.source where data.mixture names the sources
 
 
@@ -33,6 +34,11 @@ class SourceKind:
     rows: Callable[..., Any] | None = None
     images: Callable[..., Any] | None = None
     of_python: bool = False  # another version of Python has other content
+
+
+def is_dataset(source: str) -> bool:
+    """Returns whether a source is hf:NAME[:SPLIT[:COLUMN]], and no address of a store (hf://)."""
+    return source.startswith(DATASET) and not source.startswith(f"{DATASET}//")
 
 
 def has_documents(source: str) -> bool:

@@ -422,7 +422,7 @@ class Loop:
         return self.steps[key]
 
     def log(
-        self, step: int, metrics: dict[str, Any], evaluated: Mapping[str, float] | None = None
+        self, step: int, metrics: dict[str, Any], evaluated: Mapping[str, Any] | None = None
     ) -> Row:
         """Waits for the metrics of `step`, and hands the hooks its row, which holds those of an evaluation too."""
         self.supervision.heartbeat.phase("wait")
@@ -446,13 +446,16 @@ class Loop:
             hook.after_metrics(row, due)
         return row
 
-    def evaluate(self, state: State) -> dict[str, float]:
-        """Returns the metrics of validation."""
+    def evaluate(self, state: State) -> dict[str, Any]:
+        """Returns the metrics of validation, and the samples that are drawn beside them."""
         self.supervision.heartbeat.phase("wait")
         jax.block_until_ready(state)
         self.supervision.heartbeat.phase("eval")
         began = time.perf_counter()
-        values = self.evaluation.measure(state.params, platform(self.program.mesh) == "cpu")
+        values: dict[str, Any] = {
+            **self.evaluation.measure(state.params, platform(self.program.mesh) == "cpu"),
+            **self.evaluation.samples(state.params),
+        }
         self.measures.leave_out(time.perf_counter() - began)
         return values
 

@@ -44,6 +44,8 @@ def pytest_configure() -> None:
         [*FLAGS, given]
     ).strip()  # what the user sets comes last and wins
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # a test asks no hub that it has not set up itself
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
     fake_cpu_devices(DEVICES)
     os.environ.setdefault("XDG_CACHE_HOME", str(Path.home() / ".cache"))

@@ -78,6 +78,8 @@ NOT_HERE = {
     "python -m meshtrain.serve RUN": "serves until it is told to end; tests/serve/ has it",
     "python -m meshtrain.serve RUN --cache 64 --cache-seconds 3600": "likewise",
     "python -m meshtrain.serve RUN_A RUN_B --resident 1": "likewise",
+    "python -m meshtrain.generate Qwen/Qwen3-0.6B --prompt TEXT": "downloads it; tests/test_hub.py has a hub of its own",
+    "python -m meshtrain.adopt push HF_OUT ORG/NAME --private": "needs an account; tests/test_hub.py has a hub of its own",
     "python -m meshtrain.serve RUN --weights int8": "likewise",
     "python -m experiments.serving.weights": "trains for minutes; tests/evaluate/test_weights.py evaluates a model in "
     "each way",

@@ -1,8 +1,9 @@
-"""python -m meshtrain.adopt inspect | import | export | merge | config: weights, adapters and configs from and to
-others.
+"""python -m meshtrain.adopt inspect | import | export | merge | push | config: weights, adapters and configs from and
+to others.
 """
 
 import sys
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -16,6 +17,7 @@ HELP = {
     "import": "a Hugging Face directory as a checkpoint, which checkpoint.resume and every command take",
     "export": "weights as a directory that transformers loads",
     "merge": "weights with their LoRA adapters added, as a directory that transformers loads",
+    "push": "an exported directory to Hugging Face's hub, as one commit",
     "config": "a config of LLaMA-Factory (YAML) or DeepSpeed (JSON), or both, as one of ours",
 }
 
@@ -33,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "import": commands.run_import,
         "export": commands.run_export,
         "merge": commands.run_export,
+        "push": commands.run_push,
         "config": commands.run_config,
     }
     return functions[options.command](options)
@@ -78,6 +81,7 @@ def parser() -> Parser:
         parsers[name].add_argument("--dtype", choices=DTYPES, help=dtype)
         parsers[name].add_argument("--tokenizer", type=Path, metavar="DIR", help=tokenizer)
         parsers[name].add_trust()
+    _add_push(parsers["push"])
     parsers["config"].add_argument(
         "files", type=Path, nargs="+", metavar="FILE", help="what they are read from"
     )
@@ -86,6 +90,13 @@ def parser() -> Parser:
     parsers["config"].add_argument("--devices", type=whole_number, metavar="N", help=devices)
     parsers["config"].add_argument("--steps", type=whole_number, metavar="N", help=steps)
     return parser
+
+
+def _add_push(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("directory", type=Path, metavar="HF_DIR", help="what export or merge has written")
+    add("name", metavar="ORG/NAME", help="the repository, which is made")
+    add("--private", action="store_true", help="makes it a private one")
 
 
 if __name__ == "__main__":

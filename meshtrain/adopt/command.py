@@ -5,7 +5,9 @@ from collections import Counter
 
 import yaml
 
+from meshtrain import hub
 from meshtrain.adopt import extra_files
+from meshtrain.adopt.card import write_card
 from meshtrain.adopt.configs import convert
 from meshtrain.adopt.exporting import ExportSource, export, export_adapter, merged, open_weights
 from meshtrain.adopt.importing import import_weights
@@ -15,12 +17,13 @@ from meshtrain.errors import ConfigError, say, short
 from meshtrain.hf import loading
 from meshtrain.hf.hf_directory import TensorFiles, config_of
 from meshtrain.hf.mapping import Source, layers, mappings
-from meshtrain.hf_families import section_of
+from meshtrain.hf.peft import ADAPTER_CONFIG
+from meshtrain.hf_families import CONFIG, section_of
 from meshtrain.model.weights import adapters, parameters
 
 
 def run_inspect(options: argparse.Namespace) -> int:
-    directory = options.directory
+    directory = hub.directory(options.directory)
     section = section_of(directory)
     config = config_of(directory)
     files = TensorFiles(directory)
@@ -41,8 +44,10 @@ def run_inspect(options: argparse.Namespace) -> int:
 
 
 def run_import(options: argparse.Namespace) -> int:
-    config = config_of(options.directory, options.config, options.set)
-    program = import_weights(config, options.directory, options.out, options.adapter)
+    directory = hub.directory(options.directory)
+    config = config_of(directory, options.config, options.set)
+    adapter = options.adapter and hub.directory(options.adapter)
+    program = import_weights(config, directory, options.out, adapter)
     out = short(options.out)
     print(f"{out}: {program.layout.parameters:,} parameters, for checkpoint.resume: {out}")
     return DONE
@@ -74,6 +79,7 @@ def run_export(options: argparse.Namespace) -> int:
     dtype = options.dtype or "float32"
     base = config.model.weights or weights.hf_config.get("_name_or_path")
     export_adapter(config, weights.source, options.directory, dtype, base)
+    write_card(options.directory, weights, dtype, adapter=True)
     size = sum(weight.size for weight in adapters(config.model, config.lora))
     print(
         f"{short(options.directory)}: adapters of rank {config.lora.rank}, {size:,} parameters in {dtype}{of_step}"
@@ -101,11 +107,24 @@ def _export(
     )
     model = weights.config.model
     dtypes = " and ".join(sorted(set(untouched.values()))) or dtype
+    write_card(options.directory, weights, dtypes)
     print(f"{directory}: {parameters(model):,} parameters in {dtypes}{of_step}")
     if not tokenizer and not positions_of(model):
         say(
             f"no tokenizer was found beside the weights, so {directory} has none; --tokenizer DIR takes one."
         )
+    return DONE
+
+
+def run_push(options: argparse.Namespace) -> int:
+    directory = options.directory
+    names = (CONFIG, ADAPTER_CONFIG)
+    if not any((directory / name).is_file() for name in names):
+        raise ConfigError(
+            f"{short(directory)} is nothing to push: it has neither {' nor '.join(names)}; adopt export writes a "
+            "directory that has."
+        )
+    print(hub.push(directory, options.name, options.private))
     return DONE
 
 

@@ -13,7 +13,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -22,8 +22,10 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from meshtrain import hub
 from meshtrain.adopt import extra_files
 from meshtrain.adopt.extra_files import written_aside
+from meshtrain.checkpoint.manifest import StepManifest
 from meshtrain.config import Config
 from meshtrain.config.model import ModelConfig, positions_of
 from meshtrain.config.stacks import stack_of
@@ -80,12 +82,16 @@ class ExportSource:
     hf_config: dict[str, Any]  # the config.json they came from
     tokenizer: dict[str, Path]
     step: int | None  # None: of no run
+    losses: Mapping[str, float | None] = field(
+        default_factory=dict
+    )  # loss, eval loss; of no run none
 
 
 def open_weights(path: Path, step: Step = "newest", adapter: Path | None = None) -> ExportSource:
     """Returns the weights that a path names, with the adapters of a directory of PEFT's; ConfigError if it names none,
     or they have their own.
     """
+    path = hub.directory(path)
     weights = _open_directory(path) if is_hf_directory(path) else _open_run(path, step)
     if adapter is None:
         return weights
@@ -93,7 +99,7 @@ def open_weights(path: Path, step: Step = "newest", adapter: Path | None = None)
         raise ConfigError(
             f"{short(path)} has adapters of its own; --adapter is for a model without."
         )
-    adapters = peft.Adapters(adapter, weights.config.model)
+    adapters = peft.Adapters(hub.directory(adapter), weights.config.model)
 
     def source(weight: Weight, layer: int | None) -> np.ndarray:
         return (adapters.read if weight.adapter else weights.source)(weight, layer)
@@ -127,7 +133,9 @@ def _open_run(path: Path, step: Step) -> ExportSource:
     # what is trained is float32, whatever it began with
     dtypes = _imported_dtypes(path) if model.step == 0 else {}
     dtype = Counter(dtypes.values()).most_common(1)[0][0] if dtypes else config.precision.compute
-    return ExportSource(config, source, dtype, dtypes, hf_config, tokenizer, model.step)
+    saved = StepManifest.read(model.directory)
+    losses = {"loss": saved.loss, "eval loss": saved.eval_loss}
+    return ExportSource(config, source, dtype, dtypes, hf_config, tokenizer, model.step, losses)
 
 
 def _imported_dtypes(path: Path) -> dict[str, str]:

@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from meshtrain import hub
 from meshtrain.config import Config
 from meshtrain.config.places import local
 from meshtrain.data.copies import COPIES, TEMPLATES
@@ -85,7 +86,7 @@ def copy(directory: Path, to: Path, dtypes: Mapping[str, str]) -> None:
     each of its tensors.
     """
     fields = (
-        {"_name_or_path": str(directory.absolute())}
+        {"_name_or_path": hub.repository_of(directory) or str(directory.absolute())}
         | read_json(directory / CONFIG)
         | {DTYPES: dtypes}
     )

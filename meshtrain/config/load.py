@@ -199,7 +199,7 @@ def _fill_from_weights(config: Config, model_keys: Set[str]) -> Config:
         return config
     from meshtrain.hf_families import section_of
 
-    theirs = section_of(local(weights, config.data.cache_gib))
+    theirs = section_of(local(weights, config.data.cache_gib, "config.json"))
     try:
         _read_mapping({"model": theirs})
     except ConfigError as error:

@@ -12,7 +12,7 @@ from typing import Any
 from meshtrain.config.key import Key
 from meshtrain.errors import ConfigError, nearest, refusal, short
 from meshtrain.files import is_address, refuse_passing
-from meshtrain.sources import MIXTURE, SOURCES
+from meshtrain.sources import DATASET, MIXTURE, SOURCES, is_dataset
 
 CONFIGS = Path(__file__).parents[1] / "configs"  # in a checkout a link to those of the repository
 WORDS = ("", "auto", "never", "byte", MIXTURE)  # that keys of paths take besides
@@ -45,6 +45,9 @@ def config_file(source: str | os.PathLike[str]) -> str | Path:
 
 def from_file(path: str, folder: Path) -> str:
     """Returns a path that a file in `folder` names as it counts from the working directory."""
+    if is_dataset(path):
+        name, colon, rest = path.removeprefix(DATASET).partition(":")
+        return f"{DATASET}{from_file(name, folder)}{colon}{rest}"
     beside = folder / path
     if (
         path in WORDS
@@ -81,10 +84,17 @@ def placed(
     return entries
 
 
-def local(name: str, limit: float) -> Path:
-    """Returns the directory that a path names, or a copy of what an address does; of copies `limit` GiB are kept."""
+def local(name: str, limit: float, only: str | None = None) -> Path:
+    """Returns the directory that a path names, or a copy of what an address or a hub's name does; of copies `limit` GiB
+    are kept. `only`: the one file that is wanted of a hub's.
+    """
+    path = Path(name).expanduser()
+    if not is_address(name) and (path.is_dir() or "/" not in name):
+        return path
     if not is_address(name):
-        return Path(name).expanduser()
+        from meshtrain import hub
+
+        return hub.directory(name, only)
     from meshtrain.stores import local_copy
 
     try:

@@ -215,7 +215,8 @@ class DataConfig:
         "stdlib",
         "stdlib (the source of Python's standard library), a file or directory of text, prepared shards, mixture, or "
         "synthetic "
-        "(random tokens, for benchmarks); text and shards also by address (s3://BUCKET/PREFIX, gs://); of images a "
+        "(random tokens, for benchmarks); text and shards also by address (s3://BUCKET/PREFIX, gs://); "
+        "hf:NAME[:SPLIT[:COLUMN]], a dataset of Hugging Face's, of the hub or a directory; of images a "
         "folder with a folder for each class, arrays (.npz, or a folder "
         "of .npy), digits "
         "(scikit-learn's, 8 x 8), or synthetic",
@@ -357,6 +358,16 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class TransferConfig:
+    width: int = key(0, "model.d_model of the model whose rates these are; 0: this one's", least=0, resume=REFUSED)
+    depth: int = key(0, "its model.layers; 0: as many as here", least=0, resume=REFUSED)
+    head_dim: int = key(0, "its model.head_dim; 0: as here", least=0, resume=REFUSED)
+
+    def __bool__(self) -> bool:
+        return bool(self.width or self.depth or self.head_dim)
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     name: str = key("adamw", "the Optax optimizer", one_of=OPTIMIZERS, resume=REFUSED)
     learning_rate: float = key(1e-3, "peak learning rate", above=0.0)
@@ -384,6 +395,7 @@ class OptimizerConfig:
         0.0, "largest attention logit of a head: beyond it the weights of its queries and keys shrink after a step "
              "(QK-clip: Kimi K2 takes 100); 0: no clipping", least=0.0
     )
+    transfer: TransferConfig = field(default_factory=TransferConfig)
 
 
 @dataclass(frozen=True)
@@ -428,6 +440,8 @@ class EvalConfig:
     every: int = key(0, "steps between evaluations on the validation data; 0: never", least=0)
     batches: int = key(8, "batches of one evaluation; where fewer are held out, all of them once (of a mixture until "
                           "a source comes round)", least=1)
+    samples: int = key(0, "texts that the model goes on with at each evaluation, from the begins of validation rows; "
+                          "they are in its row, in monitor and report", least=0, most=64)
     patience: int = key(0, "evaluations in a row without a lower loss after which the run ends, done; 0: it takes all "
                            "its steps", least=0)
 

@@ -24,6 +24,7 @@ from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command, number_from, w
 from meshtrain.data import show
 from meshtrain.data.documents import documents
 from meshtrain.data.formats import wanted_for
+from meshtrain.data.hub_datasets import files_of
 from meshtrain.data.input_files import InputFile, find
 from meshtrain.data.manifest import SPLITS, Contents, ShardManifest, read_manifest
 from meshtrain.data.prepare import SKIPPED, describe_skipped, last_change, prepare, refusal_at
@@ -144,7 +145,10 @@ def parser() -> Parser:
 
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
-    kinds = "files or folders: text, Markdown, source, JSON Lines, each also .gz or .zst; .parquet"
+    kinds = (
+        "files or folders: text, Markdown, source, JSON Lines, each also .gz or .zst; .parquet; "
+    )
+    kinds += "hf:NAME[:SPLIT[:COLUMN]], a dataset of Hugging Face's, of the hub or on disk"
     parser.add_argument("--input", required=True, nargs="+", metavar="PATH", help=kinds)
     field = "field of a JSON Lines record, or column of Parquet, that holds the text"
     parser.add_argument("--text-field", default=PrepareOptions.text_field, help=field)
@@ -167,7 +171,10 @@ def _directory(text: str) -> Path:
     return Path(text)
 
 
-def _find(inputs: Sequence[str], contents: Contents = "text") -> list[InputFile]:
+def _find(
+    inputs: Sequence[str], contents: Contents = "text", text_field: str = PrepareOptions.text_field
+) -> list[InputFile]:
+    inputs = [files_of(each, contents, text_field) for each in inputs]
     result = find(inputs, wanted_for(contents))
     print(f"{len(result.files)} files, {result.size / 1e6:.1f} MB", file=sys.stderr)
     if result.ignored:
@@ -191,7 +198,7 @@ def _prepare(chosen: argparse.Namespace) -> None:
         chosen.begin,
         chosen.end,
     )
-    files = _find(chosen.input, chosen.format)
+    files = _find(chosen.input, chosen.format, chosen.text_field)
     output = chosen.output
     began = time.perf_counter()
     with _writing(output), _progress_bar() as progress:
@@ -271,7 +278,7 @@ def _show(chosen: argparse.Namespace) -> None:
 
 
 def _train_tokenizer(chosen: argparse.Namespace) -> None:
-    files = _find(chosen.input)
+    files = _find(chosen.input, text_field=chosen.text_field)
     skipped: Counter[str] = Counter()
 
     def texts() -> Iterator[str]:

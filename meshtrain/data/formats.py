@@ -157,13 +157,13 @@ def parquet_records(path: str) -> Iterator[dict[str, Any]]:
             parquet.ParquetFile(stream, page_checksum_verification=True) as file,
         ):
             for batch in file.iter_batches(batch_size=256):
-                yield from (_present(row) for row in batch.to_pylist())
+                yield from (present(row) for row in batch.to_pylist())
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise OSError(str(error)) from None
 
 
-def _present(value: Any) -> Any:
+def present(value: Any) -> Any:
     """The value without fields that are null: in a column every message has all fields that any has."""
     if isinstance(value, dict):
-        return {name: _present(field) for name, field in value.items() if field is not None}
-    return [_present(entry) for entry in value] if isinstance(value, list) else value
+        return {name: present(field) for name, field in value.items() if field is not None}
+    return [present(entry) for entry in value] if isinstance(value, list) else value

@@ -38,7 +38,7 @@ from meshtrain.data.token_rows import Windows
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError, nearest, refusal, short
 from meshtrain.files import is_address, refuse_passing
-from meshtrain.sources import MIXTURE, SOURCES, has_documents, has_text
+from meshtrain.sources import MIXTURE, SOURCES, has_documents, has_text, is_dataset
 from meshtrain.stores import listing
 
 BLOCK = 1 << 12
@@ -85,6 +85,10 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
         return opens(data, tokenizer)
     path = Path(os.path.expanduser(name))
     try:
+        if is_dataset(name):
+            from meshtrain.data.hub_datasets import files_of
+
+            return open_path(files_of(name, data.format, data.text_field), name, data, tokenizer)
         if is_address(name):
             if are_prepared(listing(name)):
                 return open_stored(name, data, tokenizer)

@@ -7,6 +7,7 @@ import argparse
 import math
 from typing import Any
 
+from meshtrain import hub
 from meshtrain.adopt.extra_files import run_of
 from meshtrain.config import Config
 from meshtrain.config.model import positions_of
@@ -36,6 +37,7 @@ Result = tuple[dict[str, Any], list[str]]
 
 
 def evaluate(options: argparse.Namespace) -> Result:
+    options.path = hub.directory(options.path)
     config = read_config(options.path, options.step, options.precision)
     if FAMILIES[config.model.family].images:
         return _images(options, config)

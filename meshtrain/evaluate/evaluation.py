@@ -19,6 +19,7 @@ import numpy as np
 
 from meshtrain.config import Config
 from meshtrain.data import SplitBatches
+from meshtrain.data.batches import TextBatches
 from meshtrain.model.loss import counted
 from meshtrain.run.best import Best, best_in
 from meshtrain.run.processes import first_decides
@@ -58,6 +59,12 @@ class Evaluation:
         self.start = start
         self.best = Best(**first_decides(lambda: asdict(best_in(metrics))))
         self._counted = jax.jit(counted)
+        self._samples: Any = None
+        if self.config.eval.samples:
+            assert isinstance(validation, TextBatches), "config.check refuses others"
+            from meshtrain.evaluate.samples import TextSamples
+
+            self._samples = TextSamples(program, validation)
 
     def due(self, step: int) -> bool:
         """Returns whether an evaluation follows `step`."""
@@ -89,6 +96,10 @@ class Evaluation:
         )
         means, _ = averages(batches, measured)
         return dict(zip(names, means, strict=True))
+
+    def samples(self, params: Tree) -> dict[str, list[dict[str, str]]]:
+        """Returns the texts of `eval.samples` as `samples`; nothing where none are asked for."""
+        return {"samples": self._samples.draw(params)} if self._samples else {}
 
     def is_best(self, step: int, loss: float) -> bool:
         """Records an evaluation and returns whether to save its state as the best so far."""

@@ -27,6 +27,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import jax
 
+from meshtrain import hub
 from meshtrain.adopt import extra_files
 from meshtrain.checkpoint.stored import mirrored
 from meshtrain.config import Config, MeshConfig, check, replaced
@@ -200,8 +201,9 @@ def open_model(
     fit; `precision` computes and holds the weights (by default what the run computed in), but for those that `weights`
     (float8, int8) holds. ConfigError for what has no weights, no tokenizer, or no text.
     """
-    root = mirrored(path) if is_address(str(path)) else Path(path).expanduser()
-    _check_there(root, str(path))
+    given = str(path)
+    root = mirrored(path) if is_address(given) else hub.directory(path)
+    _check_there(root, given)
     _check_kinds(precision, weights)
     config = read_config(root, step, precision)
     if FAMILIES[config.model.family].images:
@@ -237,7 +239,7 @@ def open_model(
         tokenizer,
         frozenset(i for i in ends if i < vocabulary),
         template,
-        extra_files.run_of(Path(os.path.realpath(root))).name,
+        Path(hub.repository_of(root) or extra_files.run_of(Path(os.path.realpath(root)))).name,
         usual,
         longest,
         marked,
@@ -348,13 +350,6 @@ def _check_there(root: Path, given: str) -> None:
     )
     if near := nearest(root.name, there):
         raise ConfigError(f"there is no directory {short(given)}{near}")
-    owner, _, model = given.partition("/")
-    if model and "/" not in model and not given.startswith((".", "~")) and not Path(owner).is_dir():
-        raise ConfigError(
-            f"there is no directory {short(given)}; a repository of Hugging Face's is not downloaded here, so do that "
-            "first "
-            f"(hf download {short(given)} --local-dir {short(model)}) and give {short(model)}."
-        )
     raise ConfigError(f"there is no directory {short(given)}; {legal}")
 
 

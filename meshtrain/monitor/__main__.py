@@ -205,6 +205,9 @@ def _block(look: Look, width: int) -> Iterator[Text]:
     is_alive = summary.state in ("going on", "stalled")
     if look.columns.known("loss").size:
         yield _losses(look, summary, width)
+    if look.sample:
+        prompt, text = (" ".join(part.split()) for part in look.sample)
+        yield Text.assemble("  sample ", (prompt, "dim"), " │ ", text)
     if summary.patience_left and is_alive:
         yield Text(f"  ends after {summary.patience_left} more without a lower eval loss", "dim")
     if figures := list(_figures(look)):

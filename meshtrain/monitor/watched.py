@@ -18,6 +18,7 @@ from meshtrain.config import Config, ConfigError, short
 from meshtrain.plan.estimate import Plan
 from meshtrain.report.facts import RunFacts, best, config_of, planned, sampled, written
 from meshtrain.report.rows import Columns
+from meshtrain.report.samples import samples_in
 from meshtrain.report.summary import Summary, summarise
 from meshtrain.run.best import Best, evaluation_of
 from meshtrain.run.directory import ALERTS, CONFIG, METRICS
@@ -60,6 +61,9 @@ class Look:
         ""  # of a supervised run: which generation goes on, and who has been silent for longest
     )
     faults: tuple[Failure, ...] = ()
+    sample: tuple[str, str] | None = (
+        None  # the prompt and the text of the newest evaluation's first
+    )
 
     @property
     def ended(self) -> bool:
@@ -70,7 +74,7 @@ class Look:
         """Returns the look for programs: the figures are those of `report --json`, of the last rows."""
         about = {
             name: getattr(self, name)
-            for name in ("alerts", "phases", "lagging", "memory", "left", "life")
+            for name in ("alerts", "phases", "lagging", "memory", "left", "life", "sample")
         }
         summary = None if self.summary is None else asdict(self.summary)
         return plain(
@@ -130,9 +134,6 @@ class WatchedRun:
         if self._plan is None and columns.rows:
             self._plan = planned(self._config, None, columns, sampled_columns, [])
         summary = self._summarise(nodes, sampled_columns, stamp)
-        left = None
-        if summary.state == "going on" and summary.speed and summary.steps:
-            left = summary.speed.median * (summary.steps - summary.step)
         return Look(
             name,
             self.directory,
@@ -142,9 +143,10 @@ class WatchedRun:
             _phases(nodes, samples),
             tuple(lagging(samples)),
             _memory(columns, samples),
-            left,
+            _seconds_left(summary),
             life,
             faults,
+            _newest_sample(self._rows),
         )
 
     def _summarise(
@@ -316,3 +318,16 @@ def _spent(sample: Row) -> dict[str, float]:
         if isinstance(phases, dict)
         else {}
     )
+
+
+def _newest_sample(rows: Iterable[Row]) -> tuple[str, str] | None:
+    """Returns the first sample of the newest evaluation, with its prompt."""
+    drawn = [samples[0] for row in rows if (samples := samples_in(row))]
+    return drawn[-1] if drawn else None
+
+
+def _seconds_left(summary: Summary) -> float | None:
+    """Returns the seconds until the last step of a run that goes on; None where nobody knows."""
+    if summary.state == "going on" and summary.speed and summary.steps:
+        return summary.speed.median * (summary.steps - summary.step)
+    return None

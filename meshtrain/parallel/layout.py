@@ -12,7 +12,7 @@ Where layers are of several kinds, each kind's weights lie so in a stack of thei
 """
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -347,6 +347,10 @@ class Layout(Shown):
         drawn = nnx.to_pure_dict(
             nnx.state(Decoder(self.config.model, nnx.Rngs(params=key), self.config.lora))
         )
+        if self.config.optimizer.transfer:
+            from meshtrain.model.transfer import begun
+
+            drawn = self.map(partial(begun, self.config), drawn)
         return self.map(
             lambda weight, x: self.stored(weight, x.astype(self.dtype(weight))), self.live(drawn)
         )

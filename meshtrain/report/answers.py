@@ -53,8 +53,8 @@ def read(path: Path) -> AnswerSamples:
                     f"{step:,}",
                     kind,
                     _number(row.get("reward")),
-                    _cut(_text(prompt)),
-                    _cut(answer),
+                    cut(_text(prompt)),
+                    cut(answer),
                     _number(row.get("advantage")),
                     _group(row.get("group_rewards")),
                 )
@@ -75,7 +75,7 @@ def _text(prompt: str | list[Any]) -> str:
     return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in messages)
 
 
-def _cut(text: str) -> str:
+def cut(text: str) -> str:
     """Returns a text in its lines, without its middle where it is long."""
     if len(text) > BEGIN + END:
         text = f"{text[:BEGIN]} … {text[-END:]}"

@@ -18,7 +18,8 @@ from meshtrain.errors import Unreadable
 from meshtrain.plan.estimate import Plan, plan
 from meshtrain.plan.shapes import model_flops
 from meshtrain.report import answers, experts, rows
-from meshtrain.report.answers import AnswerSamples
+from meshtrain.report import samples as texts
+from meshtrain.report.answers import AnswerSamples, Cells
 from meshtrain.report.experts import ExpertLoads
 from meshtrain.report.rows import Columns
 from meshtrain.run.best import Best, best_in
@@ -94,6 +95,7 @@ class RunFacts:
     survived: Survived | None = None
     loads: ExpertLoads | None = None  # of the newest row that tells them
     answers: AnswerSamples | None = None
+    texts: tuple[Cells, ...] = ()  # that evaluations have drawn
     disagreed: int | None = None  # the last step in which drawing and training did
     notes: tuple[str, ...] = ()  # what could not be read, in sentences
 
@@ -142,6 +144,7 @@ def gather(directory: Path, cluster: str | None = None) -> RunFacts:
         survived=_survived(directory, notes),
         loads=experts.newest(directory / METRICS) if config and config.model.moe.experts else None,
         answers=drawn,
+        texts=texts.read(directory / METRICS),
         disagreed=_disagreed(directory),
         notes=tuple(notes),
     )

@@ -19,6 +19,7 @@ from meshtrain.report.experts import ExpertLoads
 from meshtrain.report.experts import picture as picture_of_loads
 from meshtrain.report.facts import RunFacts
 from meshtrain.report.measured import Bounds, MemoryUse, Speed, TimeShare
+from meshtrain.report.samples import HEADS as SAMPLED
 from meshtrain.report.summary import (
     Summary,
     alerts_by_rule,
@@ -122,6 +123,12 @@ def sections(facts: RunFacts, summary: Summary) -> Iterator[Section]:
         yield _experts(facts.loads)
     if facts.answers is not None and facts.answers.rows:
         yield _answers(facts.answers)
+    if facts.texts:
+        about = (
+            "The model goes on with the begins of validation texts, with the same noise each time."
+        )
+        table = Grid(SAMPLED, facts.texts, "samples", newest=False, texts=True)
+        yield Section("Samples", (about,), table=table)
     if facts.survived is not None:
         yield _faults(facts)
     if facts.alerts:

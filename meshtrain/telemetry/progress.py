@@ -1,4 +1,4 @@
-"""Shows how a run or an evaluation goes on: a bar on a terminal, elsewhere one plain line now and then."""
+"""Shows how a run or an evaluation goes on: a line for each row that is due, and a bar below them on a terminal."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ class TerminalBar:
 
 
 class Reporter(TerminalBar, RunHook):
-    """Shows rows of metrics; use it as a context. `write` prints a sentence above the bar."""
+    """Shows rows of metrics, samples too; use it as a context. `write` prints a sentence above the bar."""
 
     def __init__(self, steps: int, start: int, quiet: bool = False) -> None:
         self.steps = steps
@@ -77,7 +77,7 @@ class Reporter(TerminalBar, RunHook):
             os.dup2(nowhere.fileno(), self.console.file.fileno())
 
     def after_metrics(self, row: Row, due: bool) -> None:
-        """Shows a step's metrics where they are due, and moves the bar."""
+        """Shows a step's metrics as a line where they are due, and moves the bar."""
         self.seconds = [*self.seconds[-19:], row["step_seconds"]]
         text = f"loss {row['loss']:z.4f}  "
         for name, metric in (("reward", "rl/reward"), ("from the teacher", "rl/teacher_kl")):
@@ -90,14 +90,15 @@ class Reporter(TerminalBar, RunHook):
             text += f"  eval loss {row['eval_loss']:.4f}"
         if "eval_accuracy" in row:
             text += f"  accuracy {row['eval_accuracy']:.1%}"
+        if due:
+            left = sorted(self.seconds)[len(self.seconds) // 2] * (self.steps - row["step"])
+            # Less than a second is still more than nothing; a bar says it itself.
+            ending = "" if self.bar else f"  {duration(round(left) or left)} left"
+            self.write(f"step {row['step']}/{self.steps}  {text}{ending}")
         if self.bar:
             self.bar.update(self.task, completed=row["step"], description=text)
-        elif due:
-            left = sorted(self.seconds)[len(self.seconds) // 2] * (self.steps - row["step"])
-            # Less than a second is still more than nothing.
-            self.write(
-                f"step {row['step']}/{self.steps}  {text}  {duration(round(left) or left)} left"
-            )
+        for sample in row.get("samples", ()):
+            self.write(f"sample: {sample['prompt']} │ {sample['text']}")
 
 
 LINES_EVERY = 10.0  # seconds between two lines of an evaluation

@@ -141,7 +141,7 @@ def test_a_conversation_that_grows_too_long_loses_its_oldest_messages_and_says_s
         ("tinny --prompt x", "directory tinny; did you mean tiny?"),
         (
             "org/Model-8B --prompt x",
-            "directory org/Model-8B; ... is not downloaded",
+            "directory org/Model-8B, ... hf download org/Model-8B --local-dir Model-8B",
         ),
         ("tiny --chat --prompt x", "--prompt and --chat are given"),
         (

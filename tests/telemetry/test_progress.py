@@ -51,6 +51,27 @@ def test_on_a_terminal_a_bar_stands_there_while_the_first_step_compiles(monkeypa
         assert "3/10" in terminal.getvalue() and "compiling" in terminal.getvalue()
 
 
+def test_on_a_terminal_rows_that_are_due_stand_above_the_bar(monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with Reporter(10, 0) as report:
+        report.after_metrics(ROW, due=True)
+        report.after_metrics(ROW | {"step": 3, "loss": 7.5}, due=False)
+        report.after_metrics(ROW | {"step": 4}, due=True)
+    lines = [line for line in terminal.getvalue().splitlines() if "step " in line]
+    assert [line.partition("step ")[2][:4] for line in lines] == ["2/10", "4/10"]
+    assert "left" not in lines[0].partition("tokens/s")[2] and "━" in terminal.getvalue()
+
+
+def test_samples_of_an_evaluation_are_lines_of_their_own(capsys):
+    with Reporter(10, 0) as report:
+        samples = [{"prompt": "one and", "text": " two"}, {"prompt": "x", "text": "\x1b[2J"}]
+        report.after_metrics(ROW | {"samples": samples}, due=True)
+    _, first, second = capsys.readouterr().out.splitlines()
+    assert first == "sample: one and │  two" and "\x1b" not in second
+
+
 def test_other_processes_of_a_run_say_nothing(capsys):
     with Reporter(10, 0, quiet=True) as report:
         report.after_metrics(ROW, due=True)

@@ -1,0 +1,96 @@
+"""Rates that hold at every size: what `optimizer.transfer` makes of each weight's beginning and of its steps.
+
+    m = model.d_model / transfer.width          k = model.layers / transfer.depth
+
+    weight                              begins times    steps times    gradients times
+    embedding, positions                1               1              m
+    matrices of a layer                 1 / sqrt m      1 / m          m k
+      that lead into the stream         1 / (k sqrt m)  1 / (m k)      m
+      that lead to experts' scores      1 / m           1 / m          m k
+    norms and biases of a layer         1               1              m k
+    norm of the head                    1 / m           1 / m          1
+    weight of the head                  1               1              m
+
+By width this is muP (Yang et al. 2022, "Tensor Programs V", table 8) for Adam; by depth CompleteP with alpha 1 (Dey et
+al. 2025, "Don't be lazy: CompleteP enables compute-efficient deep transformers", table 1): each branch of a layer is
+added with 1 / k. Decoupled weight decay is not multiplied, which is CompleteP's rule. No factor stands in the model, so
+that a file of weights says all: weights that lead into the stream hold 1 / k (under `post_norms` these norms do), and
+the head's norm holds the logits' 1 / m. A step of Adam is then as much smaller as the weight is. Gradients are
+multiplied for `optimizer.eps` alone, beside which they would shrink. Where heads are wider than `transfer.head_dim`,
+scores are divided by their width and not by its root: queries hold that factor.
+
+Without JAX.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from meshtrain.config import Config
+from meshtrain.config.model import ModelConfig
+
+SCORES = ("routes", "one")  # axes of outputs whose number does not grow with the width
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The factors of the values that a weight begins with, of its steps, and of its gradients."""
+
+    begin: float = 1.0
+    step: float = 1.0
+    gradient: float = 1.0
+
+
+def factors(config: Config, weight: Any) -> Factors:
+    """Returns the factors of a weight, a `Weight` or a `Placed`."""
+    model = config.model
+    transfer = config.optimizer.transfer
+    width = model.d_model / (transfer.width or model.d_model)
+    depth = model.layers / (transfer.depth or model.layers)
+    if not weight.stacked:
+        return _outside(model, weight, width)
+    scaled = _scaled(model, transfer.head_dim, weight, depth)
+    if not weight.decayed:
+        return Factors(scaled, scaled, width * depth * scaled)
+    begin = scaled * width ** -(1.0 if weight.axes[-1] in SCORES else 0.5)
+    # The table has its beginning for as many layers as there are.
+    begin *= depth**0.5 if weight.axes[-1] == "embed" else 1.0
+    return Factors(begin, scaled / width, width * depth * scaled)
+
+
+def _outside(model: ModelConfig, weight: Any, width: float) -> Factors:
+    """Returns the factors of a weight that is of no layer."""
+    embedding = width**-0.5 if model.scaled_embedding else 1.0
+    scaled = 1.0
+    if weight.name.startswith("embedding."):
+        scaled = embedding
+    elif weight.name.startswith("head.norm."):
+        # A head that is the embedding has the factor of that already.
+        scaled = 1 / width / (embedding if model.tied_head else 1.0)
+    elif not weight.decayed:
+        return Factors()
+    return Factors(scaled, scaled, width * scaled)
+
+
+def _scaled(model: ModelConfig, head_dim: int, weight: Any, depth: float) -> float:
+    """Returns the factor of a branch, or of scores, that a weight of a layer holds."""
+    if is_added(model, weight):
+        return 1 / depth
+    name = weight.name.partition(".")[2]
+    queries = ("attention.q_norm.scale",) if model.qk_norm else ("attention.q", "attention.q_bias")
+    return ((head_dim or model.head_dim) / model.head_dim) ** 0.5 if name in queries else 1.0
+
+
+def is_added(model: ModelConfig, weight: Any) -> bool:
+    """Returns whether a weight of a layer is the last before its branch is added to the stream."""
+    if model.post_norms:
+        return "_post_norm." in weight.name
+    module = weight.name.rpartition(".")[0]
+    return bool(weight.axes[-1] == "embed" and not module.endswith("norm"))
+
+
+def begun(config: Config, weight: Any, values: Any) -> Any:
+    """Returns the values that a weight begins with, from those of the table."""
+    begin = factors(config, weight).begin
+    # A norm by 1 + scale.
+    beyond = float(config.model.norm_plus_one and weight.name.endswith("norm.scale"))
+    return values * begin + beyond * (begin - 1)
