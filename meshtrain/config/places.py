@@ -92,9 +92,9 @@ def local(name: str, limit: float, only: str | None = None) -> Path:
     if not is_address(name) and (path.is_dir() or "/" not in name):
         return path
     if not is_address(name):
-        from meshtrain import hub
+        from meshtrain.hub import directory
 
-        return hub.directory(name, only)
+        return directory(name, only)
     from meshtrain.stores import local_copy
 
     try:

@@ -25,6 +25,7 @@ from meshtrain.generate.programs import Decoding, Picked, Slots, pick
 from meshtrain.generate.resharding import Parts
 from meshtrain.generate.sampling import SamplingArrays, sample
 from meshtrain.model.dropout import NO_DROPOUT
+from meshtrain.model.prediction import depths
 from meshtrain.model.rope import sequences
 from meshtrain.step import Program
 
@@ -37,8 +38,7 @@ class DraftingForward(DecodingForward):
 
     def __init__(self, program: Program, slots: int, length: int) -> None:
         super().__init__(program, slots, length)
-        predictions = program.local.forward.predictions
-        if predictions is None:
+        if not program.config.model.mtp:
             raise ConfigError(
                 "a draft is asked for, but the model has no layer that predicts further tokens: model.mtp is 0."
             )
@@ -47,7 +47,8 @@ class DraftingForward(DecodingForward):
                 "a draft is asked for, but what linear attention of model.pattern has read stays in its memory; leave "
                 "it out."
             )
-        self._graph = predictions.graphs["depth_0"]
+        name, *_ = depths(program.config.model)
+        self._graph, _ = nnx.split(getattr(program.local.forward.decoder.mtp, name))
 
     def draft(
         self, weights: Parts, stream: jax.Array, tokens: jax.Array, positions: jax.Array, mixer: Any

@@ -435,7 +435,7 @@ def _split(stacked: Tree, sizes: list[int], some: np.ndarray) -> list[Tree]:
     def split(leaf: Array) -> list[Array]:
         if len(leaf) == sum(sizes):
             # its gradient is one concatenation
-            return lax.split(leaf, sizes)
+            return list(lax.split(leaf, sizes))
         of_pieces = np.split(np.isin(np.arange(sum(sizes)), some), np.cumsum(sizes)[:-1])
         ends = np.cumsum([has.sum() for has in of_pieces])
         return [
