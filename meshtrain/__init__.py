@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from meshtrain.checkpoint import CheckpointError as CheckpointError
     from meshtrain.config import Config as Config
     from meshtrain.config import ConfigError as ConfigError
-    from meshtrain.config import load as load
+    from meshtrain.config.load import load as load
     from meshtrain.data import open_data as open_data
     from meshtrain.mesh import fake_devices as fake_devices
     from meshtrain.mesh import make_mesh as make_mesh
