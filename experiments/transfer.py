@@ -21,7 +21,7 @@ from meshtrain.config import Config, load
 from meshtrain.data import open_data
 from meshtrain.draw import svg
 from meshtrain.mesh import fake_devices
-from meshtrain.model.layers import Block
+from meshtrain.model.decoder import Block
 from meshtrain.step import Program
 
 BASE = {"width": 64, "depth": 2}

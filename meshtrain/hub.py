@@ -1,7 +1,9 @@
 """Names of Hugging Face's hub where a directory is wanted: meta-llama/Llama-3.2-1B, or with @REVISION behind it.
 
-directory("org/Name") ──► is a directory of this name here? ──► itself
-                      └─► huggingface_hub (extra `hub`): its cache, where it is not there yet the hub
+    directory("org/Name") ──► is a directory of this name here? ──► itself
+                          └─► huggingface_hub (extra `hub`): its cache, where it is not there yet the hub
+
+Only files of the names in `FILES` are fetched.
 """
 
 import os

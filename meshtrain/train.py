@@ -17,7 +17,6 @@ if __name__ == "__main__":
     # wrong usage and --help do not wait for JAX
     _parser().parse_args()
 
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +37,6 @@ from meshtrain.data import Loader, SplitBatches, open_data, resolve_epochs
 from meshtrain.data.batches import digests
 from meshtrain.errors import Unreadable, say
 from meshtrain.evaluate.evaluation import Evaluation
-from meshtrain.families import FAMILIES
 from meshtrain.files import cache_directory
 from meshtrain.inputs import a_config, inputs
 from meshtrain.mesh import join_cluster, platform
@@ -57,7 +55,7 @@ from meshtrain.step import Program, State, TrainStep
 from meshtrain.survive.supervision import Supervision, note
 from meshtrain.telemetry.hub import watch
 from meshtrain.telemetry.measured import Measured, measured
-from meshtrain.telemetry.progress import Reporter
+from meshtrain.telemetry.progress import Reporter, next_commands
 from meshtrain.units import size
 
 if TYPE_CHECKING:
@@ -90,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cache_compiled(cache_directory() / "compiled", CACHE)
         result = train(config)
         if result.exit_code != FAILED and is_first():
-            print(_commands(config))
+            print(next_commands(config))
         return result.exit_code
     except ConfigError as error:
         note("config", str(error))
@@ -543,19 +541,6 @@ def _closing(evaluation: Evaluation, step: int, save: Mapping[str, float]) -> It
             f"last save: {size / 1e6:.1f} MB in {seconds:.2f} s, {blocking:.3f} s of them blocking"
         )
     yield from evaluation.closing(step)
-
-
-def _commands(config: Config) -> str:
-    """Returns where a run is, and the commands that look at it."""
-    run = shlex.quote(config.run.directory)
-    use = (
-        f"evaluate {run}"
-        if FAMILIES[config.model.family].images
-        else f"generate {run} --prompt TEXT"
-    )
-    return "\n  meshtrain ".join(
-        [f"the run is in {run}", f"report {run}", f"checkpoint ls {run}", use]
-    )
 
 
 callable_as(__name__, train)

@@ -109,7 +109,7 @@ FORMS = {
     "python -m meshtrain.telemetry catalogue|dashboard|rules": [],
     "python -m meshtrain.keys [KEY]": ["python -m meshtrain.keys mesh.data"],
     "python -m meshtrain.completion bash|zsh": [],  # needs shtab; tests/test_cli.py has it complete
-    "python -m meshtrain.adopt inspect | import | export | merge | config": [],
+    "python -m meshtrain.adopt inspect | import | export | merge | push | config": [],
 }
 HF_DIR = str(ROOT / "tests" / "adopt" / "golden" / "llama3")
 PLACEHOLDERS = {

@@ -168,7 +168,7 @@ class _Clock:
         if group.size == ranks or op.kind == "collective-permute":
             return group
         first, second, *_ = replica_groups(op.attributes, self.mesh.size)[0]
-        return self.cluster.of_legs([(ranks, second - first)])
+        return self.cluster.join_legs([(ranks, second - first)])
 
     def _instruction(self, computation: str, op: Operation) -> Timed:
         moved = self.work.moved(computation, op)

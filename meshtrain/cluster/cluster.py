@@ -124,14 +124,14 @@ class Cluster:
         # a search asks half a million times
         if (name, mesh) not in self._axes:
             axes = mesh.expert_axes if name == EXPERT else name.split("+")
-            self._axes[name, mesh] = self.of_legs((mesh.ways(axis), mesh.stride(axis)) for axis in axes)
+            self._axes[name, mesh] = self.join_legs((mesh.ways(axis), mesh.stride(axis)) for axis in axes)
         return self._axes[name, mesh]
 
     @functools.cached_property
     def _axes(self) -> dict[tuple[str, MeshConfig], Group]:
         return {}
 
-    def of_legs(self, legs: Iterable[tuple[int, int]]) -> Group:
+    def join_legs(self, legs: Iterable[tuple[int, int]]) -> Group:
         """The group of the devices that legs span together, each (how many, how far apart in the numbering)."""
         return self._group(tuple(leg for leg in legs if leg[0] > 1) or ((1, 1),))
 

@@ -191,8 +191,8 @@ class PrecisionConfig:
         least=0, counts=_uses_float8
     )
     float8_gather: bool = key(
-        True, "gather what is rounded: over tensor with sequence_parallel, and weights over data, blockwise those whose "
-              "shards have blocks whole", counts=_uses_float8)
+        True, "gather what is rounded: over tensor with sequence_parallel, and weights over data, with blockwise those "
+              "whose shards have blocks whole", counts=_uses_float8)
     float8_frozen: bool = key(
         True, "hold frozen weights of the layers' products in float8, half their bytes, those of skipped layers too; "
               "they are saved as what they "

@@ -210,7 +210,7 @@ def against(
     model: ModelConfig,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
-    """Returns attention of queries [S, T, H, K] to a cache where `visible` [S, T, P]: [S*T, H*K] in q's dtype.
+    """Returns attention of queries [S, T, H, K] to a cache where `visible` [S, T, P]: [S T, H K] in q's dtype.
 
     The same sums in the same precision as `model.attention.blockwise` does.
     """

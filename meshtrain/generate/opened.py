@@ -202,7 +202,7 @@ def open_model(
     (float8, int8) holds. ConfigError for what has no weights, no tokenizer, or no text.
     """
     given = str(path)
-    root = mirrored(path) if is_address(given) else hub.directory(path)
+    root = mirrored(path if is_address(given) else hub.directory(path))
     _check_there(root, given)
     _check_kinds(precision, weights)
     config = read_config(root, step, precision)

@@ -1,4 +1,4 @@
-"""What a chunk of the delta rule adds and asks for, as one kernel on GPUs, in Pallas for Triton.
+"""Computes what a chunk of the delta rule adds and asks for, as one kernel on GPUs, in Pallas for Triton.
 
 A program has one chunk of one head: what `delta_rule` computes by halves, through memory each time, stays in registers
 here. Decays are one number a head (`kda` has one a channel, and no kernel).
@@ -21,7 +21,7 @@ TILE = 32  # columns of keys and values that a program has at once
 
 
 class Refs(NamedTuple):
-    """What a program reads of its chunk; each a reference, an array or its BlockSpec, or None."""
+    """The arrays that a program reads of its chunk; each a reference, an array or its BlockSpec, or None."""
 
     q: Any  # [C, K], as k
     k: Any
@@ -77,7 +77,7 @@ def _specs(chunk: int, given: Refs) -> Refs:
 
 
 class Decays(NamedTuple):
-    """What is left of a chunk, 0 where a document ends in between."""
+    """The shares that are left of a chunk, 0 where a document ends in between."""
 
     pairs: Any  # [C, C], of token j at token i; 0 for j > i
     start: Any  # [C, 1], of the state before the chunk

@@ -32,7 +32,7 @@ SCORES = ("routes", "one")  # axes of outputs whose number does not grow with th
 
 
 @dataclass(frozen=True)
-class Factors:
+class TransferFactors:
     """The factors of the values that a weight begins with, of its steps, and of its gradients."""
 
     begin: float = 1.0
@@ -40,7 +40,7 @@ class Factors:
     gradient: float = 1.0
 
 
-def factors(config: Config, weight: Any) -> Factors:
+def factors(config: Config, weight: Any) -> TransferFactors:
     """Returns the factors of a weight, a `Weight` or a `Placed`."""
     model = config.model
     transfer = config.optimizer.transfer
@@ -50,14 +50,14 @@ def factors(config: Config, weight: Any) -> Factors:
         return _outside(model, weight, width)
     scaled = _scaled(model, transfer.head_dim, weight, depth)
     if not weight.decayed:
-        return Factors(scaled, scaled, width * depth * scaled)
+        return TransferFactors(scaled, scaled, width * depth * scaled)
     begin = scaled * width ** -(1.0 if weight.axes[-1] in SCORES else 0.5)
     # The table has its beginning for as many layers as there are.
     begin *= depth**0.5 if weight.axes[-1] == "embed" else 1.0
-    return Factors(begin, scaled / width, width * depth * scaled)
+    return TransferFactors(begin, scaled / width, width * depth * scaled)
 
 
-def _outside(model: ModelConfig, weight: Any, width: float) -> Factors:
+def _outside(model: ModelConfig, weight: Any, width: float) -> TransferFactors:
     """Returns the factors of a weight that is of no layer."""
     embedding = width**-0.5 if model.scaled_embedding else 1.0
     scaled = 1.0
@@ -67,8 +67,8 @@ def _outside(model: ModelConfig, weight: Any, width: float) -> Factors:
         # A head that is the embedding has the factor of that already.
         scaled = 1 / width / (embedding if model.tied_head else 1.0)
     elif not weight.decayed:
-        return Factors()
-    return Factors(scaled, scaled, width * scaled)
+        return TransferFactors()
+    return TransferFactors(scaled, scaled, width * scaled)
 
 
 def _scaled(model: ModelConfig, head_dim: int, weight: Any, depth: float) -> float:

@@ -348,9 +348,9 @@ def _add_linear_attention(model: ModelConfig, add: Callable[..., None]) -> None:
 
         decay = -exp(decay_log) softplus(x decay + decay_bias), so that heads begin with memories of different lengths
 
-    kda        decay_down [embed, latent], decay_up [latent, heads, K] in the place of decay, decay_bias [heads, K];
-               likewise z
-    mamba2     no beta; q, k, v_conv_bias, skip [heads], norm.scale [heads, V]
+        kda       decay_down [embed, latent], decay_up [latent, heads, K] in the place of decay, decay_bias [heads, K];
+                  likewise z
+        mamba2    no beta; q, k, v_conv_bias, skip [heads], norm.scale [heads, V]
     """
     linear = model.linear
     std = model.init_std

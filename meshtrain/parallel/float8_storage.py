@@ -156,12 +156,13 @@ class Float8Storage(Storage):
                 key: q
                 for key, weight in placed.items()
                 if not isinstance(weight, dict)  # no norms
-                and (q := self._at_use(weight, of_module.get(key), zero, products)) is not None
+                and (q := self._rounded_at_use(weight, of_module.get(key), zero, products))
+                is not None
             }
             if there or products != "compute":
                 module.float8 = Float8Products(how, skip, there, precision.float8_gather)
 
-    def _at_use(
+    def _rounded_at_use(
         self, weight: Placed, constant: Any, zero: "Zero", products: str
     ) -> RoundedWeight | None:
         """Returns a weight of a layer in float8; None where its products round it themselves, or not at all."""

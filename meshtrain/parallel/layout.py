@@ -228,7 +228,7 @@ class Layout(Shown):
 
     @cached_property
     def products(self) -> dict[str, list[str]]:
-        """Those of the places that each stack's layers have in a chunk."""
+        """Returns the kinds of products of the places that each stack's layers have in a chunk."""
         kinds = self._slot_kinds()
         return {
             stack: [kind.products for kind in kinds if kind.stack == stack] for stack in self.stacks

@@ -63,8 +63,8 @@ def expert_ranks(config: Config, data: int, context: int = 1) -> list[int]:
 
 
 def experts(config: Config, cluster: Cluster) -> dict[str, Any]:
-    """How rows go to their experts: by whichever way sends less, and once to each node where a row has experts on
-    several.
+    """Chooses how rows go to their experts: by whichever way sends less, and once to each node where a row has
+    experts on several.
     """
     group = cluster.axis(EXPERT, config.mesh)
     nodes = group.size // group.hops[0].fan if len(group.hops) > 1 else 1

@@ -67,7 +67,7 @@ def _widths(config: Config) -> activations.Widths:
 
 
 def _ring_transfers(config: Config) -> list[Moment]:
-    """Where a layer is computed again, XLA makes the first message only once: the others are sent in loops."""
+    """Returns the messages of a ring; XLA makes the first one only once where a layer is computed again."""
     n = config.mesh.context
     transfer = partial(_transfer, config, kind=PERMUTE)
     elements = _key_value_elements(config)

@@ -114,7 +114,7 @@ def product(device: Accelerator, dtype: str, recipe: str, m: float, k: float, n:
 
 
 def rounds_once(config: Config, profile: FrameworkProfile = DEFAULT_PROFILE) -> bool:
-    """Returns whether weights are rounded once a step: shards that are gathered at use only if they are so in float8."""
+    """Returns whether weights are rounded once a step: shards that are gathered at use only if they go in float8."""
     return profile.rounds_weights_once and (
         config.precision.float8_gather or not gathers_at_use(config)
     )
@@ -172,8 +172,8 @@ def _expert_bytes(
     config: Config, part: float, profile: FrameworkProfile = DEFAULT_PROFILE
 ) -> tuple[float, float]:
     """Bytes that rounding experts' slots and weights moves, forward and backward: read for the scale and for the cast,
-    and written as they are multiplied, in the compute dtype; to be kept, as a byte. Weights that were rounded before are
-    read as bytes, and written.
+    and written as they are multiplied, in the compute dtype; to be kept, as a byte. Weights that were rounded before
+    are read as bytes, and written.
     """
     model = config.model
     trained = trained_share(config)

@@ -98,7 +98,7 @@ class Transfer:
     count: float  # of what does not come in every step, the mean over steps
     size: int  # devices that talk to each other
     hides: bool = False  # products of the weights' gradients, which wait for nothing, can be computed meanwhile
-    legs: Legs = ()  # of a group that is a part of the axis: see `Cluster.of_legs`
+    legs: Legs = ()  # of a group that is a part of the axis: see `Cluster.join_legs`
 
     @property
     def times(self) -> str:
@@ -118,7 +118,7 @@ class Transfer:
 
     def group(self, cluster: Cluster, mesh: MeshConfig) -> Group:
         """The devices that talk to each other."""
-        return cluster.of_legs(self.legs) if self.legs else cluster.axis(self.axis, mesh)
+        return cluster.join_legs(self.legs) if self.legs else cluster.axis(self.axis, mesh)
 
 
 Moment = tuple[str, Transfer]  # a pass (see Iterations.passes), and what is sent in it

@@ -73,7 +73,7 @@ def headline(plan: Plan) -> str:
 
 
 def _ways(plan: Plan) -> Iterator[str]:
-    """Yields a line on kernels of linear attention, experts, a loss by chunks and the pipeline, of those that there are."""
+    """Yields a line on linear attention, experts, a loss by chunks and the pipeline, of those that there are."""
     if LINEAR in kinds_of_layers(plan.config.model):
         yield _kernels(plan)
     if plan.config.model.moe.experts:

@@ -16,7 +16,7 @@ import numpy as np
 
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config, ConfigError
-from meshtrain.config.check import float8_problems
+from meshtrain.config.float8 import float8_problems
 from meshtrain.config.follow import followed, microbatch_rows, put, runs_table
 from meshtrain.config.mesh import AXES
 from meshtrain.config.reduce import keeps_feedback

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import sys
 import time
 from types import TracebackType
@@ -10,7 +11,9 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from meshtrain.config import Config
 from meshtrain.errors import LINES, printable, refusal, say
+from meshtrain.families import FAMILIES
 from meshtrain.run.hooks import Row, RunHook
 from meshtrain.units import duration
 
@@ -130,3 +133,16 @@ class EvaluationProgress(TerminalBar):
         elif not self.quiet and time.monotonic() - self._said >= LINES_EVERY:
             say(f"{self.doing}: {done:,} {'' if total is None else f'of {total:,} '}{self.what}")
             self._said = time.monotonic()
+
+
+def next_commands(config: Config) -> str:
+    """Returns where a run is, and the commands that look at it."""
+    run = shlex.quote(config.run.directory)
+    use = (
+        f"evaluate {run}"
+        if FAMILIES[config.model.family].images
+        else f"generate {run} --prompt TEXT"
+    )
+    return "\n  meshtrain ".join(
+        [f"the run is in {run}", f"report {run}", f"checkpoint ls {run}", use]
+    )

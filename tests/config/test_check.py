@@ -107,7 +107,7 @@ def test_a_key_on_which_nothing_depends_is_noted_where_it_was_given():
                 "mesh": {"data": 4, "expert": 4},
                 "parallel": {"experts": {"ranks_per_node": 3}},
             },
-            "does not divide the 4 ranks that share experts; legal are 1, 2, 4.",
+            "4 ranks that share experts; legal are 1, 2, 4.",
         ),
         (
             {"moe": {"experts": 8}},

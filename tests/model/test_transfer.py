@@ -12,7 +12,7 @@ from refusals import tells
 
 from experiments import transfer
 from meshtrain.config import ConfigError, load
-from meshtrain.model.transfer import Factors, factors
+from meshtrain.model.transfer import TransferFactors, factors
 from meshtrain.model.weights import weights
 from meshtrain.step import Program
 
@@ -51,11 +51,11 @@ def by_name(config):
 def test_factors_are_those_of_the_table():
     found = by_name(config_of())
     # m = 2, k = 2
-    assert found["embedding.tokens"] == Factors(1, 1, 2)
-    assert found["head.norm.scale"] == Factors(0.5, 0.5, 1)
-    assert found["head.weight"] == Factors(1, 1, 2)
-    assert found["blocks.attention.q"] == Factors(2**-0.5, 0.5, 4)
-    assert found["blocks.mlp_norm.scale"] == Factors(1, 1, 4)
+    assert found["embedding.tokens"] == TransferFactors(1, 1, 2)
+    assert found["head.norm.scale"] == TransferFactors(0.5, 0.5, 1)
+    assert found["head.weight"] == TransferFactors(1, 1, 2)
+    assert found["blocks.attention.q"] == TransferFactors(2**-0.5, 0.5, 4)
+    assert found["blocks.mlp_norm.scale"] == TransferFactors(1, 1, 4)
     # the table begins it with 1 / sqrt(2 layers), the base has one layer
     out = found["blocks.attention.out"]
     assert out.begin == pytest.approx(2**0.5 / (2 * 2**0.5)) and (out.step, out.gradient) == (
@@ -67,17 +67,17 @@ def test_factors_are_those_of_the_table():
 
 def test_norms_behind_branches_wide_heads_experts_and_scaled_embeddings_have_their_own():
     gemma = by_name(config_of({"family": "gemma2", "tied_head": True}))
-    assert gemma["blocks.mlp_post_norm.scale"] == Factors(0.5, 0.5, 2)
+    assert gemma["blocks.mlp_post_norm.scale"] == TransferFactors(0.5, 0.5, 2)
     assert gemma["blocks.mlp.down"].step == 0.5
     root = pytest.approx(2**-0.5)
     assert gemma["embedding.tokens"].step == root and gemma["head.norm.scale"].step == root
     wide = by_name(config_of(base={"head_dim": 2}))
-    assert wide["blocks.attention.q"] == Factors(0.5, 0.5, 0.5)
-    assert wide["blocks.attention.k"] == Factors()
+    assert wide["blocks.attention.q"] == TransferFactors(0.5, 0.5, 0.5)
+    assert wide["blocks.attention.k"] == TransferFactors()
     experts = by_name(
         config_of({"family": "mixtral", "d_ff": 0, "moe": {"experts": 4, "top_k": 2, "d_ff": 16}})
     )
-    assert experts["blocks.experts.router"] == Factors(0.5, 0.5, 4)
+    assert experts["blocks.experts.router"] == TransferFactors(0.5, 0.5, 4)
     assert experts["blocks.experts.down"].step == 0.25
 
 
