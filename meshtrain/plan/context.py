@@ -11,6 +11,7 @@ K and V are those of the tokens of one of the N ranks.
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 from meshtrain.cluster.algorithms import ALL_GATHER, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
 from meshtrain.cluster.cluster import Cluster
@@ -23,19 +24,90 @@ from meshtrain.plan import activations, shapes
 from meshtrain.plan.gradient_traffic import FLOAT32, Moment, Transfer, layer_waits
 
 
+class Exchange(NamedTuple):
+    """A layer's messages over context: of what attention takes, and of its cotangents."""
+
+    what: str
+    kind: str
+    nbytes: float
+    cotangents: str
+    back: str  # their kind
+    returned: float  # their bytes
+    again: int  # how often the backward sends again what attention takes
+    count: int = 1
+
+
 def context_transfers(config: Config) -> list[Moment]:
     """Collectives over context of a chunk's layers, in one pass."""
     if config.mesh.context == 1:
         return []
     if kind_of(config.model) == LINEAR:
         return _linear_transfers(config)
-    if config.parallel.context_strategy == "ring":
-        return _ring_transfers(config)
+    sent = _exchange(config)
+    transfer = partial(_transfer, config)
+    return [
+        transfer("forward", sent.kind, sent.what, sent.nbytes, sent.count),
+        *_document_transfers(config),
+        transfer("backward", sent.kind, f"{sent.what} again", sent.nbytes, sent.again),
+        transfer("backward", sent.back, sent.cotangents, sent.returned, sent.count),
+    ]
+
+
+def _exchange(config: Config) -> Exchange:
+    """Returns the messages of a strategy."""
+    n = config.mesh.context
+    parallel = config.parallel
+    size = shapes.itemsize(config.precision.compute)
+    tokens = shapes.tokens(config)
+    w = activations.widths(config.model, config.mesh.tensor, parallel.sequence_parallel)
+    # of one rank
+    elements = tokens * (w.key + w.value)
+    if parallel.context_strategy == "ring":
+        ids = FLOAT32 * tokens if activations.is_packed(config) else 0
+        # Where a layer is computed again, XLA makes the first message only once: the others are sent in loops.
+        return Exchange(
+            "keys and values sent round",
+            PERMUTE,
+            size * elements + ids,
+            "cotangents of keys and values sent round",
+            PERMUTE,
+            FLOAT32 * elements,
+            again=n - 1 + activations.makes_attention_again(config) * (n - 2),
+            count=n - 1,
+        )
     if activations.gathered_ranks(config) > 1:
-        return _latent_transfers(config)
-    if config.parallel.context_strategy == "all_gather":
-        return _gather_transfers(config)
-    return _swap_transfers(config)
+        latents = n * size * tokens * (config.model.mla.kv_rank + config.model.mla.rope)
+        again = parallel.remat != "none" or gathers_at_use(config) or parallel.sequence_parallel
+        return Exchange(
+            "latents gathered",
+            ALL_GATHER,
+            latents,
+            "cotangents of latents scattered",
+            REDUCE_SCATTER,
+            latents,
+            int(again),
+        )
+    if parallel.context_strategy == "all_gather":
+        return Exchange(
+            "keys and values gathered",
+            ALL_GATHER,
+            n * size * elements,
+            "cotangents of keys and values scattered",
+            REDUCE_SCATTER,
+            n * FLOAT32 * elements,
+            again=1,
+        )
+    repeats = n // math.gcd(n, w.key // config.model.head_dim)
+    swapped = size * tokens * (w.query + w.out + repeats * (w.key + w.value))
+    return Exchange(
+        "tokens swapped for heads",
+        ALL_TO_ALL,
+        swapped,
+        "cotangents swapped",
+        ALL_TO_ALL,
+        swapped,
+        again=parallel.remat != "none",
+    )
 
 
 def _transfer(
@@ -47,90 +119,12 @@ def _transfer(
 
 
 def _document_transfers(config: Config) -> list[Moment]:
-    """Returns the gather of documents' ids, which are the same for all layers; nothing where rows are not packed."""
-    if not activations.is_packed(config):
+    """Returns the gather of documents' ids, which are the same for all layers; in a ring they travel with the keys."""
+    if config.parallel.context_strategy == "ring" or not activations.is_packed(config):
         return []
     n = config.mesh.context
     nbytes = n * FLOAT32 * shapes.tokens(config)
     return [("forward", Transfer(CONTEXT, ALL_GATHER, "documents' ids gathered", nbytes, 1, n))]
-
-
-def _key_value_elements(config: Config) -> int:
-    """Returns the elements of keys and values of one rank's tokens."""
-    w = _widths(config)
-    return shapes.tokens(config) * (w.key + w.value)
-
-
-def _widths(config: Config) -> activations.Widths:
-    parallel = config.parallel
-    return activations.widths(config.model, config.mesh.tensor, parallel.sequence_parallel)
-
-
-def _ring_transfers(config: Config) -> list[Moment]:
-    """Returns the messages of a ring; XLA makes the first one only once where a layer is computed again."""
-    n = config.mesh.context
-    transfer = partial(_transfer, config, kind=PERMUTE)
-    elements = _key_value_elements(config)
-    pairs = shapes.itemsize(config.precision.compute) * elements
-    if activations.is_packed(config):
-        pairs += FLOAT32 * shapes.tokens(config)
-    sent_again = n - 1 + activations.makes_attention_again(config) * (n - 2)
-    return [
-        transfer("forward", what="keys and values sent round", nbytes=pairs, count=n - 1),
-        transfer(
-            "backward", what="keys and values sent round again", nbytes=pairs, count=sent_again
-        ),
-        transfer(
-            "backward",
-            what="cotangents of keys and values sent round",
-            nbytes=FLOAT32 * elements,
-            count=n - 1,
-        ),
-    ]
-
-
-def _latent_transfers(config: Config) -> list[Moment]:
-    transfer = partial(_transfer, config)
-    mla = config.model.mla
-    parallel = config.parallel
-    size = shapes.itemsize(config.precision.compute)
-    latents = config.mesh.context * size * shapes.tokens(config) * (mla.kv_rank + mla.rope)
-    again = parallel.remat != "none" or gathers_at_use(config) or parallel.sequence_parallel
-    return [
-        transfer("forward", ALL_GATHER, "latents gathered", latents),
-        *_document_transfers(config),
-        transfer("backward", ALL_GATHER, "latents gathered again", latents, int(again)),
-        transfer("backward", REDUCE_SCATTER, "cotangents of latents scattered", latents),
-    ]
-
-
-def _gather_transfers(config: Config) -> list[Moment]:
-    transfer = partial(_transfer, config)
-    elements = config.mesh.context * _key_value_elements(config)
-    pairs = shapes.itemsize(config.precision.compute) * elements
-    scattered = "cotangents of keys and values scattered"
-    return [
-        transfer("forward", ALL_GATHER, "keys and values gathered", pairs),
-        *_document_transfers(config),
-        transfer("backward", ALL_GATHER, "keys and values gathered again", pairs),
-        transfer("backward", REDUCE_SCATTER, scattered, FLOAT32 * elements),
-    ]
-
-
-def _swap_transfers(config: Config) -> list[Moment]:
-    n = config.mesh.context
-    transfer = partial(_transfer, config, kind=ALL_TO_ALL)
-    w = _widths(config)
-    repeats = n // math.gcd(n, w.key // config.model.head_dim)
-    elements = shapes.tokens(config) * (w.query + w.out + repeats * (w.key + w.value))
-    swapped = shapes.itemsize(config.precision.compute) * elements
-    again = config.parallel.remat != "none"
-    return [
-        transfer("forward", what="tokens swapped for heads", nbytes=swapped),
-        *_document_transfers(config),
-        transfer("backward", what="tokens swapped for heads again", nbytes=swapped, count=again),
-        transfer("backward", what="cotangents swapped", nbytes=swapped),
-    ]
 
 
 def _linear_transfers(config: Config) -> list[Moment]:

@@ -9,6 +9,7 @@ by its table.
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshtrain.cluster.accelerators import Accelerator
@@ -199,6 +200,26 @@ def message_cost(
     return MessageCost(seconds, 0.0) if profile.overlap_pipeline else MessageCost(0.0, seconds)
 
 
+COMPUTE = ("matmul", "attention", "recompute", "head", "reference")
+# fields of `StepTime`, by what bounds a step where they are the largest share
+BOUNDS = {
+    "compute": COMPUTE,
+    "memory": ("memory", "optimizer", "checkpoint"),
+    "communication": (
+        "tensor",
+        "context",
+        "expert",
+        "pipeline",
+        "data",
+        "host",
+        "stragglers",
+        "synchronise",
+    ),
+    "bubble": ("bubble",),
+    "drawing": ("draw",),
+}
+
+
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of a step by what they are spent on; the device waits in `tensor`, `context`, `expert`, `pipeline`,
@@ -242,34 +263,15 @@ class StepTime:
     @property
     def work(self) -> float:
         """Seconds that the device works, and does not wait."""
-        return (
-            self.matmul
-            + self.attention
-            + self.memory
-            + self.recompute
-            + self.head
-            + self.optimizer
-            + self.reference
-        )
+        return self._sum((*COMPUTE, "memory", "optimizer"))
 
     @property
     def bound(self) -> str:
         """Returns the largest share: compute, memory, communication, bubble or drawing."""
-        groups = {
-            "compute": self.matmul + self.attention + self.recompute + self.head + self.reference,
-            "memory": self.memory + self.optimizer + self.checkpoint,
-            "communication": self.tensor
-            + self.context
-            + self.expert
-            + self.pipeline
-            + self.data
-            + self.host
-            + self.stragglers
-            + self.synchronise,
-            "bubble": self.bubble,
-            "drawing": self.draw,
-        }
-        return max(groups, key=lambda name: groups[name])
+        return max(BOUNDS, key=lambda bound: self._sum(BOUNDS[bound]))
+
+    def _sum(self, names: Iterable[str]) -> float:
+        return sum(getattr(self, name) for name in names)
 
 
 def data_seconds(

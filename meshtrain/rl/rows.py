@@ -8,7 +8,6 @@ A row holds whole texts, which `segments` keeps apart:
     weights     0 0 1 1 1   0 1 1 1 1 1   0 0      `rl.average` says how much a label counts
 """
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -74,7 +73,15 @@ def pack(
     lengths = [each.labels for each in learned]
     places = list(range(len(learned))) if alone else place_in_rows(lengths, length)
     rows = rows_of(config, max(places, default=0) + 1, longest)
-    starts, numbers = _lay_out(places, lengths, length)
+    begins = [0] * rows
+    segments = [0] * rows
+    starts: list[int] = []
+    numbers: list[int] = []
+    for row, labels in zip(places, lengths, strict=True):
+        starts.append(row * length + begins[row])
+        begins[row] += labels
+        segments[row] += 1
+        numbers.append(segments[row])
 
     def joined(arrays: Iterable[np.ndarray]) -> np.ndarray:
         return np.concatenate([np.empty(0, np.int32), *arrays])
@@ -84,6 +91,7 @@ def pack(
 
     positions = joined(np.arange(labels) for labels in lengths)
     drawn = joined(each.drawn[1:] for each in learned)
+    at = (repeated(starts) + positions).astype(np.int64)
     arrays = {
         "tokens": joined(each.tokens[:-1] for each in learned),
         "labels": joined(each.tokens[1:] for each in learned),
@@ -98,31 +106,13 @@ def pack(
         routes = (model.layers, model.moe.top_k)
         nothing = np.empty((0, *routes), np.int32)
         arrays[EXPERTS] = np.concatenate([nothing, *(each.experts for each in learned)])
-    at = (repeated(starts) + positions).astype(np.int64)
-
-    def scattered(name: str, values: np.ndarray) -> np.ndarray:
+    batch = {}
+    for name, values in arrays.items():
         kind = np.float32 if name in FLOATS else np.int32
         flat = np.zeros((rows * length, *values.shape[1:]), kind)
         flat[at] = values
-        return flat.reshape(rows, length, *values.shape[1:])
-
-    return {name: scattered(name, values) for name, values in arrays.items()}
-
-
-def _lay_out(
-    rows: Sequence[int], lengths: Sequence[int], length: int
-) -> tuple[list[int], list[int]]:
-    """Returns the place of each text's first label among those of all rows, and its number in its row, from 1 on."""
-    filled: Counter[int] = Counter()
-    texts: Counter[int] = Counter()
-    starts: list[int] = []
-    numbers: list[int] = []
-    for row, labels in zip(rows, lengths, strict=True):
-        starts.append(row * length + filled[row])
-        filled[row] += labels
-        texts[row] += 1
-        numbers.append(texts[row])
-    return starts, numbers
+        batch[name] = flat.reshape(rows, length, *values.shape[1:])
+    return batch
 
 
 def _counts(learned: Sequence[Learned], config: Config) -> list[float]:
