@@ -181,20 +181,17 @@ def diff(options: argparse.Namespace) -> int:
 
 
 def _differences(a: StepManifest, b: StepManifest) -> Iterator[str]:
-    for what in ("step", "loss", "eval_loss"):
-        if getattr(a, what) != getattr(b, what):
-            yield f"{what}: {getattr(a, what)} | {getattr(b, what)}"
-    for name in ("digest", "validation_digest"):
-        if a.data.get(name) != b.data.get(name):
-            yield f"data {name}: {a.data.get(name)} | {b.data.get(name)}"
-    for name, old, new in differences(a.config, b.config):
-        yield f"config {name}: {old} | {new}"
-    for name in sorted(a.versions.keys() | b.versions.keys()):
-        if a.versions.get(name) != b.versions.get(name):
-            yield f"version {name}: {a.versions.get(name)} | {b.versions.get(name)}"
-    for name in sorted(a.leaves.keys() | b.leaves.keys()):
-        if _type(a, name) != _type(b, name):
-            yield f"array {name}: {_type(a, name)} | {_type(b, name)}"
+    numbers = ("step", "loss", "eval_loss")
+    versions = sorted(a.versions.keys() | b.versions.keys())
+    leaves = sorted(a.leaves.keys() | b.leaves.keys())
+    pairs = [
+        *((name, getattr(a, name), getattr(b, name)) for name in numbers),
+        *((f"data {n}", a.data.get(n), b.data.get(n)) for n in ("digest", "validation_digest")),
+        *((f"config {name}", old, new) for name, old, new in differences(a.config, b.config)),
+        *((f"version {n}", a.versions.get(n), b.versions.get(n)) for n in versions),
+        *((f"array {name}", _type(a, name), _type(b, name)) for name in leaves),
+    ]
+    return (f"{what}: {old} | {new}" for what, old, new in pairs if old != new)
 
 
 def _type(manifest: StepManifest, name: str) -> str:

@@ -294,14 +294,15 @@ def _size_problems(config: Config) -> Iterator[str]:
     chunks = config.parallel.virtual_stages
     microbatches = config.parallel.microbatches
     split = config.parallel.layer_split
+    parts = stages * chunks
     what = f"mesh.pipeline {stages}" + (
         f" x parallel.virtual_stages {chunks}" if chunks > 1 else ""
     )
-    if stages * chunks > layers and split is None:
+    if parts > layers and split is None:
         legal = (
             f"legal are at most {layers} in all, unless parallel.layer_split says which have none"
         )
-        yield f"{what} makes {stages * chunks} stages, more than model.layers {layers}; {legal}."
+        yield f"{what} makes {parts} stages, more than model.layers {layers}; {legal}."
     if stages * (chunks * microbatches + stages) > MAX_ENTRIES:
         most = (MAX_ENTRIES // stages - stages) // chunks
         legal = f"{most} microbatches" if most > 0 else f"{math.isqrt(MAX_ENTRIES // 2)} stages"
@@ -309,11 +310,11 @@ def _size_problems(config: Config) -> Iterator[str]:
             f"parallel.microbatches {microbatches} with {what} is more than a schedule can have"
         )
         yield f"{too_many}; legal are at most {legal}."
-    if split is not None and (len(split) != stages * chunks or sum(split) != layers):
+    if split is not None and (len(split) != parts or sum(split) != layers):
         yield (
             f"parallel.layer_split {short(list(split))} has {len(split)} entries that sum to {sum(split)}; it must "
             "have "
-            f"{stages * chunks} (mesh.pipeline x parallel.virtual_stages) that sum to model.layers {layers}."
+            f"{parts} (mesh.pipeline x parallel.virtual_stages) that sum to model.layers {layers}."
         )
 
 

@@ -21,6 +21,7 @@ A special token's text in the content of a message is that special token, as it 
 template, in training and in use; messages that hold one are counted, since they can forge the end of a turn.
 """
 
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -228,10 +229,7 @@ def common_beginning(closed: str, before: str, upto: str) -> int | None:
         the prompt opens a thought, and the answer has none     <user>2+2?<assistant>  <think>     4<end>
         the text before has another end, the prompt follows     <user>2+2?<assistant>4</s>  \\n<assistant>  5</s>
     """
-    parts = (
-        at for at, (ours, theirs) in enumerate(zip(before, upto, strict=False)) if ours != theirs
-    )
-    shared = next(parts, min(len(before), len(upto)))
+    shared = len(os.path.commonprefix([before, upto]))
     prompt = before.removeprefix(closed)
     if not before.startswith(closed) or not prompt.strip():
         return None

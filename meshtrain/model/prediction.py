@@ -22,16 +22,14 @@ from meshtrain.model.collectives import Collectives
 from meshtrain.model.layers import Norm
 from meshtrain.model.products import linear, make_parameters
 
-MakeBlock = Callable[[ModelConfig, nnx.Rngs], nnx.Module]  # `decoder.Block`
-
 
 class Prediction(nnx.Module):
-    """One depth: `project` is row-parallel, as the output of an MLP is."""
+    """One depth: `make_block` is `decoder.Block`, `project` is row-parallel, as the output of an MLP is."""
 
     project: nnx.Param
 
     def __init__(
-        self, name: str, config: ModelConfig, make_block: MakeBlock, rngs: nnx.Rngs
+        self, name: str, config: ModelConfig, make_block: Callable, rngs: nnx.Rngs
     ) -> None:
         self.embedding_norm = Norm(f"{name}.embedding_norm", config, rngs)
         self.stream_norm = Norm(f"{name}.stream_norm", config, rngs)
@@ -61,7 +59,7 @@ class Prediction(nnx.Module):
 class Predictions(nnx.Module):
     """All depths, `depth_0` the first."""
 
-    def __init__(self, config: ModelConfig, make_block: MakeBlock, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, make_block: Callable, rngs: nnx.Rngs) -> None:
         for name in depths(config):
             setattr(self, name, Prediction(f"mtp.{name}", config, make_block, rngs))
 

@@ -191,10 +191,7 @@ class LocalStep:
         """The means of an evaluation, by their names in a row: the loss without what only regularises training, and
         with it where the two differ; of images the share of them whose argmax is their class.
         """
-        weights = self.zero.gather_params(masters)
-        batches, count = self.microbatches(batch)
-        batches = self._add_reference(weights, batches)
-        labels = self._label_losses(self.forward, weights, batches)
+        labels, batches, count = self._read(masters, batch)
         total, measured = self.forward.total(labels, batches)
         totals = {"eval_loss": measured.get("nll", total)}
         if labels.nll is not None:
@@ -205,11 +202,15 @@ class LocalStep:
 
     def row_gaps(self, masters: Tree, batch: Batch) -> jax.Array:
         """Returns `forward.ROW_GAPS` of a batch of answers, without a step."""
-        weights = self.zero.gather_params(masters)
-        batches, _ = self.microbatches(batch)
-        batches = self._add_reference(weights, batches)
-        labels = self._label_losses(self.forward, weights, batches)
+        labels, batches, _ = self._read(masters, batch)
         return self._sum(self.forward.total(labels, batches)[1][ROW_GAPS])
+
+    def _read(self, masters: Tree, batch: Batch) -> tuple[LabelLosses, Batch, jax.Array]:
+        """The losses of a batch's labels without a step, its microbatches, and what counts in it."""
+        weights = self.zero.gather_params(masters)
+        batches, count = self.microbatches(batch)
+        batches = self._add_reference(weights, batches)
+        return self._label_losses(self.forward, weights, batches), batches, count
 
     def microbatches(self, batch: Batch) -> tuple[Batch, jax.Array]:
         """This data rank's rows as [microbatches, rows, ..] with their global indices and what experts must know of

@@ -34,7 +34,7 @@ class Exchange(NamedTuple):
     back: str  # their kind
     returned: float  # their bytes
     again: int  # how often the backward sends again what attention takes
-    count: int = 1
+    messages: int = 1
 
 
 def context_transfers(config: Config) -> list[Moment]:
@@ -46,10 +46,10 @@ def context_transfers(config: Config) -> list[Moment]:
     sent = _exchange(config)
     transfer = partial(_transfer, config)
     return [
-        transfer("forward", sent.kind, sent.what, sent.nbytes, sent.count),
+        transfer("forward", sent.kind, sent.what, sent.nbytes, sent.messages),
         *_document_transfers(config),
         transfer("backward", sent.kind, f"{sent.what} again", sent.nbytes, sent.again),
-        transfer("backward", sent.back, sent.cotangents, sent.returned, sent.count),
+        transfer("backward", sent.back, sent.cotangents, sent.returned, sent.messages),
     ]
 
 
@@ -73,7 +73,7 @@ def _exchange(config: Config) -> Exchange:
             PERMUTE,
             FLOAT32 * elements,
             again=n - 1 + activations.makes_attention_again(config) * (n - 2),
-            count=n - 1,
+            messages=n - 1,
         )
     if activations.gathered_ranks(config) > 1:
         latents = n * size * tokens * (config.model.mla.kv_rank + config.model.mla.rope)
