@@ -229,7 +229,7 @@ def common_beginning(closed: str, before: str, upto: str) -> int | None:
         the prompt opens a thought, and the answer has none     <user>2+2?<assistant>  <think>     4<end>
         the text before has another end, the prompt follows     <user>2+2?<assistant>4</s>  \\n<assistant>  5</s>
     """
-    shared = len(os.path.commonprefix([before, upto]))
+    shared = len(os.path.commonprefix([before, upto]))  # noqa: RUF071  of characters
     prompt = before.removeprefix(closed)
     if not before.startswith(closed) or not prompt.strip():
         return None
