@@ -1,8 +1,8 @@
 """Drafts: the layer that predicts the token after the next one guesses what the next step will choose.
 
     step      the model reads the last token t and the draft d behind it, and chooses a behind t, b behind d
-              a is d        both are taken: t a b; the next draft follows b
-              a is not d    a alone is taken: t a; what was kept of d is written over; the next draft follows a
+              a is d        both are taken: t a b; the next draft is of what follows b
+              a is not d    a alone is taken: t a; keys and values of d are written over; the next draft follows a
     drafter   reads what was taken beside the model's stream, with keys and values of its own
 
 So a step gives one token or two (accept and verify: Leviathan et al. 2023; with such a layer: DeepSeek-V3, section
@@ -67,7 +67,7 @@ class DraftingForward(DecodingForward):
     def guess(
         self, weights: Parts, y: jax.Array, last: jax.Array, how: SamplingArrays, positions: Any
     ) -> jax.Array:
-        """Returns the tokens for `positions` [B] that the drafter's stream foretells at `last` [B] of each row."""
+        """Returns the drafts for `positions` [B], of the drafter's stream at place `last` [B] of each row."""
         own = jnp.take_along_axis(y, last[:, None, None], axis=1)
         weights = weights._replace(head={**weights.head, "norm": weights.drafter["norm"]})
         return sample(self._logits(weights, own)[:, 0], how, positions)

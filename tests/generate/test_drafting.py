@@ -125,8 +125,8 @@ def test_a_wrong_draft_is_never_taken_and_leaves_nothing_behind():
         return state._replace(drafts=jax.device_put(other, state.drafts.sharding))
 
     for sampling in (GREEDY, DRAWN):
-        texts, right = texts_of(drafted("latent"), sampling, damage)
-        assert texts == texts_of(undrafted("latent"), sampling)[0]
+        texts, right = texts_of(drafted("plain"), sampling, damage)
+        assert texts == texts_of(undrafted("plain"), sampling)[0]
         assert np.concatenate(list(right.values())).mean() < 0.15
 
 
@@ -171,8 +171,9 @@ def test_the_command_says_how_many_drafts_were_accepted_and_steps_saved(run, cap
     drafted = capsys.readouterr()
     assert drafted.out == plain.out and plain.err in drafted.err
     sentence = drafted.err.removeprefix(plain.err)
-    pattern = r"meshtrain: (\d+) of (\d+) drafts accepted \((.*)%\): (\d+) steps .* (\d+)\.\n"
-    accepted, drafts, share, steps, instead = map(float, re.fullmatch(pattern, sentence).groups())
+    assert tells(sentence, "drafts accepted ... steps in the place of")
+    numbers = re.findall(r"\d+(?:\.\d+)?", sentence)
+    accepted, drafts, share, steps, instead = map(float, numbers)
     assert drafts == steps and share == pytest.approx(100 * accepted / drafts, abs=0.06)
     assert steps <= instead <= 16 and instead - steps <= accepted
 
