@@ -8,12 +8,10 @@ Either way a product has what it would round the whole weight to by itself. It d
 are not gathered in float8, where blocks do not fit, and of frozen weights for the backward.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshtrain.compat import vary
@@ -98,9 +96,8 @@ class Float8Storage(Storage):
         products = layout.products[weight.stack]
         if {"float8", *["either"] * gathers}.isdisjoint(products):
             return None
-        wide: Sequence[int] | np.ndarray = []
-        if gathers:
-            wide = layout.wide_places(weight.stack, len(shard) // len(products))
+        chunks = len(shard) // len(products) if gathers else 0
+        wide = layout.wide_places(weight.stack, chunks)
         by_shards = self.config.precision.float8_gather and len(wide) < len(shard)
         groups = self._groups(weight) if by_shards else None
         whole = unsharded(weight) if gathers else weight

@@ -75,7 +75,7 @@ def differences(
     weights = sum(a * b for a, b in dots)
     trained = trained_share(config)
     by_weight = 2 * size + 1
-    turns = 3.0 * (recipe == "rowwise")
+    turns = (recipe == "rowwise") * 3.0
     if rounds_once(config, profile):
         by_weight = 0
         turns *= 1 - trained  # frozen ones are left as their state has them
