@@ -237,6 +237,7 @@ def test_a_checkpoint_of_shared_experts_goes_on_alone_or_shared_by_others(tmp_pa
 
 
 GATHER, SWAP = {"dispatch": "all_gather"}, {"dispatch": "all_to_all"}
+NODES: dict[str, Any] = {"ranks_per_node": 2}
 CELLS: dict[str, tuple[str, dict[str, int], dict[str, Any], bool]] = {
     "one device": ("losses", {}, {}, False),
     "2 ranks share": (
@@ -422,6 +423,18 @@ CELLS: dict[str, tuple[str, dict[str, int], dict[str, Any], bool]] = {
         {"zero_stage": 2, "experts": SWAP},
         False,
     ),
+    "by nodes, zero bubble": (
+        "losses",
+        {"data": 4, "expert": 4, "pipeline": 2},
+        {"microbatches": 2, "schedule": "zb_h1", "zero_stage": 2, "experts": NODES},
+        False,
+    ),
+    "by nodes of tensor": (
+        "bias",
+        {"data": 2, "expert": 2, "tensor": 2},
+        {"sequence_parallel": True, "experts": NODES, "zero_stage": 3, "remat": "full"},
+        False,
+    ),
     "packed": (
         "losses",
         {"data": 4, "expert": 2, "tensor": 2},
@@ -450,7 +463,7 @@ FEW = (
     "idle and padded",
     "islands",
     "packed",
-    *(name for name in CELLS if name.startswith("folded")),
+    *(name for name in CELLS if name.startswith(("folded", "by nodes"))),
 )
 
 
