@@ -450,10 +450,7 @@ class Loop:
         jax.block_until_ready(state)
         self.supervision.heartbeat.phase("eval")
         began = time.perf_counter()
-        values: dict[str, Any] = {
-            **self.evaluation.measure(state.params, platform(self.program.mesh) == "cpu"),
-            **self.evaluation.samples(state.params),
-        }
+        values = self.evaluation.measure(state.params, platform(self.program.mesh) == "cpu")
         self.measures.leave_out(time.perf_counter() - began)
         return values
 

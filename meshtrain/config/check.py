@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from meshtrain.config import images, mesh, model, reduce, rl, telemetry
+from meshtrain.config import images, mesh, model, reduce, rl, telemetry, training
 from meshtrain.config.auto import AUTO, node_problems
 from meshtrain.config.float8 import float8_problems
 from meshtrain.config.follow import padded_batch_size, row_shards, runs_table, value_of
@@ -48,7 +48,7 @@ def check(config: Config) -> None:
         float8_problems(config),
         _tuning_problems(config),
         _qk_clip_problems(config),
-        _transfer_problems(config),
+        training.problems(config),
         rl.problems(config),
         _survive_problems(config),
         telemetry.problems(config.telemetry, _steps(config)),
@@ -457,25 +457,6 @@ def _tuning_problems(config: Config) -> Iterator[str]:
     if config.eval.patience and not config.eval.every:
         patience = f"eval.patience is {config.eval.patience} evaluations"
         yield f"{patience}, but eval.every is 0, so there are none; give eval.every."
-    yield from _sample_problems(config)
-
-
-def _sample_problems(config: Config) -> Iterator[str]:
-    samples = config.eval.samples
-    if not samples:
-        return
-    reasons = {
-        "eval.every is 0, so that there are no evaluations": not config.eval.every,
-        f"train.objective is {config.train.objective}": config.train.objective != "next_token",
-        f"model.family {config.model.family} cannot go on with a text": not FAMILIES[
-            config.model.family
-        ].causal,
-        "data.source is synthetic, which is no text": config.data.source == "synthetic",
-        f"mesh.islands is {config.mesh.islands}": config.mesh.islands > 1,
-        f"model.attention {config.model.attention} knows of no cache": config.model.attention,
-    }
-    for reason in (reason for reason, holds in reasons.items() if holds):
-        yield f"eval.samples is {samples}, but {reason}; set it to 0."
 
 
 def _qk_clip_problems(config: Config) -> Iterator[str]:
@@ -498,28 +479,6 @@ def _qk_clip_problems(config: Config) -> Iterator[str]:
             f"optimizer.qk_clip is {clip:g}, which shrinks the weights of queries and keys, but {reason}; leave one of "
             "the two out."
         )
-
-
-def _transfer_problems(config: Config) -> Iterator[str]:
-    transfer = config.optimizer.transfer
-    model = config.model
-    if not transfer:
-        return
-    linear_or_latent = bool(model.mla.kv_rank or "linear" in model.pattern)
-    reasons = {
-        f"optimizer.name is {config.optimizer.name}, and its rules are of adamw and lion": (
-            config.optimizer.name not in ("adamw", "lion")
-        ),
-        f"model.weights {model.weights} has begun already": model.weights,
-        f"lora.rank {config.lora.rank} trains adapters": config.lora.rank,
-        "train.trainable freezes weights": config.train.trainable,
-        f"model.mtp {model.mtp} has a layer of its own": model.mtp,
-        f"transfer.head_dim {transfer.head_dim} is for usual attention": (
-            transfer.head_dim and linear_or_latent
-        ),
-    }
-    for reason in (reason for reason, holds in reasons.items() if holds):
-        yield f"optimizer.transfer is given, but {reason}; leave one of the two out."
 
 
 def _survive_problems(config: Config) -> Iterator[str]:

@@ -71,10 +71,11 @@ class Evaluation:
         every = self.config.eval.every
         return bool(every) and (step % every == 0 or step == self.config.train.steps)
 
-    def measure(self, params: Tree, synchronous: bool) -> dict[str, float]:
+    def measure(self, params: Tree, synchronous: bool) -> dict[str, Any]:
         """Returns `eval_loss`, the mean over all tokens (dpo: pairs; images: images) that count in the validation
         batches, without label smoothing and z-loss; `eval_regularized_loss`, the same with them, where they are trained
-        with; of images also `eval_accuracy`, the share whose class is the argmax. `synchronous`: blocks on each batch.
+        with; of images also `eval_accuracy`, the share whose class is the argmax; of `eval.samples` the texts as `samples`.
+        `synchronous`: blocks on each batch.
         """
         assert self.validation is not None
         data = self.validation
@@ -95,11 +96,8 @@ class Evaluation:
             program.place(data.batch(k, *program.part(data.batch_shape(k)))) for k in indices
         )
         means, _ = averages(batches, measured)
-        return dict(zip(names, means, strict=True))
-
-    def samples(self, params: Tree) -> dict[str, list[dict[str, str]]]:
-        """Returns the texts of `eval.samples` as `samples`; nothing where none are asked for."""
-        return {"samples": self._samples.draw(params)} if self._samples else {}
+        samples = {"samples": self._samples.draw(params)} if self._samples else {}
+        return dict(zip(names, means, strict=True)) | samples
 
     def is_best(self, step: int, loss: float) -> bool:
         """Records an evaluation and returns whether to save its state as the best so far."""
