@@ -14,7 +14,7 @@ from flax import nnx
 from short_runs import canonical_numbers, packed_batch, place, token_batches
 
 import meshtrain as mt
-from meshtrain.config import Config, ConfigError, load
+from meshtrain.config import Config, ConfigError, load, replaced
 from meshtrain.config.stacks import KINDS, LayerKind
 from meshtrain.model.decoder import Decoder
 from meshtrain.model.products import make_adapters, make_parameters, project, rows_of
@@ -44,6 +44,20 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "interleaved": (
         {"pipeline": 2, "data": 2},
         {"microbatches": 4, "schedule": "interleaved", "virtual_stages": 2},
+    ),
+    "shared places": (
+        {"pipeline": 2, "data": 2},
+        {"microbatches": 4, "schedule": "interleaved", "virtual_stages": 2, "zero_stage": 2}
+        | {"layer_split": [1, 1, 1, 2]},
+    ),
+    "shared places, ring": (
+        {"pipeline": 2, "context": 2},
+        {"microbatches": 4, "schedule": "zb_interleaved", "virtual_stages": 2}
+        | {"layer_split": [1, 1, 1, 2], "context_strategy": "ring"},
+    ),
+    "shared places, V": (
+        {"pipeline": 2},
+        {"microbatches": 4, "schedule": "v_1f1b", "layer_split": [1, 1, 1, 2]},
     ),
     "zero bubble": (
         {"data": 2, "pipeline": 2},
@@ -150,6 +164,33 @@ def test_the_layers_of_a_stack_are_told_by_its_name(dense: int) -> None:
     assert stacks == (
         {"dense_blocks": [0], "blocks": [1, 2, 3, 4]} if dense else {"blocks": [*range(5)]}
     )
+
+
+@pytest.mark.parametrize(("schedule", "chunks", "split", "places"), [
+    ("1f1b", 1, None, {"dense_blocks": 3, "blocks": 4}),
+    ("interleaved", 4, None, {"dense_blocks": 2, "blocks": 4}),
+    ("interleaved", 4, (*[1] * 15, 2), {"dense_blocks": 1, "blocks": 5}),
+    ("v_1f1b", 2, None, {"dense_blocks": 3, "blocks": 4}),
+])  # fmt: skip
+def test_a_device_has_places_for_its_own_layers_however_many_chunks_it_has(
+    schedule: str, chunks: int, split: tuple[int, ...] | None, places: dict[str, int]
+) -> None:
+    parallel = {"schedule": schedule, "virtual_stages": chunks, "layer_split": split}
+    config = config_of("one", 3)
+    config = replaced(
+        config,
+        model={"layers": 17},
+        mesh={"pipeline": 4},
+        parallel={"microbatches": 4, **parallel},
+    )
+    program = Program(config)
+    # weights and both moments of AdamW
+    shapes = [(jax.tree_util.keystr(path), leaf.shape) for path, leaf in
+              jax.tree_util.tree_leaves_with_path(program.state_shapes)]  # fmt: skip
+    for stack, most in places.items():
+        found = {shape[0] for name, shape in shapes if f"'{stack}'" in name}
+        assert found == {4 * most}
+    assert stages(config).on_device == sum(places.values())
 
 
 # --- a pattern of kinds, one of which stands here alone

@@ -220,7 +220,7 @@ class Forward:
         x = self.embed(weights, batch, key)
         segments = self.layout.segments
         stacked = {
-            stack: (weights.part(stack), jnp.asarray(layers.index_at[0, 0]))
+            stack: (weights.part(stack), jnp.asarray(layers.index_at[0]))
             for stack, layers in self.layout.stacks.items()
         }
         some = {stack: self.layout.wide_places(stack, 1) for stack in stacked}

@@ -8,7 +8,8 @@ one has the layers of one stage side by side, each virtual stage padded to the l
     live, 2 chunks per stage         0 1 3 · │ 2 · 4 ·   virtual stage k lies on stage k mod S, or where the schedule's
                                                          table says
 
-Where layers are of several kinds, each kind's weights lie so in a stack of their own (`StackLayers`).
+Where layers are of several kinds, each kind's weights lie so in a stack of their own (`StackLayers`). If a stage has
+fewer layers of a kind than its chunks have slots for, its layers alone have places, in the order of the slots.
 """
 
 from collections.abc import Sequence
@@ -122,12 +123,41 @@ class Segment(NamedTuple):
 class StackLayers:
     """The layers of a stack: their places on a mesh."""
 
-    def __init__(self, layers: Sequence[int], index_at: np.ndarray) -> None:
-        """index_at: the layer in each live place, of those of the model, -1 for padding: int [pipeline, chunks, places
-        of a virtual stage].
+    def __init__(self, layers: Sequence[int], in_slots: np.ndarray, count: int) -> None:
+        """in_slots: the layer in each slot, of those of the model, -1 for padding: int [pipeline, chunks, slots of a
+        virtual stage]; count: the places of a device.
         """
         self.layers = layers
-        self.index_at = index_at
+        self.in_slots = in_slots
+        self.count = count
+
+    @cached_property
+    def place_of(self) -> np.ndarray | None:
+        """The place of each slot on its device, one past the last for padding: int [pipeline, slots]; None where the
+        slots are the places.
+        """
+        used = self._slots >= 0
+        if used[0].size == self.count:
+            return None
+        return np.where(used, np.cumsum(used, axis=1) - 1, self.count)
+
+    @cached_property
+    def slot_of(self) -> np.ndarray:
+        """The slot of each place on its device, one past the last for padding: int [pipeline, places]."""
+        slots = np.where(self._slots >= 0, np.arange(self._slots.shape[1]), self._slots.shape[1])
+        return np.sort(slots, axis=1)[:, : self.count]
+
+    @property
+    def _slots(self) -> np.ndarray:
+        return self.in_slots.reshape(len(self.in_slots), -1)
+
+    @cached_property
+    def index_at(self) -> np.ndarray:
+        """The layer in each live place, of those of the model, -1 for padding: int [pipeline, places]."""
+        if self.place_of is None:
+            return self._slots
+        padded = np.pad(self._slots, [(0, 0), (0, 1)], constant_values=-1)
+        return np.take_along_axis(padded, self.slot_of, axis=1)
 
     @cached_property
     def layer_at(self) -> np.ndarray:
@@ -195,7 +225,9 @@ class Layout(Shown):
         """The places of each stack's layers, by its name."""
         slots = np.array(self.stages.slots)
         return {
-            stack: StackLayers(layers, self.layer_at[..., slots == stack])
+            stack: StackLayers(
+                layers, self.layer_at[..., slots == stack], self.stages.places(stack)
+            )
             for stack, layers in layers_of_stacks(self.config.model).items()
         }
 

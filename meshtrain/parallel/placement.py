@@ -28,11 +28,11 @@ from meshtrain.config.mesh import PIPELINE, TENSOR, MeshConfig
 from meshtrain.config.model import LoraConfig, ModelConfig
 from meshtrain.config.reduce import sends_by_table
 from meshtrain.config.schema import Config
-from meshtrain.config.stacks import stack_of, stack_of_layers
+from meshtrain.config.stacks import is_uniform, stack_of, stack_of_layers
 from meshtrain.errors import ConfigError, nearest, short
 from meshtrain.model.weights import Weight, all_weights, is_trained, weights
-from meshtrain.schedule.generators import make_table, with_sends
-from meshtrain.schedule.table import Table
+from meshtrain.schedule.generators import SCHEDULES, make_table, with_sends
+from meshtrain.schedule.table import Table, turned
 
 NO_LORA = LoraConfig()
 BUCKETS = 8
@@ -293,11 +293,15 @@ class Stages:
         slots                     dense  blocks  blocks  blocks
         virtual stage 0             0       1       2       ·
         virtual stage 1             ·       3       4       5
+
+    Weights of several kinds have no more places than a device has layers of their kind; its chunks share them, but where
+    products are in float8.
     """
 
     counts: tuple[int, ...]  # layers of each virtual stage, in model order
     chunks: int  # virtual stages on a device
     slots: tuple[str, ...]  # of a virtual stage: the stacks that their layers are of
+    held: tuple[tuple[str, int], ...] = ()  # of several stacks: the most layers that a device has
 
     @property
     def longest(self) -> int:
@@ -306,24 +310,32 @@ class Stages:
 
     def places(self, stack: str) -> int:
         """Returns the layers of a stack that a device has places for."""
-        return self.slots.count(stack) * self.chunks
+        return dict(self.held).get(stack, self.slots.count(stack) * self.chunks)
 
     @property
     def on_device(self) -> int:
-        """Layers on a device, padding counted."""
-        return self.longest * self.chunks
+        """Layers that a device has places for."""
+        return sum(n for _, n in self.held) or self.longest * self.chunks
 
 
 def stages(config: Config) -> Stages:
-    """As parallel.layer_split asks for, else as even as can be, longer ones first; cut at the periods of a pattern
-    where there are enough of them.
+    """As parallel.layer_split asks for, else as even as can be, longer ones first, or last where that takes fewer
+    slots; cut at the periods of a pattern where there are enough of them.
     """
     parallel = config.parallel
     model = config.model
     pipeline = config.mesh.pipeline
     period = len(model.pattern) or 1
     kinds = stack_of_layers(model)
-    return _stages(kinds, period, pipeline, parallel.virtual_stages, parallel.layer_split)
+    # in float8 some layers of a stack have arrays that others lack, chunk by chunk
+    placement = "loop" if config.precision.matmul == "compute" else None
+    if placement and pipeline > 1 and parallel.virtual_stages > 1 and not is_uniform(model):
+        named = SCHEDULES.get(parallel.schedule)
+        sizes = pipeline, parallel.microbatches, parallel.virtual_stages
+        placement = (named or make_table(parallel.schedule, *sizes)).placement
+    return _stages(
+        kinds, period, pipeline, parallel.virtual_stages, parallel.layer_split, placement
+    )
 
 
 @functools.lru_cache(maxsize=65536)
@@ -333,6 +345,7 @@ def _stages(
     pipeline: int,
     chunks: int,
     layer_split: tuple[int, ...] | None,
+    placement: str | None,
 ) -> Stages:
     layers = len(kinds)
     if pipeline == 1:
@@ -341,12 +354,30 @@ def _stages(
     if layers % period or layers // period < virtual:
         period = 1
     each, more = divmod(layers // period, virtual)
-    counts = layer_split or tuple(period * (each + (k < more)) for k in range(virtual))
-    ends = list(itertools.accumulate(counts))
+    even = tuple(period * (each + (k < more)) for k in range(virtual))
     if len({*kinds}) == 1:
+        counts = layer_split or even
         return Stages(counts, chunks, kinds[: max(counts)])
-    of_stages = [kinds[end - n : end] for end, n in zip(ends, counts, strict=True)]
-    return Stages(counts, chunks, functools.reduce(_slots_of_both, dict.fromkeys(of_stages)))
+    splits = [layer_split] if layer_split else [even, even[::-1]]
+    stacks = min((_stacks_of(kinds, counts) for counts in splits), key=lambda s: len(_slots_of(s)))
+    slots = _slots_of(stacks)
+    if placement is None:
+        return Stages(tuple(map(len, stacks)), chunks, slots)
+    on_stages: list[list[str]] = [[] for _ in range(pipeline)]
+    for k, here in enumerate(stacks):
+        on_stages[turned(placement, pipeline, *divmod(k, pipeline))] += here
+    held = [(stack, max(here.count(stack) for here in on_stages)) for stack in dict.fromkeys(slots)]
+    return Stages(tuple(map(len, stacks)), chunks, slots, tuple(held))
+
+
+def _stacks_of(kinds: tuple[str, ...], counts: tuple[int, ...]) -> list[tuple[str, ...]]:
+    """Returns the stacks of the layers of each virtual stage, of so many layers each."""
+    ends = itertools.accumulate(counts)
+    return [kinds[end - n : end] for end, n in zip(ends, counts, strict=True)]
+
+
+def _slots_of(stacks: list[tuple[str, ...]]) -> tuple[str, ...]:
+    return functools.reduce(_slots_of_both, dict.fromkeys(stacks))
 
 
 def _slots_of_both(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:

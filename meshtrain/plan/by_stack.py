@@ -1,7 +1,8 @@
 """A model whose layers are of several kinds, as its planner takes it: costs of a layer in the mean of a stage's slots.
 
 Every formula of a layer is of a config whose layers are all alike. `averaged` has it computed for each stack by itself
-(`config.stacks`), and takes the mean over the slots of a stage: times their number it is their sum.
+(`config.stacks`), and takes the mean over the slots of a chunk: times their number it is their sum. `held` takes the
+mean over the layers that a device has places for.
 """
 
 import dataclasses
@@ -10,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from meshtrain.config import Config
+from meshtrain.config.follow import put
 from meshtrain.config.stacks import (
     BLOCKS,
     is_uniform,
@@ -18,7 +20,7 @@ from meshtrain.config.stacks import (
     stack_of_layers,
 )
 from meshtrain.model.weights import is_trained, weights
-from meshtrain.parallel.placement import stages
+from meshtrain.parallel.placement import Stages, stages
 
 Result = TypeVar("Result")
 
@@ -30,11 +32,36 @@ class StackConfig(NamedTuple):
     config: Config
 
 
+class KnownConfig(NamedTuple):
+    """A config, the configs of its stacks, and means that have been asked for."""
+
+    config: Config
+    stacks: list[StackConfig]
+    means: dict[Callable[..., Any], Any]
+
+
+# The last configs by identity: formulas ask for each many times, and a config is slow to hash.
+_recent: dict[int, KnownConfig] = {}
+RECENT = 64
+
+
 def stack_configs(config: Config) -> list[StackConfig]:
     """Returns the config of each stack; of a model with one stack the config itself."""
-    if is_uniform(config.model) or len(stacks := layers_of_stacks(config.model)) == 1:
-        return [StackConfig(BLOCKS, config)]
-    return [StackConfig(stack, _config_of(config, stack)) for stack in stacks]
+    return [StackConfig(BLOCKS, config)] if is_uniform(config.model) else _known(config).stacks
+
+
+def _known(config: Config) -> KnownConfig:
+    known = _recent.get(id(config))
+    if known is not None and known.config is config:
+        return known
+    if len(_recent) >= RECENT:
+        _recent.clear()
+    stacks = layers_of_stacks(config.model)
+    several = [StackConfig(stack, _config_of(config, stack)) for stack in stacks]
+    alone = [StackConfig(BLOCKS, config)]
+    known = KnownConfig(config, several if len(stacks) > 1 else alone, {})
+    _recent[id(config)] = known
+    return known
 
 
 def last_config(config: Config) -> Config:
@@ -44,20 +71,16 @@ def last_config(config: Config) -> Config:
 
 
 def _config_of(config: Config, stack: str) -> Config:
-    trainable = _trainable(config.model, config.lora, config.train.trainable, stack)
-    return dataclasses.replace(
-        config,
-        model=model_of_stack(config.model, stack),
-        train=dataclasses.replace(config.train, trainable=trainable),
-        parallel=dataclasses.replace(config.parallel, layer_split=None),
+    trainable = config.train.trainable and _trainable(
+        config.model, config.lora, config.train.trainable, stack
     )
+    alike = put(config, train={"trainable": trainable}, parallel={"layer_split": None})
+    return Config(**(vars(alike) | {"model": model_of_stack(config.model, stack)}))
 
 
 @functools.lru_cache(maxsize=256)
 def _trainable(model: Any, lora: Any, trainable: tuple[str, ...], stack: str) -> tuple[str, ...]:
     """Returns train.trainable as names of the weights of a stack, and of those outside the layers."""
-    if not trainable:
-        return ()
     names = [w.name for w in weights(model) if is_trained(w, lora, trainable)]
     here = {name: name.partition(".") for name in names}
     stacks = layers_of_stacks(model)
@@ -68,21 +91,35 @@ def _trainable(model: Any, lora: Any, trainable: tuple[str, ...], stack: str) ->
     )
 
 
-def averaged(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Returns a function of a config, and more, as the mean over a stage's slots."""
+def averaged(
+    function: Callable[..., Result],
+    count: Callable[[Stages, str], int] = lambda assigned, stack: assigned.slots.count(stack),
+) -> Callable[..., Result]:
+    """Returns a function of a config, and more, as the mean over a chunk's slots; `count`: so many of each stack."""
 
     @functools.wraps(function)
     def mean(config: Config, *more: Any, **named: Any) -> Result:
         if is_uniform(config.model):
             return function(config, *more, **named)
-        several = stack_configs(config)
-        if len(several) == 1:
+        known = _known(config)
+        if len(known.stacks) == 1:
             return function(config, *more, **named)
+        if mean in known.means and not (more or named):
+            return known.means[mean]  # type: ignore[no-any-return]
         assigned = stages(config)
-        shares = [assigned.slots.count(stack) / assigned.longest for stack, _ in several]
-        return _mean(shares, [function(one, *more, **named) for _, one in several])
+        counts = [count(assigned, stack) for stack, _ in known.stacks]
+        shares = [n / sum(counts) for n in counts]
+        result = _mean(shares, [function(one, *more, **named) for _, one in known.stacks])
+        if not (more or named):
+            known.means[mean] = result
+        return result
 
     return mean
+
+
+def held(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Returns a function of a config, and more, as the mean over the layers that a device has places for."""
+    return averaged(function, Stages.places)
 
 
 def _mean(shares: Sequence[float], values: Sequence[Any]) -> Any:

@@ -23,7 +23,7 @@ from meshtrain.families import FAMILIES
 from meshtrain.parallel.float8 import float8_share, groups_of, is_held, unsharded
 from meshtrain.parallel.placement import Placed
 from meshtrain.plan import compute, experts, shapes
-from meshtrain.plan.by_stack import averaged
+from meshtrain.plan.by_stack import averaged, held
 from meshtrain.plan.compute import (
     DEFAULT_PROFILE,
     FrameworkProfile,
@@ -239,7 +239,7 @@ def weight_size(config: Config) -> float:
     return size - saved / sum(p.on_rank() for p in gathered)
 
 
-@averaged
+@held
 def saved(config: Config) -> tuple[float, float]:
     """Returns the bytes that a layer's frozen weights take less on one device where a state has them in float8:
     gathered, and as they are held.

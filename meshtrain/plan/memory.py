@@ -28,7 +28,7 @@ from meshtrain.plan import (
     rollouts,
     shapes,
 )
-from meshtrain.plan.by_stack import last_config, stack_configs
+from meshtrain.plan.by_stack import averaged, last_config, stack_configs
 from meshtrain.plan.shapes import Elements
 from meshtrain.schedule.buffers import Depths
 from meshtrain.schedule.facts import ScheduleFacts
@@ -395,11 +395,17 @@ def _gathered(config: Config) -> Any:
     return (shapes.resident if config.parallel.zero_stage == 3 else shapes.trained)(config).block
 
 
+# in the mean over a chunk's slots
+_chunk_gathered = averaged(_gathered)
+_chunk_trained = averaged(shapes.trained)
+
+
 def _sent_items(config: Config, stage: Any) -> list[MemoryItem]:
     """Returns the items for what travels beside the clocks, and so is there twice."""
     trained = shapes.trained(config)
-    weights = _itemsize(config) * _gathered(config).full * stage.longest
-    full = trained.block.full * stage.longest + trained.head.full
+    weights = _itemsize(config) * _chunk_gathered(config).full * stage.longest
+    of_chunk = _chunk_trained(config).block.full * stage.longest
+    full = of_chunk + trained.head.full
     sent = shapes.itemsize(config.precision.reduce) * full
     shards = 4 * trained.block.shard * stage.on_device
     return [
@@ -461,7 +467,7 @@ def _hidden(config: Config) -> float:
 
 def _new_gradients(config: Config) -> float:
     """One microbatch's gradients of a chunk's layers, stacked."""
-    block = shapes.trained(config).block
+    block = _chunk_trained(config).block
     return (
         _itemsize(config)
         * (block.shard if scatters_at_use(config) else block.full)

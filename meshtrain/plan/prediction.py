@@ -30,7 +30,7 @@ def prediction_transfers(
     if not depths:
         return []
     of_layer = [(m, replace(t, count=t.count / stages(config).longest)) for m, t in layer]
-    moments = [*of_layer, *edge, *_join(config)]
+    moments = [*of_layer, *edge, *join_transfers(config)]
     return [
         (
             OF_HEAD.get(moment, moment),
@@ -40,7 +40,7 @@ def prediction_transfers(
     ]
 
 
-def _join(config: Config) -> Iterator[Moment]:
+def join_transfers(config: Config) -> Iterator[Moment]:
     """Yields what the product before the block sends: it is split over tensor along what it sums over."""
     ranks = config.mesh.tensor
     stream = shapes.tokens(config) * config.model.d_model

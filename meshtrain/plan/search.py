@@ -340,7 +340,8 @@ class _Group:
                 if self.fits[i, j]:
                     config = _set_zero(scheduled, zero)
                     cost = costs[stage.slots]
-                    if (key := (stage.slots, stage.chunks, zero)) not in self.outside:
+                    key = stage.slots, stage.chunks, stage.held, zero
+                    if key not in self.outside:
                         self.outside[key] = sum(outside_seconds(config, self.cluster))
                     seconds = (
                         pipeline.quick(scheduled, self.tables.facts[i], cost) + self.outside[key]
@@ -364,23 +365,25 @@ def _bytes(
     platform = cluster.accelerator.platform
     nbytes = state[0].copy()
     for at, layers, facts in tables.alike:
-        rows = [
-            put(config, parallel=tables.keys[i])
-            for i in (at if _varies_with_depth(config) else at[:1])
-        ]
+        first = put(config, parallel=tables.keys[at[0]])
         # activations on the host, which no table has
-        if config.parallel.remat_offload and runs_table(rows[0]):
+        if config.parallel.remat_offload and runs_table(first):
             nbytes[at] = math.inf
             continue
-        layer_keeps: Any = tuple(np.array([memory.layer_bytes(row) for row in rows]).T)
-        kept: Any = memory.total(memory.kept(rows[0], facts, platform, layer_keeps, layers))
+        slots = [tables.stages[i].slots for i in (at if _varies_with_depth(config) else at[:1])]
+        scheduled = {
+            of: put(config, parallel=tables.keys[i]) for of, i in zip(slots, at, strict=False)
+        }
+        keeps = {of: memory.layer_bytes(row) for of, row in scheduled.items()}
+        layer_keeps: Any = tuple(np.array([keeps[of] for of in slots]).T)
+        kept: Any = memory.total(memory.kept(first, facts, platform, layer_keeps, layers))
         totals = nbytes[at] + kept[:, None]
         fits = totals <= usable
         passing = dict[tuple[int, bool], Any]()
         for j in np.flatnonzero(fits.any(axis=0)):
             if (key := zeros[j][:2]) not in passing:
                 moments = memory.passing(
-                    _set_zero(rows[0], zeros[j]), facts, platform, layers
+                    _set_zero(first, zeros[j]), facts, platform, layers
                 ).values()
                 passing[key] = functools.reduce(np.maximum, map(memory.total, moments))
             totals[:, j] += np.where(fits[:, j], passing[key], 0.0)
@@ -409,7 +412,8 @@ def _state(
     """
     rows = []
     for keys, stage in zip(tables.keys, tables.stages, strict=True):
-        key = config.parallel.vocab, config.parallel.microbatches > 1, stage.slots, stage.chunks
+        held = stage.held or stage.on_device
+        key = config.parallel.vocab, config.parallel.microbatches > 1, held
         if key not in known:
             scheduled = put(config, parallel=keys)
             layouts = [_set_zero(scheduled, zero) for zero in zeros]

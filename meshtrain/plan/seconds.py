@@ -30,7 +30,7 @@ from meshtrain.plan import compute, float8, gradient_traffic, programs, shapes
 from meshtrain.plan.by_stack import last_config
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile, Seconds
 from meshtrain.plan.layer_costs import LayerCost, layer_cost, stage_layers
-from meshtrain.plan.prediction import join_seconds
+from meshtrain.plan.prediction import join_seconds, join_transfers
 from meshtrain.plan.traffic import BOTH, edge_transfers
 
 
@@ -143,7 +143,8 @@ def edge_cost(
         again = layer.forward + layer.backward + join_seconds(config, cluster.accelerator)
         head = (head + again) * model.mtp + head
         of_edge = {axis: (1 + model.mtp) * seconds for axis, seconds in sends.items()}
-        sends = {**of_edge, "tensor": of_edge["tensor"] + model.mtp * layer.sends}
+        joins = sum(t.seconds(cluster, config.mesh) for _, t in join_transfers(config))
+        sends = {**of_edge, "tensor": of_edge["tensor"] + model.mtp * (layer.sends + joins)}
     if profile.whole_logits:
         logits = shapes.labels(model, shapes.tokens(config)) * model.vocab_size
         nbytes = logits * shapes.itemsize(dtype)
@@ -361,7 +362,9 @@ def chunk_seconds(config: Config, cluster: Cluster) -> tuple[float, float, float
     if not sends_by_table(config) or cluster.accelerator.platform == "cpu":
         return 0.0, 0.0, 0.0
     gather, reduce = _held_seconds(config, cluster)
-    layers = stages(config).longest
+    # a chunk's share of all that a device holds
+    assigned = stages(config)
+    layers = assigned.on_device / assigned.chunks
     trained = shapes.trained(config)
     head = reduce * trained.head.full / trained.block.full
     return layers * gather, layers * reduce, head

@@ -17,7 +17,7 @@ from meshtrain.families import FAMILIES
 from meshtrain.model.weights import Weight, all_weights, is_trained, weights
 from meshtrain.optimizers import OPTIMIZERS
 from meshtrain.parallel.placement import Placed, part, placed, splits, stages
-from meshtrain.plan.by_stack import averaged, stack_configs
+from meshtrain.plan.by_stack import held, stack_configs
 
 PATCHES_WEIGHT = "embedding.patches"
 FIRST = ("blocks.attention.q", "blocks.attention.k", "blocks.attention.v")
@@ -73,13 +73,13 @@ class WeightParts(NamedTuple):
         return self.tokens + self.output
 
 
-@averaged
+@held
 def resident(config: Config) -> WeightParts:
     """Elements of a config's model on one device, adapters among them."""
     return _resident(_sizes(config), False)
 
 
-@averaged
+@held
 def trained(config: Config) -> WeightParts:
     """Elements on one device that are trained."""
     return _resident(_sizes(config), True)
@@ -138,7 +138,7 @@ def _sum(parts: Iterable[Elements]) -> Elements:
     return functools.reduce(Elements.__add__, parts, Elements())
 
 
-@averaged
+@held
 def optimizer_state(config: Config, layers: int) -> float:
     """Elements of all moments on one device with so many layers; counts and other scalars are left out."""
     block, outer = _moments(config.optimizer, _sizes(config))

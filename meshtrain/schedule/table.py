@@ -69,6 +69,14 @@ class Op(NamedTuple):
     chunk: int
 
 
+def turned(placement, stages, chunk, stage):
+    """Stage that holds the virtual stage which is number `stage` of a chunk (integers or integer arrays).
+
+    In a V every odd chunk runs backwards over the stages. The map is its own inverse.
+    """
+    return stage if placement == "loop" else stage + (chunk % 2) * (stages - 1 - 2 * stage)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Table(Shown):
     """A schedule. `cells[clock, stage, slot]` is (microbatch, chunk), or (-1, -1) where the slot is idle.
@@ -167,10 +175,7 @@ class Table(Shown):
         return chunk * self.stages + self._turn(chunk, stage)
 
     def _turn(self, chunk, stage):
-        # In a V every odd chunk runs backwards over the stages. The map is its own inverse.
-        if self.placement == "loop":
-            return stage
-        return stage + (chunk % 2) * (self.stages - 1 - 2 * stage)
+        return turned(self.placement, self.stages, chunk, stage)
 
     def ops(self) -> Iterator[Op]:
         """Everything that is done, in the order (clock, slot, stage), which is an order in which it can be done."""

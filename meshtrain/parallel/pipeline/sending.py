@@ -21,9 +21,10 @@ from jax import Array, lax
 
 from meshtrain import xla
 from meshtrain.compat import varying
+from meshtrain.mesh import PIPELINE
 from meshtrain.parallel.pipeline.buffers import after, empty, write
 from meshtrain.parallel.pipeline.clock import Carry, Execution, rows_of
-from meshtrain.parallel.zero import Weights
+from meshtrain.parallel.zero import EarlyReduced, Weights
 from meshtrain.schedule.phases import ClockSection, Phase, sections
 from meshtrain.schedule.table import G, R
 
@@ -47,6 +48,7 @@ class Sending:
         self.table = execution.table
         self.sends = execution.table.sends
         self.zero = execution.stage.model.zero
+        self.place_of = execution.stage.place_of
         self.shards = execution.stage.blocks
 
     def run(self) -> Carry:
@@ -75,6 +77,7 @@ class Sending:
                 jnp.int32(chunk),
             )
         stacked = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), reduced)
+        stacked = {stack: self.in_places(stack, tree) for stack, tree in stacked.items()}
         return carry._replace(blocks=stacked, edge={**edge, **(head or {})})
 
     def run_section(self, section: ClockSection, state: SendState) -> SendState:
@@ -136,15 +139,55 @@ class Sending:
         return self.zero.reduce_early(gradients)
 
     def slice_chunk(self, stacks: Any, chunk: Any) -> Any:
-        """Returns the layers of a chunk, of arrays [layers of all chunks, ..]."""
+        """Returns the layers of a chunk, of arrays [layers of all chunks, ..] by their stacks."""
+        if isinstance(stacks, Weights):
+            return Weights(*(self.slice_chunk(tree, chunk) for tree in stacks))
 
-        def own(a: Array) -> Array:
-            n = len(a) // self.table.chunks
-            return lax.dynamic_slice_in_dim(a, chunk * n, n)
+        def own(stack: str, a: Array) -> Array:
+            if stack in self.place_of:
+                return _taken(a, self.slots(self.place_of[stack], chunk))
+            return self.slots(a, chunk)
 
-        return jax.tree.map(own, stacks)
+        return {stack: jax.tree.map(partial(own, stack), tree) for stack, tree in stacks.items()}
+
+    def slots(self, a: Array, chunk: Any) -> Array:
+        """Returns what is in the slots of a chunk, of an array [slots of all chunks, ..]."""
+        n = len(a) // self.table.chunks
+        return lax.dynamic_slice_in_dim(a, chunk * n, n)
+
+    def in_places(self, stack: str, tree: Tree) -> Tree:
+        """Returns reduced gradients [slots of all chunks, ..] in the places of the layers."""
+        if stack not in self.place_of:
+            return tree
+        slot_of = jnp.asarray(self.execution.stage.model.layout.stacks[stack].slot_of)
+        here = slot_of[lax.axis_index(PIPELINE)]
+
+        def moved(g: Any) -> Any:
+            if isinstance(g, EarlyReduced):
+                return g._replace(shard=_taken(g.shard, here))
+            return _taken(g, here)
+
+        return jax.tree.map(moved, tree, is_leaf=lambda g: isinstance(g, EarlyReduced))
 
     def written(self, blocks: Weights, weights: Weights, chunk: Any) -> Weights:
         """`blocks` with the `weights` of a chunk's layers."""
-        place = lambda a, b: lax.dynamic_update_slice_in_dim(a, b, chunk * len(b), axis=0)
-        return jax.tree.map(place, blocks, weights)
+
+        def place(stack: str, a: Array, b: Array) -> Array:
+            if stack in self.place_of:
+                return a.at[self.slots(self.place_of[stack], chunk)].set(b, mode="drop")
+            return lax.dynamic_update_slice_in_dim(a, b, chunk * len(b), axis=0)
+
+        return Weights(
+            *(
+                {
+                    stack: jax.tree.map(partial(place, stack), old[stack], new[stack])
+                    for stack in old
+                }
+                for old, new in zip(blocks, weights, strict=True)
+            )
+        )
+
+
+def _taken(a: Array, at: Array) -> Array:
+    """Returns the entries `at` of the first axis, zeros one past the last."""
+    return a.at[at].get(mode="fill", fill_value=0)

@@ -16,11 +16,11 @@ The loop reads and writes single layers of a place, so that no place is copied w
 A layer has three numbers. The second layer of chunk 1 on stage 1, with 2 stages of 2 chunks of 3 layers:
 
     i        in its segment (its turn)    1
-    at       in its stack's weights       chunk 1 * 3 + 1 = 4
+    at       in the slots of its stack    chunk 1 * 3 + 1 = 4
     index    in the model                 virtual stage 3 * 3 + 1 = 10
 
-Weights and their gradients are by stack. A segment has one loop, whose body is a turn: a layer of each place of its
-period (`layout.Segment`). The layers of a place keep an array of their own.
+Weights and their gradients are by stack, in the places of `layout.StackLayers`. A segment has one loop, whose body is a
+turn: a layer of each place of its period (`layout.Segment`). The layers of a place keep an array of their own.
 """
 
 import itertools
@@ -125,19 +125,16 @@ class Stage:
             differentiated={part: weights.differentiated[part] for part in forward.edge_parts}
         )
         layout = forward.layout
-        # stacked layers by stack, chunk after chunk
-        self.blocks = weights.parts(layout.stacks)
-        # slots of a chunk, and how many of them are of each stack
-        self.layers = layout.layer_at.shape[-1]
-        self.of_chunk = {stack: s.index_at.shape[-1] for stack, s in layout.stacks.items()}
+        self.blocks = weights.parts(layout.stacks)  # stacked layers by stack, chunk after chunk
+        self.layers = layout.layer_at.shape[-1]  # slots of a chunk
+        self.of_chunk = {stack: s.in_slots.shape[-1] for stack, s in layout.stacks.items()}
         self.segments = layout.segments
-        for stack, each in self.of_chunk.items():
-            assert len(jax.tree.leaves(self.blocks.part(stack))[0]) == chunks * each
-        # index in the model of each stacked layer
-        self.index_at = {
-            stack: _pick(jnp.asarray(s.index_at), lax.axis_index(PIPELINE)).reshape(-1)
-            for stack, s in layout.stacks.items()
-        }
+        assert chunks == layout.chunks
+        # index in the model of the layer in each slot, and its place in its stack where that is another
+        on_stage = lambda array: _pick(jnp.asarray(array), lax.axis_index(PIPELINE)).reshape(-1)
+        self.index_at = {stack: on_stage(s.in_slots) for stack, s in layout.stacks.items()}
+        shared = {stack: s for stack, s in layout.stacks.items() if s.place_of is not None}
+        self.place_of = {stack: on_stage(s.place_of) for stack, s in shared.items()}
 
     def zeros(self) -> Array:
         """Returns a residual stream of one microbatch, all zeros."""
@@ -363,7 +360,9 @@ class Stage:
         self, gradients: Tree, layer: StackedLayer, gradient: Tree, at: Array, active: Array
     ) -> Tree:
         """Returns the gradient sums with that of a layer added if `active`."""
-        total = add(gradients[layer.stack], gradient, at, active=active)
+        if layer.stack in self.place_of:  # where padding has no place
+            active = active & (self.index_at[layer.stack][at] >= 0)
+        total = add(gradients[layer.stack], gradient, self.place(layer.stack, at), active=active)
         return {**gradients, layer.stack: total}
 
     # --- a backward that sends its weight gradients while it goes on
@@ -516,16 +515,22 @@ class Stage:
 
     def _weights(self, layer: StackedLayer, at: Array) -> tuple[Weights, Array]:
         """Returns the weights of a layer, and its index in the model."""
+        place = self.place(layer.stack, at)
         index_at = self.index_at[layer.stack]
-        places = self.model.layout.wide_places(layer.stack, self.chunks)
+        count = self.model.layout.stacks[layer.stack].count
+        wide = self.model.layout.wide_places(layer.stack, self.chunks)
         # arrays of some layers only
-        among = jnp.asarray(np.searchsorted(places, np.arange(len(index_at))))
+        among = jnp.asarray(np.searchsorted(wide, np.arange(len(index_at))))
 
         def pick(a: Array) -> Array:
-            n = at if len(a) == len(index_at) else among[at]
+            n = place if len(a) == count else among[at]
             return lax.dynamic_index_in_dim(a, n, 0, keepdims=False)
 
         return jax.tree.map(pick, self.blocks.part(layer.stack)), index_at[at]
+
+    def place(self, stack: str, at: Array) -> Array:
+        """Returns the place in its stack of the layer in a slot."""
+        return self.place_of[stack][at] if stack in self.place_of else at
 
     def _trace(self, layer: StackedLayer, at: Array, x: Array) -> LayerTrace:
         weights, index = self._weights(layer, at)

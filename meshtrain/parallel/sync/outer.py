@@ -174,7 +174,7 @@ class Outer:
     def _rows_of(self, stack: StackLayers) -> list[np.ndarray | None]:
         if self.sync.fragments == 1:
             return [None]
-        layer_at = stack.index_at.reshape(self.config.mesh.pipeline, -1)
+        layer_at = stack.index_at
         places: list[np.ndarray | None] = []
         for fragment in range(self.sync.fragments):
             here = [

@@ -44,6 +44,8 @@ CELLS: dict[str, dict[str, Any]] = {
     "compressed": {"parallel": {"reduce": {"compression": "int8"}}},
     "context": {"mesh": {"data": 1, "tensor": 2, "pipeline": 2, "context": 2}, "parallel": {"context_strategy": "all_gather"}},
     "experts": {"model": {"d_ff": None, "moe": {"experts": 4, "top_k": 2, "d_ff": 20}}},
+    "dense layers first": {"model": {"d_ff": None, "dense_layers": 2, "dense_d_ff": 30, "moe": {"experts": 4, "top_k": 2, "d_ff": 20}},
+                           "parallel": {"layer_split": [2, 2, 2, 3]}},
     "own table": {},
 }  # fmt: skip
 
@@ -54,6 +56,7 @@ FEW = (
     "breadth first, ZeRO-3 held",
     "compressed",
     "experts",
+    "dense layers first",
     "own table",
 )
 

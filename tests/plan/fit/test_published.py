@@ -7,6 +7,8 @@ from experiments.plan import aleph_alpha, calibrate, dgxc, experts, foundry, kem
 from experiments.plan.calibrate import fit, rounded
 from experiments.plan.published import ELSEWHERE, FITTED, HELD_OUT
 from meshtrain.cluster.accelerators import AMPERE, HOPPER
+from meshtrain.config import load
+from meshtrain.plan import named, plan
 
 
 def errors(runs):
@@ -40,6 +42,9 @@ def test_mixtures_of_experts_are_planned_within_a_fifth_and_what_their_messages_
     rows = {run.name: run.predicted() / run.seconds - 1 for run in experts.runs()}
     assert len(rows) == 10 and max(map(abs, rows.values())) <= 0.2
     assert abs(rows["DeepSeek-V3 on 1024"]) <= 0.15
+    layout = load("configs/deepseek_v3.yaml")
+    assert (layout.mesh.pipeline, layout.mesh.expert) == (4, 64)
+    assert layout.parallel.virtual_stages == 8 and plan(layout, named("h100", 1024)).fits
     # of one machine, which differ in how rows are sent alone
     sent = [error for name, error in rows.items() if name.startswith("Qwen3-30B")]
     assert len(sent) == 4 and max(map(abs, sent)) <= 0.1
