@@ -518,12 +518,12 @@ class Stage:
         place = self.place(layer.stack, at)
         index_at = self.index_at[layer.stack]
         count = self.model.layout.stacks[layer.stack].count
-        wide = self.model.layout.wide_places(layer.stack, self.chunks)
+        wide = self.model.layout.wide_places(layer.stack, count)
         # arrays of some layers only
-        among = jnp.asarray(np.searchsorted(wide, np.arange(len(index_at))))
+        among = jnp.asarray(np.searchsorted(wide, np.arange(count)))
 
         def pick(a: Array) -> Array:
-            n = place if len(a) == count else among[at]
+            n = place if len(a) == count else among[place]
             return lax.dynamic_index_in_dim(a, n, 0, keepdims=False)
 
         return jax.tree.map(pick, self.blocks.part(layer.stack)), index_at[at]
