@@ -65,7 +65,7 @@ def told(run: Decoding, prompts: dict[int, np.ndarray], steps: int, sampling=GRE
     tokens, logprobs = ({slot: [] for slot in prompts} for _ in range(2))
 
     def note(slot, picked, at):
-        chosen, _, ids, of_ids = (np.asarray(x)[at] for x in picked)
+        chosen, _, ids, of_ids = (np.asarray(x)[at] for x in picked[:4])
         tokens[slot].append(int(chosen))
         by_id = np.full(WORDS, np.nan, np.float32)
         by_id[ids] = of_ids
