@@ -161,37 +161,12 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
     in_time = True
     own = devices is None
     if devices is None:
-        processes = joined_processes()
-        fakes = config.run.fake_devices or (needed if 1 < needed <= MOST_FAKE_DEVICES else 0)
-        if processes > 1 and fakes:
-            # whatever else was asked for: each process is to have a part of the mesh
-            fakes = math.ceil(needed / processes)
-        in_time = not fakes or fake_cpu_devices(fakes)
-        ask_for_pool()
-        try:
-            devices = jax.devices()
-        except (RuntimeError, AssertionError) as error:
-            # an assertion, without a word, where JAX_PLATFORMS names what this machine has not
-            asked = f"JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS', 'any')}, which is not there"
-            reason = short(str(error).partition("\n")[0] or asked)
-            sentence = f"JAX finds no devices to run on: {reason}; JAX_PLATFORMS=cpu runs on fake CPU devices."
-            raise ConfigError(sentence) from None
+        devices, in_time = _find_devices(config)
     if len(devices) < needed:
         kind = devices[0].platform
+        hint = _how_to_fake(needed, in_time)
         if kind != "cpu":
             hint = "JAX_PLATFORMS=cpu runs it on fake CPU devices"
-        elif needed > MOST_FAKE_DEVICES:
-            hint = f"run.fake_devices fakes at most {MOST_FAKE_DEVICES}"
-        elif (forced := _forced_devices()) is not None:
-            hint = f"XLA_FLAGS asks for {forced}, which wins over run.fake_devices, so ask for {needed} there"
-        elif in_time:
-            hint = f"to fake them, set run.fake_devices={needed}"
-        else:
-            hint = (
-                "JAX had started before it could be asked to fake more, so start Python again (in a notebook: restart "
-                "the "
-                "kernel) and make this mesh before anything else uses JAX"
-            )
         raise ConfigError(
             f"the mesh {shape} needs {needed} devices, but there are {len(devices)} ({kind}); {hint}."
         )
@@ -209,6 +184,42 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
     compile_collectives_anew()
     return Mesh(
         arranged(devices[:needed], shape), shape.axes, axis_types=(AxisType.Auto,) * len(shape.axes)
+    )
+
+
+def _find_devices(config: Config) -> tuple[Sequence[jax.Device], bool]:
+    """Returns JAX's devices, and whether as many could be faked as were asked for."""
+    needed = config.mesh.devices
+    processes = joined_processes()
+    fakes = config.run.fake_devices or (needed if 1 < needed <= MOST_FAKE_DEVICES else 0)
+    if processes > 1 and fakes:
+        # whatever else was asked for: each process is to have a part of the mesh
+        fakes = math.ceil(needed / processes)
+    in_time = not fakes or fake_cpu_devices(fakes)
+    ask_for_pool()
+    try:
+        return jax.devices(), in_time
+    except (RuntimeError, AssertionError) as error:
+        # an assertion, without a word, where JAX_PLATFORMS names what this machine has not
+        asked = f"JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS', 'any')}, which is not there"
+        reason = short(str(error).partition("\n")[0] or asked)
+        sentence = (
+            f"JAX finds no devices to run on: {reason}; JAX_PLATFORMS=cpu runs on fake CPU devices."
+        )
+        raise ConfigError(sentence) from None
+
+
+def _how_to_fake(needed: int, in_time: bool) -> str:
+    """Returns what would give so many fake CPU devices; `in_time`: JAX could be asked for them."""
+    if needed > MOST_FAKE_DEVICES:
+        return f"run.fake_devices fakes at most {MOST_FAKE_DEVICES}"
+    if (forced := _forced_devices()) is not None:
+        return f"XLA_FLAGS asks for {forced}, which wins over run.fake_devices, so ask for {needed} there"
+    if in_time:
+        return f"to fake them, set run.fake_devices={needed}"
+    return (
+        "JAX had started before it could be asked to fake more, so start Python again (in a notebook: restart the "
+        "kernel) and make this mesh before anything else uses JAX"
     )
 
 

@@ -108,16 +108,7 @@ def _window(family: str, config: Json, where: str) -> int:
 
 def rope_section(config: Json, where: str, theta: float = THETA) -> dict[str, Any]:
     """Returns the keys of rotary positions, of either schema; `theta` is the base where none is given."""
-    new, old = (
-        _add_rope_type(config.get(key) or {}) for key in ("rope_parameters", "rope_scaling")
-    )
-    for key in old.keys() & new.keys():
-        if old[key] != new[key]:
-            raise ConfigError(
-                f"{where}: {short(key)} is {short(repr(old[key]))} in rope_scaling, but {short(repr(new[key]))} in "
-                "rope_parameters; let them agree."
-            )
-    rope = {**old, **new}
+    rope = _merge_rope(config, where)
     for key in LAYER_TYPES:
         refuse_unless(where, rope, key, None)
     base = next(
@@ -135,9 +126,26 @@ def rope_section(config: Json, where: str, theta: float = THETA) -> dict[str, An
     for holder in (config, rope):
         refuse_unless(where, holder, "partial_rotary_factor", 1.0)
     model = {"rope_theta": float(base), "rope_scaling": ROPES[kind]}
-    if kind == "default":
-        return model
-    model["rope_factor"] = number(rope, "factor", where)
+    return model if kind == "default" else model | _scaling_section(config, rope, kind, where)
+
+
+def _merge_rope(config: Json, where: str) -> Json:
+    """Returns what rope_parameters and rope_scaling say together."""
+    new, old = (
+        _add_rope_type(config.get(key) or {}) for key in ("rope_parameters", "rope_scaling")
+    )
+    for key in old.keys() & new.keys():
+        if old[key] != new[key]:
+            raise ConfigError(
+                f"{where}: {short(key)} is {short(repr(old[key]))} in rope_scaling, but {short(repr(new[key]))} in "
+                "rope_parameters; let them agree."
+            )
+    return {**old, **new}
+
+
+def _scaling_section(config: Json, rope: Json, kind: str, where: str) -> dict[str, Any]:
+    """Returns the keys of a scaling of positions, `kind`."""
+    model: dict[str, Any] = {"rope_factor": number(rope, "factor", where)}
     if kind == "linear":
         return model
     original = config.get("original_max_position_embeddings") or rope.get(

@@ -5,7 +5,7 @@ options that launchers share.
 import argparse
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import NamedTuple
@@ -158,17 +158,10 @@ def make(
     words = [python, "-m", "meshtrain.survive", "--config", shipped or options.config]
     # callers in Python need not have it
     trusted = getattr(options, "trust", [])
-    if shipped and (files := [entry for entry in config.run.imports if entry.endswith(".py")]):
+    if shipped and any(map(_is_file, config.run.imports)):
         # They lie beside the config there, in a directory that an engine makes as it will.
         there = PurePath(shipped).parent
-        names = [
-            str(there / PurePath(entry).name) if entry in files else entry
-            for entry in config.run.imports
-        ]
-        overrides = [
-            *(o for o in overrides if o.partition("=")[0].strip() != IMPORTS),
-            f"{IMPORTS}={as_text(names)}",
-        ]
+        overrides = _import_from(there, config.run.imports, overrides)
         trusted = [str(there)]
     for override in overrides:
         words += ["--set", override]
@@ -189,6 +182,17 @@ def make(
         config.survive.restarts,
         config.run.imports,
     )
+
+
+def _is_file(entry: str) -> bool:
+    return entry.endswith(".py")
+
+
+def _import_from(there: PurePath, imports: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Returns overrides that import the files of `imports` from the folder `there`."""
+    names = [str(there / PurePath(entry).name) if _is_file(entry) else entry for entry in imports]
+    others = [o for o in overrides if o.partition("=")[0].strip() != IMPORTS]
+    return [*others, f"{IMPORTS}={as_text(names)}"]
 
 
 def _refuse_crowded(cluster: str, devices: int, nodes: int) -> None:

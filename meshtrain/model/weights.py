@@ -221,51 +221,63 @@ class WeightTable:
 @functools.lru_cache(maxsize=256)
 def _list_layer(model: ModelConfig) -> Sequence[Weight]:
     """Returns the weights of one layer, below `blocks`, of a model whose layers are all alike."""
-    family = FAMILIES[model.family]
     table = WeightTable(model)
-    add = table.add
     norm = table.norm
-    std = model.init_std
-    into_stream = std / (2 * model.layers) ** 0.5
-    embed = ("embed", model.d_model)
-    mlp = ("mlp", model.d_ff)
     norm("blocks.attention_norm")
     kind = kind_of(model)
-    (KINDS[kind].add_weights or ADD_MIXER[kind])(model, add)
+    (KINDS[kind].add_weights or ADD_MIXER[kind])(model, table.add)
     if model.post_norms:
         norm("blocks.attention_post_norm")
     norm("blocks.mlp_norm")
     if model.moe.experts:
-        experts = ("experts", model.moe.experts)
-        width = ("mlp", model.expert_width)
-        add("blocks.experts.router", (embed, ("routes", model.moe.experts)), std, float32=True)
-        add(
-            "blocks.experts.load",
-            (("routes", model.moe.experts + COUNTED),),
-            float32=True,
-            counts=True,
-        )
-        add("blocks.experts.gate", (experts, embed, width), std)
-        add("blocks.experts.up", (experts, embed, width), std)
-        add("blocks.experts.down", (experts, width, embed), into_stream)
-        if family.biased_experts:
-            add("blocks.experts.router_bias", (("routes", model.moe.experts),), float32=True)
-            add("blocks.experts.gate_bias", (experts, width))
-            add("blocks.experts.up_bias", (experts, width))
-            add("blocks.experts.down_bias", (experts, embed))
+        _add_experts(model, table.add)
+    _add_mlp(model, table.add)
+    if model.post_norms:
+        norm("blocks.mlp_post_norm")
+    return table.weights
+
+
+def _add_experts(model: ModelConfig, add: Callable[..., None]) -> None:
+    """Adds the weights of experts and of their router, below `blocks.experts`."""
+    family = FAMILIES[model.family]
+    std = model.init_std
+    embed = ("embed", model.d_model)
+    number = model.moe.experts
+    experts = ("experts", number)
+    width = ("mlp", model.expert_width)
+    add("blocks.experts.router", (embed, ("routes", number)), std, float32=True)
+    add("blocks.experts.load", (("routes", number + COUNTED),), float32=True, counts=True)
+    add("blocks.experts.gate", (experts, embed, width), std)
+    add("blocks.experts.up", (experts, embed, width), std)
+    add("blocks.experts.down", (experts, width, embed), _std_into_stream(model))
+    if family.biased_experts:
+        add("blocks.experts.router_bias", (("routes", number),), float32=True)
+        add("blocks.experts.gate_bias", (experts, width))
+        add("blocks.experts.up_bias", (experts, width))
+        add("blocks.experts.down_bias", (experts, embed))
+
+
+def _add_mlp(model: ModelConfig, add: Callable[..., None]) -> None:
+    """Adds the weights of the MLP, beside experts that of shared ones, below `blocks.mlp`."""
+    family = FAMILIES[model.family]
+    std = model.init_std
+    embed = ("embed", model.d_model)
+    mlp = ("mlp", model.d_ff)
     if family.gated and model.d_ff:
         add("blocks.mlp.gate", (embed, mlp), std)
     if model.d_ff:
         add("blocks.mlp.up", (embed, mlp), std)
-        add("blocks.mlp.down", (mlp, embed), into_stream)
+        add("blocks.mlp.down", (mlp, embed), _std_into_stream(model))
     if family.gated_shared_experts and model.moe.experts and model.d_ff:
         add("blocks.mlp.token_gate", (embed, ("one", 1)), std)
     if family.biases:
         add("blocks.mlp.up_bias", (mlp,))
         add("blocks.mlp.down_bias", (embed,))
-    if model.post_norms:
-        norm("blocks.mlp_post_norm")
-    return table.weights
+
+
+def _std_into_stream(model: ModelConfig) -> float:
+    """Returns the standard deviation of a product into the residual stream, to which every layer adds two (GPT-2)."""
+    return model.init_std / (2 * model.layers) ** 0.5
 
 
 def _add_attention(model: ModelConfig, add: Callable[..., None]) -> None:
@@ -284,7 +296,7 @@ def _add_attention(model: ModelConfig, add: Callable[..., None]) -> None:
         add("blocks.attention.k", (embed, groups, head), std)
         add("blocks.attention.v", (embed, groups, head), std)
     width = ("head", model.value_width)
-    add("blocks.attention.out", (heads, width, embed), std / (2 * model.layers) ** 0.5)
+    add("blocks.attention.out", (heads, width, embed), _std_into_stream(model))
     if model.qkv_bias:
         add("blocks.attention.q_bias", (heads, head))
         add("blocks.attention.k_bias", (groups, head))
@@ -364,7 +376,7 @@ def _add_linear_attention(model: ModelConfig, add: Callable[..., None]) -> None:
     _add_gate("decay", decays, model, add)
     _add_decays(decays, add)
     add("blocks.attention.norm.scale", values if mamba2 else values[1:], fill=1.0)
-    add("blocks.attention.out", (*values, embed), std / (2 * model.layers) ** 0.5)
+    add("blocks.attention.out", (*values, embed), _std_into_stream(model))
 
 
 def _add_gate(

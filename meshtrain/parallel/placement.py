@@ -189,30 +189,36 @@ def place(
     degree = _devices(mesh, zero_axes)
     if zero and degree > 1 and not weight.counts:
         local = {d: whole[d] // ways[d] for d in range(weight.stacked, len(whole))}
-        exact = [d for d in local if local[d] % degree == 0]
-        # Padding inside a tensor rank's share would tear it apart.
-        free = [d for d in local if ways[d] == 1]
-        if exact:
-            zero_dim = max(exact, key=lambda d: local[d])
-        elif free:
-            zero_dim = min(free, key=lambda d: round_up(local[d], degree) / local[d])
-            padded[zero_dim] = round_up(local[zero_dim], degree)
+        zero_dim = _choose_zero_dim(local, ways, degree)
+        if zero_dim is not None:
+            padded[zero_dim] = round_up(local[zero_dim], degree) * ways[zero_dim]
     return Placed(
         weight.name,
         weight.axes,
         weight.shape,
-        tuple(whole),
-        tuple(padded),
-        split,
-        ways,
-        zero_dim,
-        zero_axes,
-        degree,
-        weight.decayed,
-        trained,
-        weight.float32,
-        weight.counts,
+        whole=tuple(whole),
+        padded=tuple(padded),
+        over=split,
+        ways=ways,
+        zero_dim=zero_dim,
+        zero_axes=zero_axes,
+        zero_degree=degree,
+        decayed=weight.decayed,
+        trained=trained,
+        float32=weight.float32,
+        counts=weight.counts,
     )
+
+
+def _choose_zero_dim(local: Mapping[int, int], ways: Sequence[int], degree: int) -> int | None:
+    """Returns the dimension that `degree` ranks shard: the longest that divides, else the one that padding lengthens
+    least; None if there is none. `local`: lengths on a device, `ways`: the devices that split each.
+    """
+    if exact := [d for d in local if local[d] % degree == 0]:
+        return max(exact, key=lambda d: local[d])
+    # Padding inside a tensor rank's share would tear it apart.
+    free = [d for d in local if ways[d] == 1]
+    return min(free, key=lambda d: round_up(local[d], degree) / local[d], default=None)
 
 
 def part(placed: Placed, dims: Sequence[int], more: int = 0) -> Placed:

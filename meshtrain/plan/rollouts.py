@@ -223,15 +223,8 @@ def _forward(
     size = shapes.itemsize(dtype)
     sequences, length = rows
     tokens = sequences * length
-    products = 0.0
-    moved = cache
-    for weight in decoding_weights(config):
-        looked_up = weight.name.startswith("embedding.")
-        if looked_up and not (model.tied_head and weight.name == "embedding.tokens"):
-            continue
-        chosen = reached(model.moe, 1) if "experts" in weight.axes else 1.0
-        moved += _size(config, weight) * weight.on_device() * (1 - (1 - chosen) ** tokens)
-        products += weight.on_device() * chosen * (tokens if weight.stacked else sequences)
+    moved, products = _through_weights(config, sequences, tokens)
+    moved += cache
     linear = _linear_layers(config)
     scores = tokens * keys * (model.layers - linear) * model.heads / mesh.tensor
     flops = 2 * products + 2 * scores * (model.head_dim + model.value_width)
@@ -246,3 +239,18 @@ def _forward(
     sent = sums.seconds(cluster, mesh) + gathered.seconds(cluster, mesh)
     busy = flops / (device.flops(dtype) * device.efficiency.matmul)
     return max(moved / device.memory_rate, busy) + sent
+
+
+def _through_weights(config: Config, sequences: int, tokens: int) -> tuple[float, float]:
+    """Returns the bytes of weights that a forward reads, and its multiplications by them."""
+    model = config.model
+    moved = 0.0
+    products = 0.0
+    for weight in decoding_weights(config):
+        looked_up = weight.name.startswith("embedding.")
+        if looked_up and not (model.tied_head and weight.name == "embedding.tokens"):
+            continue
+        chosen = reached(model.moe, 1) if "experts" in weight.axes else 1.0
+        moved += _size(config, weight) * weight.on_device() * (1 - (1 - chosen) ** tokens)
+        products += weight.on_device() * chosen * (tokens if weight.stacked else sequences)
+    return moved, products

@@ -12,9 +12,10 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from meshtrain.cluster.accelerators import Accelerator
 from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER, best
 from meshtrain.cluster.cluster import Cluster
-from meshtrain.config import Config
+from meshtrain.config import Config, ModelConfig
 from meshtrain.config.follow import runs_table
 from meshtrain.config.mesh import ISLAND
 from meshtrain.config.reduce import (
@@ -123,20 +124,7 @@ def edge_cost(
 ) -> EdgeCost:
     """Costs of a microbatch in embedding and loss head."""
     model = config.model
-    trained = shapes.trained(config)
-    dtype = config.precision.compute
-    degree = shapes.vocabulary_degree(config)
-    sizes = model, cluster.accelerator, dtype, shapes.tokens(config), degree
-    weight = (trained.tokens if model.tied_head else trained.output).full
-    head = compute.head(*sizes, profile, bool(weight))
-    head += compute.embedding(*sizes, bool(trained.embedding.full))
-    if (chunks := shapes.loss_chunks(config)) > 1:
-        # Every chunk reads and writes the float32 sum of the weight's gradients.
-        nbytes = 2 * 4 * chunks * weight
-        head += Seconds(memory=nbytes / cluster.accelerator.memory_rate)
-        # Our backward has the gradients already, unless the logits are made again.
-        if not profile.compiled or shapes.logits_again(config):
-            head += compute.head_forward(*sizes)
+    head = _head_seconds(config, cluster, profile)
     sends, forward = _edge_sends(config, cluster)
     if model.mtp:
         layer = layer_cost(last_config(config), cluster, profile)
@@ -147,18 +135,42 @@ def edge_cost(
         sends = {**of_edge, "tensor": of_edge["tensor"] + model.mtp * (layer.sends + joins)}
     if profile.whole_logits:
         logits = shapes.labels(model, shapes.tokens(config)) * model.vocab_size
-        nbytes = logits * shapes.itemsize(dtype)
+        nbytes = logits * shapes.itemsize(config.precision.compute)
         links = cluster.axis("tensor", config.mesh)
         sends["tensor"] += best(ALL_GATHER, links, nbytes).seconds
     reference = 0.0
     if has_reference(config):
-        reference = compute.head_forward(*sizes).total + forward
+        reference = compute.head_forward(*_head_sizes(config, cluster)).total + forward
     return EdgeCost(
         head=head,
         head_sends=sends["tensor"],
         vocab_sends=sends["pipeline"] + sends[BOTH],
         reference=reference,
     )
+
+
+def _head_sizes(config: Config, cluster: Cluster) -> tuple[ModelConfig, Accelerator, str, int, int]:
+    """Returns the arguments that the times of embedding and head in `plan.compute` have in common."""
+    dtype = config.precision.compute
+    degree = shapes.vocabulary_degree(config)
+    return config.model, cluster.accelerator, dtype, shapes.tokens(config), degree
+
+
+def _head_seconds(config: Config, cluster: Cluster, profile: FrameworkProfile) -> Seconds:
+    """Returns the compute time of embedding and loss head, without predictions of further tokens."""
+    trained = shapes.trained(config)
+    sizes = _head_sizes(config, cluster)
+    weight = (trained.tokens if config.model.tied_head else trained.output).full
+    head = compute.head(*sizes, profile, bool(weight))
+    head += compute.embedding(*sizes, bool(trained.embedding.full))
+    if (chunks := shapes.loss_chunks(config)) > 1:
+        # Every chunk reads and writes the float32 sum of the weight's gradients.
+        nbytes = 2 * 4 * chunks * weight
+        head += Seconds(memory=nbytes / cluster.accelerator.memory_rate)
+        # Our backward has the gradients already, unless the logits are made again.
+        if not profile.compiled or shapes.logits_again(config):
+            head += compute.head_forward(*sizes)
+    return head
 
 
 def _edge_sends(config: Config, cluster: Cluster) -> tuple[dict[str, float], float]:

@@ -232,13 +232,7 @@ def _after(
     ]
     step = _reached(fault, members, past if not starts else ())
     if fault.kind == "lock":
-        # Only a try shows who has it, and it is not waited for without end.
-        tries = takewhile(lambda p: p.kind == "lock" and (p.step or 0) >= step, reversed(formed))
-        if sum(1 for _ in tries) * LOCKED > options.join_timeout:
-            return Decision(
-                "over", f"{fault.sentence}; run again to go on", kind="lock", step=step, code=75
-            )
-        return Decision("form", fault.sentence, kind="lock", step=step, delay=LOCKED)
+        return _await_lock(fault.sentence, step, formed, options)
     if fault.kind in FREE:
         return Decision("form", fault.sentence, kind=fault.kind, step=step)
     if reason := _given_up(fault, step, step > max(starts, default=0), past, now, options):
@@ -250,6 +244,14 @@ def _after(
     return Decision(
         "form", fault.sentence, fault.blamed, fault.kind, step, delay=delay, quarantined=until
     )
+
+
+def _await_lock(sentence: str, step: int, formed: Plans, options: SupervisorOptions) -> Decision:
+    """Only a try shows who has it, and it is not waited for without end."""
+    tries = takewhile(lambda p: p.kind == "lock" and (p.step or 0) >= step, reversed(formed))
+    if sum(1 for _ in tries) * LOCKED > options.join_timeout:
+        return Decision("over", f"{sentence}; run again to go on", kind="lock", step=step, code=75)
+    return Decision("form", sentence, kind="lock", step=step, delay=LOCKED)
 
 
 def _reached(fault: Fault, members: Members, past: Plans) -> int:

@@ -21,7 +21,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -103,10 +103,27 @@ def open_folder(path: Path, config: Config) -> ImageSource:
         log.warning("%s: left out: %s", path, inputs.describe_left_out())
     digests = _digests(inputs.files, path, config.data.bad_documents)
     classes = _folders(path / train)
+    images, left_out = _sort_files(
+        zip(inputs.files, digests, strict=True), path, classes, (train, validation), share
+    )
+    return _source(path, classes, config.model.channels, images, left_out)
+
+
+def _sort_files(
+    files: Iterable[tuple[InputFile, str]],
+    path: Path,
+    classes: Sequence[str],
+    splits: tuple[str, str],
+    share: float,
+) -> tuple[list["_Image"], Counter[str]]:
+    """Returns the images of files with their digests, and how many are left out, by why; `splits`: the folders of
+    training and of validation, `share`: what is held out where there is no folder for it.
+    """
+    train, validation = splits
     numbers = {name: label for label, name in enumerate(classes)}
     images: list[_Image] = []
     left_out: Counter[str] = Counter()
-    for file, digest in zip(inputs.files, digests, strict=True):
+    for file, digest in files:
         _, *parts = file.name.split("/")  # behind the folder's own name
         folder = parts.pop(0) if train else ""
         if folder not in (train, validation) or len(parts) < 2:
@@ -122,7 +139,7 @@ def open_folder(path: Path, config: Config) -> ImageSource:
             by_share = not validation and held_out(inside if train else file.name, share)
             split = "validation" if by_share or folder != train else "train"
             images.append(_Image(split, file.path, numbers[parts[0]], f"{inside}\t{digest}"))
-    return _source(path, classes, config.model.channels, images, left_out)
+    return images, left_out
 
 
 class _Image(NamedTuple):

@@ -99,21 +99,15 @@ class Execution:
 
     def start(self, forward_only: bool = False) -> Carry:
         """The carry before the first clock, with the first embedding."""
-        depths, stage, x = self.buffers.depths, self.stage, self.stage.zeros()
-        zero = jnp.zeros((), jnp.int32)
-        here, microbatches = jnp.array(True), inputs(stage.batches).shape[0]
-        zeros = lambda shape, like: vary(jnp.zeros(shape), varying(like))
+        depths = self.buffers.depths
+        stage = self.stage
+        x = stage.zeros()
+        loss, measured = self._no_losses(x, forward_only)
         stash: list[Tree] = []
         w_residuals: list[Tree] = []
         blocks: Tree = None
         edge: Tree = None
-        if forward_only:
-            label_losses = jax.eval_shape(lambda x: stage.label_losses(x, zero, here), x)
-            loss = jax.tree.map(lambda like: zeros((microbatches, *like.shape), like), label_losses)
-            measured = {}
-        else:
-            totals = jax.eval_shape(lambda x: stage.loss(x, zero, here, self.seed)[0], x)
-            loss, measured = jax.tree.map(lambda like: zeros(like.shape, like), totals)
+        if not forward_only:
             stash, w_residuals = stage.stash_shapes(self.table.split)
             edge = stage.model.zero.no_gradients(
                 {**stage.edge.differentiated, **stage.blocks.differentiated}
@@ -131,6 +125,19 @@ class Execution:
             blocks=blocks,
             edge=edge,
         )
+
+    def _no_losses(self, x: Array, of_labels: bool) -> tuple[Tree, dict[str, Array]]:
+        """Returns zeros for the sum of losses and what is measured beside it; or for the loss of each label."""
+        stage = self.stage
+        zero = jnp.zeros((), jnp.int32)
+        here = jnp.array(True)
+        zeros = lambda shape, like: vary(jnp.zeros(shape), varying(like))
+        if not of_labels:
+            totals = jax.eval_shape(lambda x: stage.loss(x, zero, here, self.seed)[0], x)
+            return jax.tree.map(lambda like: zeros(like.shape, like), totals)
+        microbatches = inputs(stage.batches).shape[0]
+        losses = jax.eval_shape(lambda x: stage.label_losses(x, zero, here), x)
+        return jax.tree.map(lambda like: zeros((microbatches, *like.shape), like), losses), {}
 
     def end(self, carry: Carry) -> Carry:
         """The carry with the last embedding's gradient."""

@@ -24,7 +24,7 @@ from jax import Array, lax
 from meshtrain import xla
 from meshtrain.parallel.pipeline.buffers import put, read, write
 from meshtrain.parallel.pipeline.order import ordered
-from meshtrain.parallel.pipeline.stage import Slot, Stage
+from meshtrain.parallel.pipeline.stage import Slot, StackedLayer, Stage
 
 Tree = Any
 
@@ -72,56 +72,74 @@ def run_pair(stage: Stage, pair: Pair, slots: PairSlots, split: bool) -> Pair:
 
 def _turn(stage: Stage, ahead: int, back: int, slots: PairSlots, split: bool) -> Callable:
     """Returns the loop's body: a layer of segment `ahead` forward, and one of segment `back` backward."""
-    f, b, w, b_cot, w_cot = slots
-    forward_segment = stage.segments[ahead]
-    segment = stage.segments[back]
-    if f:
-        ahead_layer = stage.stacked_layer(f, forward_segment, 0)
-        f_first = stage.offset(f.chunk, ahead_layer)
-    back_layer = stage.stacked_layer(b, segment, 0)
-    b_first = stage.offset(b.chunk, back_layer)
-    if w:
-        weight_layer = stage.stacked_layer(w, segment, 0)
-        w_first = stage.offset(w.chunk, weight_layer)
+    forward = _forward_half(stage, slots.f, ahead) if slots.f else lambda pair, i: pair
+    backward = _backward_half(stage, slots, back, split)
 
     def turn(pair: Pair, i: Array) -> tuple[Pair, None]:
-        stash = pair.stash
+        ahead_i = i - stage.segments[ahead].first
+        back_i = stage.layers - 1 - i - stage.segments[back].first
         w_residuals = pair.w_residuals
-        ahead_i = i - forward_segment.first
-        back_i = stage.layers - 1 - i - segment.first
-        stash, stashed = _read_first(stash, back, b.place, back_i)
-        if w:
-            stash, stashed_for_w = _read_first(stash, back, w.place, back_i)
-            w_residuals, residuals = _read_first(w_residuals, back, w_cot, back_i)
+        for_w: tuple[Tree, ...] = ()
+        stash, stashed = _read_first(pair.stash, back, slots.b.place, back_i)
+        if slots.w:
+            stash, stashed_for_w = _read_first(stash, back, slots.w.place, back_i)
+            w_residuals, residuals = _read_first(w_residuals, back, slots.w_cot, back_i)
+            for_w = (stashed_for_w, residuals)
 
         def halves(pair: Pair) -> Pair:
-            x, cotangent, stash, w_residuals, gradients = pair
-            if f:
-                with jax.named_scope(xla.FORWARD):
-                    x, output = stage.forward_layer(ahead_layer, f_first + ahead_i, x)
-                    kept = [write(stash[ahead][0], output, f.place, ahead_i)]
-                    stash = put(stash, ahead, kept)
-            with jax.named_scope(xla.BACKWARD):
-                at = b_first + back_i
-                if split:
-                    cotangent, output = stage.input_layer(back_layer, at, cotangent, stashed)
-                    kept = [write(w_residuals[back][0], output, b_cot, back_i)]
-                    w_residuals = put(w_residuals, back, kept)
-                else:
-                    carry = (cotangent, gradients)
-                    (cotangent, gradients), _ = stage.backward_layer(
-                        b.active, back_layer, at, carry, stashed
-                    )
-                if w:
-                    at = w_first + back_i
-                    gradients, _ = stage.weight_layer(
-                        w.active, weight_layer, at, gradients, stashed_for_w, residuals
-                    )
-            return Pair(x, cotangent, stash, w_residuals, gradients)
+            return backward(forward(pair, ahead_i), back_i, stashed, for_w)
 
         return ordered(halves, pair._replace(stash=stash, w_residuals=w_residuals)), None
 
     return turn
+
+
+def _offset_layer(stage: Stage, slot: Slot, n: int) -> tuple[StackedLayer, Array]:
+    """Returns the layer of segment `n`, and where its stacked weights are in the first turn."""
+    layer = stage.stacked_layer(slot, stage.segments[n], 0)
+    return layer, stage.offset(slot.chunk, layer)
+
+
+def _forward_half(stage: Stage, f: Slot, n: int) -> Callable[[Pair, Array], Pair]:
+    """Returns F's half of a turn: (pair, turn of segment `n`) -> the pair with that layer's output."""
+    layer, offset = _offset_layer(stage, f, n)
+
+    @jax.named_scope(xla.FORWARD)
+    def run(pair: Pair, i: Array) -> Pair:
+        x, output = stage.forward_layer(layer, offset + i, pair.x)
+        kept = write(pair.stash[n][0], output, f.place, i)
+        return pair._replace(x=x, stash=put(pair.stash, n, [kept]))
+
+    return run
+
+
+def _backward_half(stage: Stage, slots: PairSlots, n: int, split: bool) -> Callable[..., Pair]:
+    """Returns B's half of a turn: (pair, turn of segment `n`, what F stashed, what W takes) -> the pair with that
+    layer's gradients.
+    """
+    b = slots.b
+    w = slots.w
+    layer, offset = _offset_layer(stage, b, n)
+    if w:
+        w_layer, w_offset = _offset_layer(stage, w, n)
+
+    @jax.named_scope(xla.BACKWARD)
+    def run(pair: Pair, i: Array, stashed: Tree, for_w: tuple[Tree, ...]) -> Pair:
+        if split:
+            gx, output = stage.input_layer(layer, offset + i, pair.cotangent, stashed)
+            kept = write(pair.w_residuals[n][0], output, slots.b_cot, i)
+            pair = pair._replace(cotangent=gx, w_residuals=put(pair.w_residuals, n, [kept]))
+        else:
+            carry = (pair.cotangent, pair.gradients)
+            (gx, gradients), _ = stage.backward_layer(b.active, layer, offset + i, carry, stashed)
+            pair = pair._replace(cotangent=gx, gradients=gradients)
+        if w:
+            at = w_offset + i
+            gradients, _ = stage.weight_layer(w.active, w_layer, at, pair.gradients, *for_w)
+            pair = pair._replace(gradients=gradients)
+        return pair
+
+    return run
 
 
 def _read_first(parts: list[Tree], n: int, *at: Array) -> tuple[list[Tree], Tree]:

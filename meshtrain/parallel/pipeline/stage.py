@@ -383,54 +383,26 @@ class Stage:
 
         Before it is sent, a bucket is added to its layers' sums in `gradients`, if that is not None.
         """
-
-        def backward_of(
-            segment: Segment, stash: list[Tree]
-        ) -> Callable[[Array, Array], tuple[Array, list[Tree]]]:
-            layers = list(enumerate(self.period(slot, segment)))
-
-            def backward_turn(cotangent: Array, turn: Array) -> tuple[Array, list[Tree]]:
-                # turns of a segment are counted from its first slot on
-                i = turn - segment.first if segment.first else turn
-                of_places = []
-                for p, layer in layers[::-1]:
-                    follows = layer.step == 1 and layer.before == segment.first
-                    at = turn if follows else layer.at(layer.before, i)
-                    stashed = read(stash[p], slot.place, i)
-                    cotangent, gradient = self._gradients(layer, at, stashed, cotangent)
-                    of_places.append(gradient)
-                return cotangent, of_places[::-1]
-
-            return backward_turn
-
         # One function for all buckets of a segment, whose loops the program then shares.
         pairs = zip(self.segments, stash, strict=True)
-        last_first = [(segment, backward_of(segment, part)) for segment, part in pairs][::-1]
+        last_first = [(segment, self._turn_back(slot, segment, part)) for segment, part in pairs]
 
         def backward_bucket(gx: Array, first: int, behind: int) -> tuple[Array, Tree]:
             parts = []
-            for segment, backward_turn in last_first:
+            for segment, turn_back in last_first[::-1]:
                 start = max(first, segment.first)
                 stop = min(behind, segment.behind)
                 if start < stop:
                     indices = jnp.arange(segment.turn(start), segment.turn(stop), dtype=jnp.int32)
-                    gx, gradient = lax.scan(backward_turn, gx, indices, reverse=True)
+                    gx, gradient = lax.scan(turn_back, gx, indices, reverse=True)
                     parts.append(group_stacks(segment, gradient))
             bucket = joined_stacks(parts[::-1])
             if gradients is None:
-                bucket = jax.tree.map(lambda g: g.astype(jnp.float32), bucket)
-            else:
-                sums = {
-                    stack: jax.tree.map(
-                        lambda total, stack=stack: total[
-                            self.slots_before(stack, first) : self.slots_before(stack, behind)
-                        ],
-                        gradients[stack],
-                    )
-                    for stack in bucket
-                }
-                bucket = added(sums, bucket)
-            return gx, bucket
+                return gx, jax.tree.map(lambda g: g.astype(jnp.float32), bucket)
+            sums = {
+                stack: self._between(gradients[stack], stack, first, behind) for stack in bucket
+            }
+            return gx, added(sums, bucket)
 
         last, *earlier = self._buckets()[::-1]
         gx, complete = backward_bucket(cotangent, *last)
@@ -442,6 +414,31 @@ class Stage:
             complete = after(complete, sent[-1])
         sent.append(send(complete))
         return gx, joined_stacks(sent[::-1])
+
+    def _turn_back(
+        self, slot: Slot, segment: Segment, stash: list[Tree]
+    ) -> Callable[[Array, Array], tuple[Array, list[Tree]]]:
+        """Returns the loop's body (cotangent, turn) -> (input gradient, the weight gradients of each place)."""
+        layers = list(enumerate(self.period(slot, segment)))
+
+        def turn_back(cotangent: Array, turn: Array) -> tuple[Array, list[Tree]]:
+            # turns of a segment are counted from its first slot on
+            i = turn - segment.first if segment.first else turn
+            of_places = []
+            for p, layer in layers[::-1]:
+                follows = layer.step == 1 and layer.before == segment.first
+                at = turn if follows else layer.at(layer.before, i)
+                stashed = read(stash[p], slot.place, i)
+                cotangent, gradient = self._gradients(layer, at, stashed, cotangent)
+                of_places.append(gradient)
+            return cotangent, of_places[::-1]
+
+        return turn_back
+
+    def _between(self, stacked: Tree, stack: str, first: int, behind: int) -> Tree:
+        """Returns the layers of a stack from slot `first` on, before slot `behind`."""
+        layers = slice(self.slots_before(stack, first), self.slots_before(stack, behind))
+        return jax.tree.map(lambda a: a[layers], stacked)
 
     def _buckets(self) -> list[tuple[int, int]]:
         """Returns the slots (first, one behind the last) of each bucket, which ends where a turn does."""
