@@ -1,4 +1,4 @@
-"""What the keys `optimizer.transfer` and `eval.samples` ask for where there is no rule for it, or no text."""
+"""Checks of `optimizer.transfer` and `eval.samples`: where there is no rule for one, or no text for the other."""
 
 from collections.abc import Iterator
 from itertools import chain

@@ -74,7 +74,8 @@ class Evaluation:
     def measure(self, params: Tree, synchronous: bool) -> dict[str, Any]:
         """Returns `eval_loss`, the mean over all tokens (dpo: pairs; images: images) that count in the validation
         batches, without label smoothing and z-loss; `eval_regularized_loss`, the same with them, where they are trained
-        with; of images also `eval_accuracy`, the share whose class is the argmax; of `eval.samples` the texts as `samples`.
+        with; of images also `eval_accuracy`, the share whose class is the argmax; of `eval.samples` the texts as
+        `samples`.
         `synchronous`: blocks on each batch.
         """
         assert self.validation is not None

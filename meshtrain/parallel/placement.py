@@ -300,8 +300,8 @@ class Stages:
         virtual stage 0             0       1       2       ·
         virtual stage 1             ·       3       4       5
 
-    Weights of several kinds have no more places than a device has layers of their kind; its chunks share them, but where
-    products are in float8.
+    Weights of several kinds have no more places than a device has layers of their kind; its chunks share them, but
+    where products are in float8.
     """
 
     counts: tuple[int, ...]  # layers of each virtual stage, in model order

@@ -401,8 +401,9 @@ def _block_of_scores(config: Config, w: Widths) -> float:
     return 4 * w.heads * min(length, block_size(length)) / (1 + pieces)
 
 
-# Numbers a token and head that the rule's backward has at hand: of the pairs of a chunk's tokens, of a key's width, of a
-# value's, and of the states of chunks. Read off programs for a described H100, of chunks of 32 and 64, widths of 64 and 128.
+# Numbers a token and head that the rule's backward has at hand: of the pairs of a chunk's tokens, of a key's width,
+# of a value's, and of the states of chunks. Read off programs for a described H100, with chunks of 32 and 64, and widths
+# of 64 and 128.
 PAIRS = 3
 KEYS = 7
 VALUES = 5
@@ -413,8 +414,8 @@ def _rule(config: Config) -> float:
     """Bytes a token that the backward of linear attention has at hand, float32."""
     sizes = config.model.linear
     states = sizes.key_dim * sizes.value_dim / sizes.chunk
-    numbers = PAIRS * sizes.chunk + KEYS * sizes.key_dim + VALUES * sizes.value_dim
-    numbers += STATES * states
+    within = PAIRS * sizes.chunk + KEYS * sizes.key_dim + VALUES * sizes.value_dim
+    numbers = within + STATES * states
     return FLOAT32 * numbers * sizes.value_heads / config.mesh.tensor
 
 

@@ -77,7 +77,7 @@ class Sending:
                 jnp.int32(chunk),
             )
         stacked = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), reduced)
-        stacked = {stack: self.in_places(stack, tree) for stack, tree in stacked.items()}
+        stacked = {stack: self.move_to_places(stack, tree) for stack, tree in stacked.items()}
         return carry._replace(blocks=stacked, edge={**edge, **(head or {})})
 
     def run_section(self, section: ClockSection, state: SendState) -> SendState:
@@ -155,7 +155,7 @@ class Sending:
         n = len(a) // self.table.chunks
         return lax.dynamic_slice_in_dim(a, chunk * n, n)
 
-    def in_places(self, stack: str, tree: Tree) -> Tree:
+    def move_to_places(self, stack: str, tree: Tree) -> Tree:
         """Returns reduced gradients [slots of all chunks, ..] in the places of the layers."""
         if stack not in self.place_of:
             return tree
