@@ -96,7 +96,8 @@ class Float8Storage(Storage):
         products = layout.products[weight.stack]
         if {"float8", *["either"] * gathers}.isdisjoint(products):
             return None
-        wide = layout.wide_places(weight.stack, len(shard) if gathers else 0)
+        chunks = len(shard) // len(products) if gathers else 0
+        wide = layout.wide_places(weight.stack, chunks)
         by_shards = self.config.precision.float8_gather and len(wide) < len(shard)
         groups = self._groups(weight) if by_shards else None
         whole = unsharded(weight) if gathers else weight

@@ -223,10 +223,7 @@ class Forward:
             stack: (weights.part(stack), jnp.asarray(layers.index_at[0]))
             for stack, layers in self.layout.stacks.items()
         }
-        some = {
-            stack: self.layout.wide_places(stack, layers.count)
-            for stack, layers in self.layout.stacks.items()
-        }
+        some = {stack: self.layout.wide_places(stack, 1) for stack in stacked}
         for segment, part in zip(segments, split_layers(stacked, segments, some), strict=True):
             layers = [self.layer(batch, key, kind) for kind in segment.period]
 

@@ -266,15 +266,9 @@ class Layout(Shown):
             stack: [kind.products for kind in kinds if kind.stack == stack] for stack in self.stacks
         }
 
-    def wide_places(self, stack: str, length: int) -> np.ndarray:
-        """Returns the places, of so many of whole chunks, whose products read weights in the compute dtype.
-
-        Where chunks share places, all of them do if one slot does.
-        """
-        reads = [kind != "float8" for kind in self.products[stack]]
-        if self.stacks[stack].place_of is not None:
-            return np.flatnonzero([any(reads)] * length)
-        return np.flatnonzero(reads * (length // len(reads)))
+    def wide_places(self, stack: str, chunks: int) -> np.ndarray:
+        """Returns the places of a stack's layers in so many chunks whose products read weights in the compute dtype."""
+        return np.flatnonzero([kind != "float8" for kind in self.products[stack]] * chunks)
 
     def _slot_kinds(self) -> list[SlotKind]:
         return [

@@ -515,12 +515,12 @@ class Stage:
         place = self.place(layer.stack, at)
         index_at = self.index_at[layer.stack]
         count = self.model.layout.stacks[layer.stack].count
-        wide = self.model.layout.wide_places(layer.stack, count)
+        wide = self.model.layout.wide_places(layer.stack, self.chunks)
         # arrays of some layers only
-        among = jnp.asarray(np.searchsorted(wide, np.arange(count)))
+        among = jnp.asarray(np.searchsorted(wide, np.arange(len(index_at))))
 
         def pick(a: Array) -> Array:
-            n = place if len(a) == count else among[place]
+            n = place if len(a) == count else among[at]
             return lax.dynamic_index_in_dim(a, n, 0, keepdims=False)
 
         return jax.tree.map(pick, self.blocks.part(layer.stack)), index_at[at]
