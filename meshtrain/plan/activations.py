@@ -402,8 +402,8 @@ def _block_of_scores(config: Config, w: Widths) -> float:
 
 
 # Numbers a token and head that the rule's backward has at hand: of the pairs of a chunk's tokens, of a key's width,
-# of a value's, and of the states of chunks. Read off programs for a described H100, with chunks of 32 and 64, and widths
-# of 64 and 128.
+# of a value's, and of the states of chunks. Read off programs for a described H100, with chunks of 32 and 64, widths of
+# 64 and 128.
 PAIRS = 3
 KEYS = 7
 VALUES = 5

@@ -6,8 +6,8 @@
 The table says which place a microbatch has in a clock. Buffers are arrays [places, ...] that a loop carries.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,18 @@ from meshtrain.compat import vary, varying
 from meshtrain.mesh import PIPELINE
 
 Tree = Any
+
+
+class BufferSlot(NamedTuple):
+    """One place of a buffer, which is a tree of arrays [places, layers, ...] for each segment."""
+
+    buffers: Sequence[Tree]
+    place: Array
+
+
+def pick(stacked: Tree, at: Array) -> Tree:
+    """Returns the entry `at` of each array's first axis."""
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, at, 0, keepdims=False), stacked)
 
 
 def put(parts: list[Tree], n: int, part: Tree) -> list[Tree]:
@@ -112,3 +124,8 @@ def after(values: Tree, *others: Tree) -> Tree:
     The values come to vary over all mesh axes of the others, as operands of one barrier do.
     """
     return lax.optimization_barrier((values, others))[0]
+
+
+def zeros_like(like: Tree) -> Tree:
+    """Returns zeros of a result that is not computed."""
+    return jax.tree.map(lambda a: vary(jnp.zeros(a.shape, a.dtype), varying(a)), like)

@@ -46,7 +46,17 @@ from meshtrain.parallel.forward import (
     joined_stacks,
 )
 from meshtrain.parallel.layout import Segment
-from meshtrain.parallel.pipeline.buffers import add, after, empty, put, read, write
+from meshtrain.parallel.pipeline.buffers import (
+    BufferSlot,
+    add,
+    after,
+    empty,
+    pick,
+    put,
+    read,
+    write,
+    zeros_like,
+)
 from meshtrain.parallel.placement import buckets
 from meshtrain.parallel.zero import Weights
 
@@ -63,13 +73,6 @@ class Slot(NamedTuple):
     microbatch: Array
     chunk: Array
     place: Array  # in the stash
-
-
-class BufferSlot(NamedTuple):
-    """One place of a buffer, which is a tree of arrays [places, layers, ...] for each segment."""
-
-    buffers: Sequence[Tree]
-    place: Array
 
 
 class StackedLayer(NamedTuple):
@@ -131,7 +134,7 @@ class Stage:
         self.segments = layout.segments
         assert chunks == layout.chunks
         # index in the model of the layer in each slot, and its place in its stack where that is another
-        on_stage = lambda array: _pick(jnp.asarray(array), lax.axis_index(PIPELINE)).reshape(-1)
+        on_stage = lambda array: pick(jnp.asarray(array), lax.axis_index(PIPELINE)).reshape(-1)
         self.index_at = {stack: on_stage(s.in_slots) for stack, s in layout.stacks.items()}
         shared = {stack: s for stack, s in layout.stacks.items() if s.place_of is not None}
         self.place_of = {stack: on_stage(s.place_of) for stack, s in shared.items()}
@@ -302,7 +305,7 @@ class Stage:
             trace = self._trace(layer, at, x)
             return trace.output, (x, trace.stashed_residuals())
 
-        same = lambda x: (x, (x, _zeros(jax.eval_shape(run, x)[1][1])))
+        same = lambda x: (x, (x, zeros_like(jax.eval_shape(run, x)[1][1])))
         return self._unless_padding(layer, at, run, same, x)
 
     def backward_layer(
@@ -332,7 +335,7 @@ class Stage:
             (gx,), for_w = halves.first(x, saved, cotangent)
             return gx, for_w
 
-        same = lambda gx: (gx, _zeros(jax.eval_shape(run, gx)[1]))
+        same = lambda gx: (gx, zeros_like(jax.eval_shape(run, gx)[1]))
         return self._unless_padding(layer, at, run, same, cotangent)
 
     def weight_layer(
@@ -497,7 +500,7 @@ class Stage:
 
     def _batch(self, microbatch: Array) -> Batch:
         """Returns a microbatch; the first one where the slot is idle (-1)."""
-        return _pick(self.batches, jnp.maximum(microbatch, 0))
+        return pick(self.batches, jnp.maximum(microbatch, 0))
 
     def period(self, slot: Slot, segment: Segment) -> list[StackedLayer]:
         """Returns the layer at each place of a segment's period, for the microbatch of a slot."""
@@ -518,12 +521,8 @@ class Stage:
         wide = self.model.layout.wide_places(layer.stack, self.chunks)
         # arrays of some layers only
         among = jnp.asarray(np.searchsorted(wide, np.arange(len(index_at))))
-
-        def pick(a: Array) -> Array:
-            n = place if len(a) == count else among[at]
-            return lax.dynamic_index_in_dim(a, n, 0, keepdims=False)
-
-        return jax.tree.map(pick, self.blocks.part(layer.stack)), index_at[at]
+        own = lambda a: pick(a, place if len(a) == count else among[at])
+        return jax.tree.map(own, self.blocks.part(layer.stack)), index_at[at]
 
     def place(self, stack: str, at: Array) -> Array:
         """Returns the place in its stack of the layer in a slot."""
@@ -559,13 +558,3 @@ class Stage:
 
         gradients = lambda x, saved, cotangent: self._gradients(layer, at, (x, saved), cotangent)
         return split_backward(gradients, (False, False, True), x, saved, x)
-
-
-def _pick(stacked: Tree, at: Array) -> Tree:
-    """Returns the entry `at` of each array's first axis."""
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, at, 0, keepdims=False), stacked)
-
-
-def _zeros(like: Tree) -> Tree:
-    """Returns zeros of a result that is not computed."""
-    return jax.tree.map(lambda a: vary(jnp.zeros(a.shape, a.dtype), varying(a)), like)
