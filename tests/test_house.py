@@ -17,14 +17,14 @@ TESTS = Path(__file__).parent
 LONGEST_FILE = 560  # lines
 
 LIMITS = {
-    "files": 440,
-    "thousand nodes": 619.1,
-    "nodes a code line": 9.84,
-    "thousand nodes of the core": 140.3,
-    "nodes a code line of the core": 9.64,
-    "a, b = x, y, % of assignments": 0.24,
+    "files": 441,
+    "thousand nodes": 620.4,
+    "nodes a code line": 9.85,
+    "thousand nodes of the core": 141.1,
+    "nodes a code line of the core": 9.66,
+    "a, b = x, y, % of assignments": 0.25,
     "circles of files": 0,
-    "functions over 400 nodes": 49,
+    "functions over 400 nodes": 50,
     "functions over 6 parameters": 21,
     "functions named by a preposition": 77,
     "docstrings without a subject": 0,
