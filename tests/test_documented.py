@@ -76,6 +76,9 @@ NOT_HERE = {
     "python -m meshtrain.check_gpu.child NAME...": "the command starts it; tests/check_gpu has both",
     "srun meshtrain train --config FILE": "likewise, where Slurm is installed",
     "python -m meshtrain.serve RUN": "serves until it is told to end; tests/serve/ has it",
+    "python -m meshtrain.serve RUN --draft": "likewise",
+    "python -m meshtrain.generate RUN --prompt def main( --tokens 200 --draft": "needs a run with model.mtp; "
+    "tests/generate/test_drafting.py has one",
     "python -m meshtrain.serve RUN --cache 64 --cache-seconds 3600": "likewise",
     "python -m meshtrain.serve RUN_A RUN_B --resident 1": "likewise",
     "python -m meshtrain.generate Qwen/Qwen3-0.6B --prompt TEXT": "downloads it; tests/test_hub.py has a hub of its own",
