@@ -24,7 +24,7 @@ from meshtrain.plan import activations, shapes
 from meshtrain.plan.gradient_traffic import FLOAT32, Moment, Transfer, layer_waits
 
 
-class Exchange(NamedTuple):
+class ContextExchange(NamedTuple):
     """A layer's messages over context: of what attention takes, and of its cotangents."""
 
     what: str
@@ -53,7 +53,7 @@ def context_transfers(config: Config) -> list[Moment]:
     ]
 
 
-def _exchange(config: Config) -> Exchange:
+def _exchange(config: Config) -> ContextExchange:
     """Returns the messages of a strategy."""
     n = config.mesh.context
     parallel = config.parallel
@@ -65,7 +65,7 @@ def _exchange(config: Config) -> Exchange:
     if parallel.context_strategy == "ring":
         ids = FLOAT32 * tokens if activations.is_packed(config) else 0
         # Where a layer is computed again, XLA makes the first message only once: the others are sent in loops.
-        return Exchange(
+        return ContextExchange(
             "keys and values sent round",
             PERMUTE,
             size * elements + ids,
@@ -78,7 +78,7 @@ def _exchange(config: Config) -> Exchange:
     if activations.gathered_ranks(config) > 1:
         latents = n * size * tokens * (config.model.mla.kv_rank + config.model.mla.rope)
         again = parallel.remat != "none" or gathers_at_use(config) or parallel.sequence_parallel
-        return Exchange(
+        return ContextExchange(
             "latents gathered",
             ALL_GATHER,
             latents,
@@ -88,7 +88,7 @@ def _exchange(config: Config) -> Exchange:
             int(again),
         )
     if parallel.context_strategy == "all_gather":
-        return Exchange(
+        return ContextExchange(
             "keys and values gathered",
             ALL_GATHER,
             n * size * elements,
@@ -99,7 +99,7 @@ def _exchange(config: Config) -> Exchange:
         )
     repeats = n // math.gcd(n, w.key // config.model.head_dim)
     swapped = size * tokens * (w.query + w.out + repeats * (w.key + w.value))
-    return Exchange(
+    return ContextExchange(
         "tokens swapped for heads",
         ALL_TO_ALL,
         swapped,
