@@ -3,7 +3,7 @@ context beside rows over data.
 
     python -m experiments.linear_attention
     python -m experiments.linear_attention --compile h100    memory over context ranks, of described devices
-    python -m experiments.linear_attention --compiled    what chunks move in memory, compiled for a described H100
+    python -m experiments.linear_attention --chunks          what chunks move in memory, compiled for a described H100
 
 The first prints two tables, of seconds of a gradient's forward and backward, in float32 on a CPU; those of the processor
 bear other work on the machine. The rule of plain JAX is one `lax.scan` over chunks behind batched products and
@@ -153,13 +153,13 @@ def main() -> None:
     parser = bench.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compile", metavar="TARGET", help="a100, h100, h200 or b200")
-    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--chunks", action="store_true")
     options = parser.parse_args()
     if options.compile:
         memory(options.compile)
         return
     rounds = options.rounds
-    if options.compiled:
+    if options.chunks:
         title = "chunks of 8,192 tokens, 16 key and 32 value heads x 128, documents packed; GB"
         table = bench.Table("rule               ", "moved", "temporaries", title=title)
         for name, found in compiled().items():

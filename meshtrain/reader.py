@@ -36,7 +36,7 @@ from meshtrain.config.mesh import MeshConfig
 from meshtrain.data.copies import opened_from
 from meshtrain.errors import ConfigError, short
 from meshtrain.families import FAMILIES
-from meshtrain.files import is_address, retried
+from meshtrain.files import retried
 from meshtrain.hf import loading
 from meshtrain.hf.hf_directory import config_of
 from meshtrain.hf.peft import Adapters, with_adapters
@@ -126,11 +126,6 @@ def check_learned(model: ModelConfig, length: int) -> None:
         )
 
 
-def _root(path: str | Path) -> Path:
-    """Returns the directory of a run, of weights, or of what a store or a hub has under a name."""
-    return mirrored(path if is_address(str(path)) else hub.directory(path)).absolute()
-
-
 def read_model(
     path: str | Path,
     step: int | Literal["newest", "best"] = "newest",
@@ -195,7 +190,7 @@ def read_model(
 def _root_of(path: str | Path) -> tuple[Path, bool]:
     """Returns the absolute path, and whether a Hugging Face directory lies there; ConfigError if it is not a path."""
     try:
-        root = _root(path)
+        root = mirrored(path).absolute()
         return root, is_hf_directory(root)
     except (TypeError, OSError):
         raise ConfigError(
@@ -210,7 +205,7 @@ def read_config(
 
     Nothing is verified.
     """
-    root = _root(path)
+    root = mirrored(path).absolute()
     one = MeshConfig().shape
     if is_hf_directory(root):
         return _set_precision(replaced(config_of(root), mesh=one), precision)

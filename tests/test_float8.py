@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from short_runs import OF_SIXTEENS as MODEL
 from short_runs import canonical_numbers, place, token_batches, train
 
 from meshtrain.cluster.cluster import named
@@ -21,15 +22,6 @@ from meshtrain.plan.estimate import estimate
 from meshtrain.plan.traffic import by_axis
 from meshtrain.step import Program
 
-MODEL = {
-    "layers": 4,
-    "d_model": 32,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 16,
-    "d_ff": 64,
-    "vocab_size": 64,
-}
 EXPERTS = {name: n for name, n in MODEL.items() if name != "d_ff"}
 # tensor ranks have whole blocks of 128
 WIDE = {

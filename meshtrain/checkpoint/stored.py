@@ -18,7 +18,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
-from meshtrain import stores
+from meshtrain import hub, stores
 from meshtrain.checkpoint import steps
 from meshtrain.checkpoint.steps import COMMIT, DIGESTS, MANIFEST, STORED
 from meshtrain.errors import ConfigError, refusal, short
@@ -126,13 +126,14 @@ class StoredSteps:
 
 
 def mirrored(path: Path | str) -> Path:
-    """Returns the directory that a path names, of steps in a store a mirror in the cache of this machine.
+    """Returns the directory that a path or a hub's name names, of steps in a store a mirror in the cache of this
+    machine.
 
-    ConfigError where an address has no steps.
+    ConfigError where an address has no steps, or a name cannot be had.
     """
     address = str(path)
     if not is_address(address):
-        root = Path(path).expanduser()
+        root = hub.directory(path)
         inner = root / CHECKPOINTS if (root / CHECKPOINTS).is_dir() else root
         one = [inner] if (inner / STORED).is_file() else steps.numbered(inner)
         if not (one and (one[-1] / STORED).is_file()):

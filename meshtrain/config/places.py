@@ -88,9 +88,6 @@ def local(name: str, limit: float, only: str | None = None) -> Path:
     """Returns the directory that a path names, or a copy of what an address or a hub's name does; of copies `limit` GiB
     are kept. `only`: the one file that is wanted of a hub's.
     """
-    path = Path(name).expanduser()
-    if not is_address(name) and (path.is_dir() or "/" not in name):
-        return path
     if not is_address(name):
         from meshtrain.hub import directory
 

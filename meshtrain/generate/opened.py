@@ -39,7 +39,6 @@ from meshtrain.data.template import find_template
 from meshtrain.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 from meshtrain.families import FAMILIES
-from meshtrain.files import is_address
 from meshtrain.generate.drafting import Drafting
 from meshtrain.generate.held import KINDS, round_weights
 from meshtrain.generate.programs import Decoding
@@ -202,7 +201,7 @@ def open_model(
     (float8, int8) holds. ConfigError for what has no weights, no tokenizer, or no text.
     """
     given = str(path)
-    root = mirrored(path if is_address(given) else hub.directory(path))
+    root = mirrored(path)
     _check_there(root, given)
     _check_kinds(precision, weights)
     config = read_config(root, step, precision)

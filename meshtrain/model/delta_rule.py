@@ -199,7 +199,7 @@ def chunk_terms(
 ) -> _Terms:
     """Returns `_terms`, by the kernel that a platform has for them."""
     widths = inputs.k.shape[-1], inputs.v.shape[-1]
-    if inputs.log_decay.ndim > 3 or not has_rule_kernel(platform, chunk, widths):
+    if not has_rule_kernel(platform, chunk, widths, inputs.log_decay.ndim > 3):
         return _terms(chunk, documents, inputs)
     from meshtrain.model.rule_kernel import compute_terms
 

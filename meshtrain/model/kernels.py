@@ -71,6 +71,9 @@ RULE_WIDTHS = (16, 32, 64, 128)
 RULE_CHUNKS = (16, 32, 64)
 
 
-def has_rule_kernel(platform: str, chunk: int, widths: Collection[int]) -> bool:
+def has_rule_kernel(
+    platform: str, chunk: int, widths: Collection[int], decays_by_channel: bool
+) -> bool:
     """Returns whether `model.rule_kernel` computes chunks of linear attention of these widths; else XLA does."""
-    return platform == "gpu" and chunk in RULE_CHUNKS and set(widths) <= set(RULE_WIDTHS)
+    fits = chunk in RULE_CHUNKS and set(widths) <= set(RULE_WIDTHS)
+    return platform == "gpu" and fits and not decays_by_channel

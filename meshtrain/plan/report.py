@@ -90,7 +90,7 @@ def _kernels(plan: Plan) -> str:
     linear = plan.config.model.linear
     platform = plan.cluster.accelerator.platform
     widths = linear.key_dim, linear.value_dim
-    has_kernel = linear.kind != "kda" and has_rule_kernel(platform, linear.chunk, widths)
+    has_kernel = has_rule_kernel(platform, linear.chunk, widths, linear.kind == "kda")
     chunks = "a kernel of chunks" if has_kernel else "products"
     mixed = f"kernels linear attention by {chunks} and lax.scan"
     if FULL not in kinds_of_layers(plan.config.model):

@@ -19,6 +19,17 @@ from meshtrain.step import Program, State
 
 Tree = Any
 
+# widths of whole sixteens on two tensor ranks, which products in float8 take
+OF_SIXTEENS = {
+    "layers": 4,
+    "d_model": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "d_ff": 64,
+    "vocab_size": 64,
+}
+
 
 def canonical_numbers(layout: Layout, seed: int = 0) -> Tree:
     """A canonical parameter tree with no special numbers in it: no zero bias, no unit scale, scores far from

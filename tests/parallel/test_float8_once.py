@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
+from short_runs import OF_SIXTEENS as MODEL
 from short_runs import canonical_numbers, place, token_batches
 
 from meshtrain.config import load
@@ -16,15 +17,6 @@ from meshtrain.parallel.float8_storage import Float8Storage
 from meshtrain.parallel.parallelize import LocalStep
 from meshtrain.step import Program
 
-MODEL = {
-    "layers": 4,
-    "d_model": 32,
-    "heads": 4,
-    "kv_heads": 2,
-    "head_dim": 16,
-    "d_ff": 64,
-    "vocab_size": 64,
-}
 ATTENTION = 32 * 64 * 2 + 32 * 32 * 2
 OF_LAYER = ATTENTION + 3 * 32 * 64
 EXPERTS = {name: n for name, n in MODEL.items() if name != "d_ff"} | {

@@ -52,6 +52,11 @@ with StopSignals() as stop:
 """
 
 
+def ended(program: str, *words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", program, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 WAITS = "SIGTERM: heard; waits for what is compiled or computed.\n"
 
 
@@ -71,8 +76,7 @@ WAITS = "SIGTERM: heard; waits for what is compiled or computed.\n"
 def test_in_a_command_a_signal_is_met_while_the_main_thread_cannot_hear_it(
     before, rounds, said, code
 ):
-    command = [sys.executable, "-c", COMPILES, before, str(rounds)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = ended(COMPILES, before, str(rounds))
     assert done.stderr.startswith(f"meshtrain: {said}") and done.returncode == code, done.stderr
 
 
@@ -85,9 +89,7 @@ def test_in_a_command_the_main_thread_has_time_to_end_in_its_own_way():
         "    try: os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
         "    except early.Stopped: time.sleep(0.5); print('closed')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    done = ended(program)
     assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")
 
 
@@ -100,9 +102,7 @@ def test_a_request_that_was_met_does_not_end_what_the_process_does_afterwards():
         "    with signals.StopSignals(): os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)\n"
         "except early.Stopped: time.sleep(0.6)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    done = ended(program)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -115,9 +115,7 @@ def test_a_request_that_the_garbage_collector_swallows_is_met_without_a_tracebac
         "    def ask(phase, _): phase == 'stop' or os.kill(os.getpid(), signal.SIGTERM)\n"
         "    gc.callbacks.append(ask); gc.collect(); gc.callbacks.clear(); time.sleep(60)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    done = ended(program)
     assert done.returncode == 75 and "Traceback" not in done.stderr, done.stderr
     assert "SIGTERM: stopped before the first step" in done.stderr
 

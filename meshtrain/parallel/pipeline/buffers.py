@@ -26,11 +26,6 @@ class BufferSlot(NamedTuple):
     place: Array
 
 
-def pick(stacked: Tree, at: Array) -> Tree:
-    """Returns the entry `at` of each array's first axis."""
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, at, 0, keepdims=False), stacked)
-
-
 def put(parts: list[Tree], n: int, part: Tree) -> list[Tree]:
     """Returns the list with another part at n."""
     return [*parts[:n], part, *parts[n + 1 :]]

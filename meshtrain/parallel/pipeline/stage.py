@@ -51,7 +51,6 @@ from meshtrain.parallel.pipeline.buffers import (
     add,
     after,
     empty,
-    pick,
     put,
     read,
     write,
@@ -134,7 +133,7 @@ class Stage:
         self.segments = layout.segments
         assert chunks == layout.chunks
         # index in the model of the layer in each slot, and its place in its stack where that is another
-        on_stage = lambda array: pick(jnp.asarray(array), lax.axis_index(PIPELINE)).reshape(-1)
+        on_stage = lambda array: read(jnp.asarray(array), lax.axis_index(PIPELINE)).reshape(-1)
         self.index_at = {stack: on_stage(s.in_slots) for stack, s in layout.stacks.items()}
         shared = {stack: s for stack, s in layout.stacks.items() if s.place_of is not None}
         self.place_of = {stack: on_stage(s.place_of) for stack, s in shared.items()}
@@ -500,7 +499,7 @@ class Stage:
 
     def _batch(self, microbatch: Array) -> Batch:
         """Returns a microbatch; the first one where the slot is idle (-1)."""
-        return pick(self.batches, jnp.maximum(microbatch, 0))
+        return read(self.batches, jnp.maximum(microbatch, 0))
 
     def period(self, slot: Slot, segment: Segment) -> list[StackedLayer]:
         """Returns the layer at each place of a segment's period, for the microbatch of a slot."""
@@ -521,7 +520,7 @@ class Stage:
         wide = self.model.layout.wide_places(layer.stack, self.chunks)
         # arrays of some layers only
         among = jnp.asarray(np.searchsorted(wide, np.arange(len(index_at))))
-        own = lambda a: pick(a, place if len(a) == count else among[at])
+        own = lambda a: read(a, place if len(a) == count else among[at])
         return jax.tree.map(own, self.blocks.part(layer.stack)), index_at[at]
 
     def place(self, stack: str, at: Array) -> Array:
