@@ -111,20 +111,20 @@ class Float8Storage(Storage):
             q = self._round_shard(whole, shard)
         turned = None
         if self._groups(whole) != self._groups(whole, turned=True):
-            turned = self._round_shard(whole, widened(q, jnp.float32), turned=True).packed()
+            turned = self._round_shard(whole, widened(q, jnp.float32), turned=True)
         unrounded = None
         if len(wide):
             some = shard if len(wide) == len(shard) else shard[wide]
             unrounded = some if groups is None else gather(weight, some)
         # scales that ranks share too, or layers would have other arrays than these
-        return vary(RoundedWeight(q.packed(), turned, unrounded), self.config.mesh.axes)
+        return vary(RoundedWeight(q, turned, unrounded), self.config.mesh.axes)
 
     def _round_shard(self, weight: Placed, shard: jax.Array, turned: bool = False) -> Rounded:
-        """Rounds stacked shards, which share the scales of what ZeRO splits."""
+        """Rounds stacked shards to bytes; they share the scales of what ZeRO splits."""
         groups = self._groups(weight, turned)
         assert groups is not None
         shared = weight.zero_dim is not None and not groups[weight.zero_dim - 1]
-        return rounded(shard, (1, *groups), over=weight.zero_axes if shared else ())
+        return rounded(shard, (1, *groups), over=weight.zero_axes if shared else ()).packed()
 
     def wide(self, constant: Any) -> Any:
         return constant.wide if isinstance(constant, RoundedWeight) else constant
