@@ -163,7 +163,10 @@ def _table(entries: Sequence[DeclaredKey]) -> str:
 
 
 def markdown(entries: Sequence[DeclaredKey] = ()) -> str:
-    """Returns tables of all keys, or of `entries`, as Markdown: a section each under a heading of the third level."""
+    """Returns tables of all keys, or of `entries`, as Markdown: a section each under a heading of the third level.
+
+    A key is a link to itself, with its path as the anchor.
+    """
     lines: list[str] = []
     section = None
     every = list(entries or declared())
@@ -182,7 +185,7 @@ def markdown(entries: Sequence[DeclaredKey] = ()) -> str:
                 "| --- | --- | --- | --- | --- |",
             ]
         cells = (
-            f"`{name}`",
+            f"[`{name}`](#{entry.path}){{#{entry.path}}}",
             f"`{entry.default}`",
             takes(entry.hint, entry.key),
             entry.key.doc,

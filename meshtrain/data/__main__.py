@@ -22,6 +22,7 @@ from typing import get_args
 
 from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command, number_from, whole_number
 from meshtrain.data import show
+from meshtrain.data.cache import stdlib_files
 from meshtrain.data.documents import documents
 from meshtrain.data.formats import wanted_for
 from meshtrain.data.hub_datasets import files_of
@@ -148,7 +149,8 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     kinds = (
         "files or folders: text, Markdown, source, JSON Lines, each also .gz or .zst; .parquet; "
     )
-    kinds += "hf:NAME[:SPLIT[:COLUMN]], a dataset of Hugging Face's, of the hub or on disk"
+    kinds += "hf:NAME[:SPLIT[:COLUMN]], a dataset of Hugging Face's, of the hub or on disk; "
+    kinds += "stdlib, the source of Python's standard library"
     parser.add_argument("--input", required=True, nargs="+", metavar="PATH", help=kinds)
     field = "field of a JSON Lines record, or column of Parquet, that holds the text"
     parser.add_argument("--text-field", default=PrepareOptions.text_field, help=field)
@@ -174,8 +176,11 @@ def _directory(text: str) -> Path:
 def _find(
     inputs: Sequence[str], contents: Contents = "text", text_field: str = PrepareOptions.text_field
 ) -> list[InputFile]:
-    inputs = [files_of(each, contents, text_field) for each in inputs]
-    result = find(inputs, wanted_for(contents))
+    if list(inputs) == ["stdlib"] and contents == "text":
+        result = stdlib_files()
+    else:
+        inputs = [files_of(each, contents, text_field) for each in inputs]
+        result = find(inputs, wanted_for(contents))
     print(f"{len(result.files)} files, {result.size / 1e6:.1f} MB", file=sys.stderr)
     if result.ignored:
         print(
