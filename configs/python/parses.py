@@ -1,33 +1,58 @@
-"""Rewards for Python that a model writes behind a signature."""
+"""Rewards for the Python that a model writes behind the signature of a function."""
 
 import ast
 from typing import Any
 
 CHARACTERS = 200
+MOST = 4  # statements
 
 
-def whole_lines(text: str) -> str:
-    """Returns the lines that end within the first 200 characters."""
-    cut = text[:CHARACTERS]
-    return cut[: cut.rfind("\n") + 1]
+def seen(answer: str) -> str:
+    """Returns the lines that end within the first 200 characters, or a shorter answer as it stands."""
+    cut = answer[:CHARACTERS]
+    return cut if cut == answer else cut[: cut.rfind("\n") + 1]
 
 
-def code_lines(text: str) -> list[str]:
-    return [line for line in whole_lines(text).splitlines() if line.strip()]
+def tree(text: str) -> ast.Module | None:
+    try:
+        return ast.parse(text)
+    except SyntaxError:
+        return None
+
+
+def longest(prompt: str, answer: str) -> ast.Module | None:
+    """Returns the tree of the signature and what is seen of the answer, if they are Python.
+
+    A statement that the cut leaves unfinished is left out, if at least half of the text remains.
+    """
+    lines = seen(answer).splitlines(keepends=True)
+    half = len(seen(answer)) / 2
+    while lines and len("".join(lines)) >= half:
+        if found := tree(prompt + "".join(lines)):
+            return found
+        lines.pop()
+    return None
 
 
 def parses(prompt: str, answer: str, record: Any = None) -> float:
-    """Returns 1 if the signature and the whole lines behind it are Python."""
-    if not code_lines(answer):
-        return 0.0
-    try:
-        ast.parse(prompt + whole_lines(answer))
-    except SyntaxError:
-        return 0.0
-    return 1.0
+    return float(longest(prompt, answer) is not None)
 
 
-def repeats(prompt: str, answer: str, record: Any = None) -> float:
-    """Returns the share of the lines that repeat an earlier one."""
-    lines = code_lines(answer)
-    return 1 - len(set(lines)) / len(lines) if lines else 0.0
+def code(prompt: str, answer: str, record: Any = None) -> float:
+    """Returns the number of different statements of an answer that parses, up to four, as a share of four.
+
+    Comments and docstrings count for nothing: a model that is paid to parse alone soon writes nothing else.
+    """
+    found = longest(prompt, answer)
+    if found is None:
+        return 0.0
+    statements = {
+        ast.unparse(node)
+        for node in ast.walk(found)
+        if isinstance(node, ast.stmt) and not is_text(node)
+    }
+    return min(len(statements) - 1, MOST) / MOST  # but for the function itself
+
+
+def is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

@@ -72,12 +72,16 @@ class RlConfig:
 def reward_terms(text: str | None) -> tuple[tuple[str, float], ...]:
     """Returns the rewards of `rl.reward` with their weights; ValueError for a term that is none."""
     terms = []
-    for term in text.split("+") if text else ():
+    for term in text.replace(" - ", " + - ").split("+") if text else ():
         *weights, name = term.split()
+        sign = 1
+        if weights[:1] == ["-"]:
+            sign = -1
+            weights = weights[1:]
         (weight,) = map(float, weights or ["1"])
         if not abs(weight) <= LARGEST:
             raise ValueError(f"the weight {weight} is none")
-        terms.append((name, weight))
+        terms.append((name, sign * weight))
     return tuple(terms)
 
 

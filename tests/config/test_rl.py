@@ -83,4 +83,6 @@ def test_what_can_be_meant_is_taken(more: Sections) -> None:
 def test_a_sum_of_rewards_has_a_weight_each() -> None:
     assert reward_terms("mine:score") == (("mine:score", 1.0),)
     assert reward_terms("exact + 0.2 mine:brief") == (("exact", 1.0), ("mine:brief", 0.2))
+    assert reward_terms("exact - 0.2 mine:brief") == (("exact", 1.0), ("mine:brief", -0.2))
+    assert reward_terms("exact - mine:brief") == (("exact", 1.0), ("mine:brief", -1.0))
     assert reward_terms(None) == ()
