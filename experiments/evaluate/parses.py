@@ -5,7 +5,8 @@ The whole lines of its first 200 characters are kept, and stand or fall together
 (`configs/python/parses.py`, which is a reward too). An unfinished statement at the end is left out, if half of the
 text remains. The mean number of different statements stands beside it: comments parse too.
 
-`--prompts FILE` writes prompts for reinforcement learning instead: signatures of the standard library.
+`--every` scores all checkpoints that a run has kept. `--svg FILE` draws the losses of the run instead, and `--prompts
+FILE` writes prompts for reinforcement learning: signatures of the standard library.
 """
 
 import ast
@@ -13,18 +14,20 @@ import importlib.util
 import json
 import queue
 import runpy
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from experiments import bench
 from experiments.bench import Table
 from meshtrain.data.cache import stdlib_files
+from meshtrain.draw import svg
 from meshtrain.generate.engine import Engine
 from meshtrain.generate.opened import open_model
 from meshtrain.generate.request import Request
 from meshtrain.generate.text import text_tokens
+from meshtrain.report.charts import figures
+from meshtrain.report.facts import gather
 
 REWARDS = runpy.run_path(str(Path(__file__).parents[2] / "configs/python/parses.py"))
 PROMPTS = 100
@@ -60,9 +63,14 @@ def spaced(texts: list[str]) -> list[str]:
     return [texts[k * len(texts) // PROMPTS] for k in range(PROMPTS)]
 
 
-def greedy_answers(run: Path, prompts: list[str]) -> list[str]:
-    """Returns how the newest checkpoint of a run goes on with each prompt."""
-    opened = open_model(run, slots=SLOTS)
+class Score(NamedTuple):
+    parse: int  # of the answers
+    statements: float  # different ones, of an answer
+
+
+def greedy_answers(run: Path, prompts: list[str], step: int) -> list[str]:
+    """Returns how a checkpoint of a run goes on with each prompt."""
+    opened = open_model(run, slots=SLOTS, step=step)
     tokens = [text_tokens(opened.tokenizer, prompt) for prompt in prompts]
     heard: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in prompts]
     length = max(map(len, tokens)) + TOKENS
@@ -80,20 +88,25 @@ def _texts(pieces: "queue.SimpleQueue[Any]") -> Iterator[str]:
         finish = piece.finish
 
 
-def score(run: Path, show: int) -> None:
+def score(prompts: list[str], answers: list[str]) -> Score:
+    both = list(zip(prompts, answers, strict=True))
+    code = [REWARDS["code"](*pair) for pair in both]
+    parse = sum(REWARDS["parses"](*pair) for pair in both)
+    return Score(int(parse), REWARDS["MOST"] * sum(code) / len(code))
+
+
+def print_scores(run: Path, steps: list[int], show: int) -> None:
+    """Prints a row for each step, and the first answers of the last one."""
     prompts = spaced(signatures(numpy_files()))
-    answers = greedy_answers(run, prompts)
-    parsed = [REWARDS["parses"](*pair) for pair in zip(prompts, answers, strict=True)]
-    code = [REWARDS["code"](*pair) for pair in zip(prompts, answers, strict=True)]
-    table = Table("greedy answers", "that parse", "different statements, of four")
-    statements = REWARDS["MOST"] * sum(code) / len(code)
-    table.row(len(answers), f"{sum(parsed):.0f}", f"{statements:.1f}")
-    shown = {1.0: 0, 0.0: 0}
-    for prompt, answer, good in zip(prompts, answers, parsed, strict=True):
-        shown[good] += 1
-        if shown[good] <= show:
-            print("--- parses" if good else "--- does not parse")
-            print(prompt + REWARDS["seen"](answer))
+    table = Table("step  ", f"parse, of {PROMPTS}", f"statements, of {REWARDS['MOST']}")
+    answers: list[str] = []
+    for step in steps:
+        answers = greedy_answers(run, prompts, step)
+        found = score(prompts, answers)
+        table.row(step, found.parse, f"{found.statements:.1f}")
+    for prompt, answer in zip(prompts[:show], answers, strict=False):
+        good = REWARDS["parses"](prompt, answer)
+        print(f"--- {'parses' if good else 'does not parse'}\n{prompt}{REWARDS['seen'](answer)}")
 
 
 def write_prompts(to: Path) -> None:
@@ -105,13 +118,20 @@ def write_prompts(to: Path) -> None:
 def main() -> None:
     parser = bench.parser(__doc__)
     parser.add_argument("run", type=Path, nargs="?")
-    parser.add_argument("--show", type=int, default=0, help="so many answers of each kind")
+    parser.add_argument("--show", type=int, default=0, help="so many answers")
+    parser.add_argument("--every", action="store_true")
+    parser.add_argument("--svg", type=Path)
     parser.add_argument("--prompts", type=Path)
     options = parser.parse_args()
     if options.prompts:
         write_prompts(options.prompts)
-    else:
-        score(options.run, options.show)
+        return
+    if options.svg:
+        _, _, losses = figures([gather(options.run)])[0]
+        options.svg.write_text(svg.file(losses))
+        return
+    steps = sorted(int(path.name) for path in (options.run / "checkpoints").glob("[0-9]*"))
+    print_scores(options.run, steps if options.every else steps[-1:], options.show)
 
 
 if __name__ == "__main__":

@@ -87,16 +87,16 @@ def _element(
 
 
 def file(drawing: str) -> str:
-    """Returns a drawing of `svg` as a file that stands alone: with a title, on a ground of its own, dark where its
+    """Returns a drawing of `svg` or `chart` as a file that stands alone: with a title, on a ground of its own, dark where its
     reader's screen is.
 
     It shrinks to a window as far as one can read it: to 3/5 of its width.
     """
     head, end, body = drawing.partition(">")
-    extent, label = re.findall(r'(?: width|label)="([^"]*)', head)
+    extent, label = re.findall(r'(?:viewBox="0 0 (?=\d)|label=")([^"]*)', head)
     light = (
         "color-scheme:light "
-        f"dark;background:{GROUND};max-width:100%;min-width:{0.6 * float(extent):.0f}px;height:auto"
+        f"dark;background:{GROUND};max-width:100%;min-width:{0.6 * float(extent.split()[0]):.0f}px;height:auto"
     )
     dark = f"@media screen and (prefers-color-scheme:dark){{:root{{background:{DARK[GROUND]}}}{TURNS}}}"
     return f"{head}{end}<title>{label}</title><style>:root{{{light}}}{dark}</style>{body}\n"
