@@ -6,8 +6,10 @@ what a search takes.
                       gpt-oss-120B on 64 H100s is the mean of four releases, 5,810 to 5,993
     JaxPP             marin-community/marin, issue 7024: 67B-A2B (issue 6044 has its sizes), DualPipeV, everything computed again
     marin             the same, issue 6979: FSDP without expert parallelism, everything computed again; 203 to 210 thousand tokens/s on 8
-    AutoModel         NVIDIA-NeMo/Automodel (2026), its performance summary: DeepSeek-V3 on 1,024 H100s, PP 4 of 8 chunks, EP 64, FSDP 256, rows
-                      sent by DeepEP
+    AutoModel         NVIDIA-NeMo/Automodel (2026), its performance summary: DeepSeek-V3 on 1,024 and 256 H100s, PP 4 of 8 chunks, EP 64, and
+                      Kimi-K2 on 256, PP 8 of 4 chunks, EP 32; rows sent by DeepEP
+    DeepSeek          DeepSeek-AI 2024, sections 1, 3.2 and 4.2: 180 thousand hours of H800s for 10^12 tokens on 2,048 of them, PP 16, EP 64,
+                      DualPipe, in float8, which experts' products do not have here: the plan has theirs in bfloat16
     MaxText           its docs/reference/models/tiering.md; sequences a chip: AI-Hypercomputer/tpu-recipes, training/v5p/Mixtral-8X7B-Maxtext
 
 How they send rows to experts, and what else their profiles have:
@@ -24,7 +26,7 @@ How they send rows to experts, and what else their profiles have:
                    loses what is parallel to v and is gated by head, 10 a layer, so 5 a norm; logits of 8,192 tokens at
                    a time (pull request 6572)
 
-Left out: rows in float8, which experts' products do not have here; TPU v6e.
+Left out: other rows in float8, and TPU v6e.
 """
 
 from collections.abc import Iterator
@@ -43,6 +45,7 @@ from .tpu import MAXTEXT
 
 ALL_TO_ALL = replace(NEMO, imbalance=1.0, bias_bytes=(0.0, (32 + 36) / 3))
 HYBRID_EP = replace(ALL_TO_ALL, token_per_node=True)
+DEEP_EP = replace(HYBRID_EP, execution="asynchronous", overlap_data=True)
 GRUG = FrameworkProfile(overlap_data=True, imbalance=1.0, norm_bytes=19.0)
 OF_TPU = replace(MAXTEXT, imbalance=1.0)
 
@@ -124,6 +127,13 @@ MODELS: dict[str, Keys] = {
         },
     },
 }
+DEEPSEEK = MODELS["DeepSeek-V3"]
+MODELS["Kimi-K2"] = DEEPSEEK | {
+    "heads": 64,
+    "dense_layers": 1,
+    "vocab_size": 163840,
+    "moe": DEEPSEEK["moe"] | {"experts": 384, "groups": [1, 1], "route_scale": 2.827},
+}
 # of gpt-oss norms and the experts' activation are computed again
 KEPT = {
     "remat": "names",
@@ -193,13 +203,7 @@ def runs() -> Iterator[Run]:
         name = f"gpt-oss, {rows // 16 // microbatches} rows"
         config = config_of("gpt-oss-120B", staged, rows, 4096, **keys)
         yield _run("Megatron-Bridge", name, "h100", ALL_TO_ALL, reported, config)
-    staged = {"microbatches": 32, "remat": "full", "zero_stage": 1}
-    chunks = {"schedule": "interleaved", "virtual_stages": 8}
-    config = config_of(
-        "DeepSeek-V3", {"data": 256, "expert": 64, "pipeline": 4}, 8192, 4096, **staged, **chunks
-    )
-    deep_ep = replace(HYBRID_EP, execution="asynchronous", overlap_data=True)
-    yield _run("AutoModel", "DeepSeek-V3", "h100", deep_ep, 865, config)
+    yield of_deepseek("DeepSeek-V3", (256, 64, 4), 8192, 865)
     v_shaped = {
         "microbatches": 32,
         "remat": "full",
@@ -246,11 +250,46 @@ def others() -> Iterator[Run]:
     yield _run("Megatron-Bridge", "Qwen3-235B", "gb200", ALL_TO_ALL, 4916, config)
 
 
+def of_deepseek(name: str, mesh: tuple[int, int, int], rows: int, reported: float) -> Run:
+    """Returns a row of AutoModel, of (data, expert, pipeline): chunks of two layers, everything computed again."""
+    data, expert, stages = mesh
+    config = config_of(
+        name,
+        {"data": data, "expert": expert, "pipeline": stages},
+        rows,
+        4096,
+        microbatches=rows // data,
+        schedule="interleaved",
+        virtual_stages=32 // stages,
+        remat="full",
+        zero_stage=1,
+    )
+    return _run("AutoModel", name, "h100", DEEP_EP, reported, config)
+
+
+def deepseeks() -> Iterator[Run]:
+    """Yields more rows of DeepSeek's class, which are in no figure of all sources together."""
+    yield of_deepseek("DeepSeek-V3", (64, 64, 4), 512, 1002)
+    yield of_deepseek("Kimi-K2", (32, 32, 8), 512, 924)
+    selective = {"remat": "selective", "zero_stage": 1}
+    chunks = {"microbatches": 64, "schedule": "interleaved", "virtual_stages": 4}
+    mesh = {"data": 64, "expert": 64, "pipeline": 4}
+    config = config_of("DeepSeek-V3", mesh, 4096, 4096, **chunks, **selective)
+    yield _run("Megatron-Bridge", "DeepSeek-V3", "gb200", HYBRID_EP, 3139, config)
+    mesh = {"data": 128, "expert": 64, "pipeline": 16}
+    pairs = {"microbatches": 120, "schedule": "paired"}
+    config = config_of("DeepSeek-V3", mesh, 15360, 4096, **pairs, **selective)
+    config["precision"] |= {"matmul": "float8", "float8_recipe": "blockwise"}
+    reported = 1e12 / (180e3 * 3600)
+    hidden = replace(DEEP_EP, overlap_expert=True)
+    yield _run("DeepSeek", "DeepSeek-V3", "h800", hidden, reported, config)
+
+
 def table() -> None:
     """Prints the rows, and what our program would win by sending a row to a node once."""
     heads = ("GPU     ", "tokens/s a device", "planned", "off by", "waits for experts")
     rows = Table("source         ", "run                         ", *heads)
-    for run in (*runs(), *others()):
+    for run in (*runs(), *others(), *deepseeks()):
         found = plan(run.config, named(run.accelerator, run.config.mesh.devices), run.profile)
         planned = found.tokens_per_second / found.devices * found.seconds / run.predicted()
         figures = (

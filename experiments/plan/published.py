@@ -106,7 +106,8 @@ class Run:
             node = replace(cluster.links.node, devices=self.per_node)
             links = replace(cluster.links, node=node)
             cluster = replace(cluster, nodes=nodes, devices_per_node=self.per_node, links=links)
-        given = replace(cluster, accelerator=accelerator or ACCELERATORS[self.accelerator])
+        known = ACCELERATORS[cluster.accelerator.name]
+        given = replace(cluster, accelerator=accelerator or known)
         # None of them took the loss by chunks, as ours would, but those that say so.
         train = self.config.train
         chunk = 2**30 if train.loss_chunk == "auto" else train.loss_chunk

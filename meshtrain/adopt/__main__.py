@@ -78,7 +78,7 @@ def parser() -> Parser:
     for name in ("export", "merge"):
         newest = "of a run: a number, best (by eval loss) or newest"
         parsers[name].add_argument("--step", type=step, default="newest", help=newest)
-        parsers[name].add_argument("--dtype", choices=DTYPES, help=dtype)
+        parsers[name].add_argument("--dtype", choices=(*DTYPES, "float8"), help=dtype)
         parsers[name].add_argument("--tokenizer", type=Path, metavar="DIR", help=tokenizer)
         parsers[name].add_trust()
     _add_push(parsers["push"])

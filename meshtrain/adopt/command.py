@@ -77,6 +77,8 @@ def run_export(options: argparse.Namespace) -> int:
     if not config.lora.rank:
         raise ConfigError(f"{run} has no adapters.")
     dtype = options.dtype or "float32"
+    if dtype == "float8":
+        raise ConfigError("--dtype float8 is for whole models; adapters are written in float32.")
     base = config.model.weights or weights.hf_config.get("_name_or_path")
     export_adapter(config, weights.source, options.directory, dtype, base)
     write_card(options.directory, weights, dtype, adapter=True)

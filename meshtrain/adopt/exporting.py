@@ -30,7 +30,7 @@ from meshtrain.config import Config
 from meshtrain.config.model import ModelConfig, positions_of
 from meshtrain.config.stacks import stack_of
 from meshtrain.errors import ConfigError, short
-from meshtrain.hf import loading, peft
+from meshtrain.hf import fp8, loading, peft
 from meshtrain.hf.hf_directory import (
     ENDING,
     INDEX,
@@ -63,6 +63,7 @@ DTYPES = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
+    "float8": fp8.NUMPY,
 }
 DTYPE_NAMES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PART = 5 * 10**9  # bytes of a file, at most, as transformers has it
@@ -200,19 +201,26 @@ def export(
 ) -> None:
     """Writes a directory that transformers loads: the weights of `source`, a tokenizer's files and config.json.
 
-    Weights are in one dtype, or in the dtype that `dtypes` has for a tensor. `hf_config` is the config.json that the
-    model came from; fields of it that no section `model` has are carried over.
+    Weights are in one dtype, or in the dtype that `dtypes` has for a tensor; float8 is that of `hf.fp8`, with others in
+    bfloat16. `hf_config` is the config.json that the model came from; fields of it that no section `model` has are
+    carried over.
 
     ConfigError if it is there already, cannot be written, or the model is none of theirs.
     """
-    fields = config_json(vars(config.model), config.train.sequence_length, dtype)
+    blocks = dtype == "float8"
+    others = "bfloat16" if blocks else dtype
+    fields = config_json(vars(config.model), config.train.sequence_length, others)
+    if blocks:
+        _check_float8(config.model)
+        fields["quantization_config"] = fp8.CONFIG
     _check_load(config.model, source)
     extra_files.check_tokenizer(tokenizer or {}, config.model.vocab_size)
     first = jax.process_index() == 0
     with written_aside(to) if first else contextlib.nullcontext() as aside:
-        _write_tensors(
-            config.model, source, aside, lambda name: DTYPES[(dtypes or {}).get(name, dtype)], part
-        )
+        dtype_of = lambda name: DTYPES[
+            dtype if blocks and fp8.is_quantized(name) else (dtypes or {}).get(name, others)
+        ]
+        _write_tensors(config.model, source, aside, dtype_of, part)
         if aside is not None:
             (aside / CONFIG).write_text(extra_files.merged_config(fields, hf_config or {}))
             extra_files.copy_tokenizer(tokenizer or {}, aside)
@@ -259,6 +267,14 @@ def _check_load(model: ModelConfig, source: Source) -> None:
         )
 
 
+def _check_float8(model: ModelConfig) -> None:
+    if not model.mla.kv_rank:
+        raise ConfigError(
+            f"--dtype float8 is how files of DeepSeek's class are, not of model.family {model.family}; legal are "
+            "bfloat16, float16 and float32."
+        )
+
+
 def _write_tensors(
     model: ModelConfig, source: Source, to: Path | None, dtype_of: DtypeOf, part: int
 ) -> None:
@@ -278,14 +294,18 @@ def _write_tensors(
                 for mapping, number in weights
             ]
             array = weights[0][0].joined(arrays) if len(arrays) > 1 else arrays[0]
-            tensors[name] = _cast(array, dtype_of(name), name)
-            index[name] = file
-            total = total + tensors[name].nbytes
+            tensors |= _tensors(array, dtype_of(name), name)
+        index |= dict.fromkeys(tensors, file)
+        total += sum(array.nbytes for array in tensors.values())
         if to is not None:
             save_file(tensors, str(to / file), metadata={"format": "pt"})
     if to is not None and len(parts) > 1:
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
         (to / INDEX).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _tensors(array: np.ndarray, dtype: np.dtype, name: str) -> dict[str, np.ndarray]:
+    return fp8.quantized(name, array) if dtype == fp8.NUMPY else {name: _cast(array, dtype, name)}
 
 
 def _cast(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:

@@ -111,7 +111,8 @@ class Forward:
         # The first embedding stands before the clocks, and the last one's gradient behind them.
         if f"shard_map/{xla.EMBEDDING}/cond/" in source:
             return 1.0
-        if xla.EMBEDDING in source:
+        # predictions of further tokens embed them with the head
+        if xla.EMBEDDING in source and xla.HEAD not in source:
             return (table.microbatches - 1) / table.clocks
         # The head takes a microbatch once, layers in each chunk.
         chunks = 1 if xla.HEAD in source else table.chunks

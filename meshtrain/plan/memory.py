@@ -309,8 +309,10 @@ def _unpipelined_moments(config: Config, platform: str) -> dict[str, list[Memory
     )
     weights, scattered = _layer_items(config)
     work = MemoryItem("work of one layer", "activations", activations.work(config, platform))
+    predictions = [gathered, _summed(config), *early, *_predictions(config, platform)]
     return {
-        "loss": [logits, *head, gathered, _summed(config), *early, *_predictions(config, platform)],
+        "loss": [logits, *head, gathered, _summed(config), *early],
+        "further predictions": predictions,
         "loss head": [*head, gathered, *(new if several and not waits else [largest]), *early],
         "backward": [*gradients, *new, weights, work, scattered, *(head if waits else [])],
     }
@@ -372,9 +374,15 @@ def _pipelined_moments(
     # While a pair's backward is in the MLP: the stream as a product of the forward takes it, and gives it.
     stream = 2 * size * shapes.tokens(config) * config.model.d_model * facts.paired
     pair = MemoryItem("work of one layer's forward beside it", "activations", stream)
-    loss = [*always, logits, *head, _summed(config), *_predictions(config, platform)]
+    loss = [*always, logits, *head, _summed(config)]
+    predictions = [*always, _summed(config), *_predictions(config, platform)]
     backward = [*always, *([] if chunked else head), work, pair]
-    moments = {"gathering": [gathering], "loss": loss, "backward": backward}
+    moments = {
+        "gathering": [gathering],
+        "loss": loss,
+        "further predictions": predictions,
+        "backward": backward,
+    }
     if platform == "cpu" or not sends_by_table(config):
         return moments
     weights, *sent = _sent_items(config, stage)
@@ -420,7 +428,10 @@ def _itemsize(config: Config) -> int:
 
 
 def _predictions(config: Config, platform: str) -> list[MemoryItem]:
-    """Returns the items for further predictions while the loss is computed: what they keep, and the work of a layer."""
+    """Returns the items for further predictions in their backward: what they keep, and the work of a layer.
+
+    No logits are left by then, and those of one head have their cotangent before the next's are made.
+    """
     if not config.model.mtp:
         return []
     last = last_config(config)
@@ -441,9 +452,7 @@ def _predictions(config: Config, platform: str) -> list[MemoryItem]:
 
 
 def _logits(config: Config, size: int) -> float:
-    return (
-        (1 + config.model.mtp) * size * shapes.loss_chunk(config) * shapes.vocabulary_rows(config)
-    )
+    return size * shapes.loss_chunk(config) * shapes.vocabulary_rows(config)
 
 
 def _summed(config: Config) -> MemoryItem:

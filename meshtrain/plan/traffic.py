@@ -352,14 +352,15 @@ def _gathers(config: Config, iterations: Iterations, layer: float) -> list[Trans
 def edge_uses(config: Config) -> list[tuple[str, float]]:
     """(embedding or head, elements) that are gathered where they are used.
 
-    A tied weight is used twice: without stages it is gathered once for both uses.
+    A tied weight is used twice: without stages it is gathered once for both uses. All further predictions take the
+    embedding as it was gathered for the first.
     """
     resident = shapes.resident(config)
     embedding = resident.embedding.gathered
     head = resident.head.gathered
     if config.model.tied_head and config.mesh.pipeline > 1:
         head += resident.tokens.gathered
-    again = embedding * config.model.mtp if config.mesh.pipeline > 1 else 0.0
+    again = embedding if config.model.mtp and config.mesh.pipeline > 1 else 0.0
     return [("embedding", embedding), ("head", head + resident.predictions.gathered + again)]
 
 

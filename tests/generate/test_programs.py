@@ -421,6 +421,18 @@ def test_weights_are_taken_over_in_the_dtype_that_computes():
     assert run.empty().cache[0].keys.dtype == jnp.bfloat16
 
 
+def test_a_position_of_deepseek_v3_is_576_numbers_a_layer():
+    """Plain attention keeps 128 heads of 192 numbers in keys, and of 128 in values: 71 times as many."""
+    latent = {"mla": {"q_rank": 8, "kv_rank": 512, "nope": 128, "rope": 64, "value": 128}}
+    sizes = {"layers": 1, "d_model": 8, "heads": 128, "d_ff": 8, "vocab_size": 16}
+    held = {}
+    for kind, attention in {"latent": latent, "plain": {"head_dim": (192 + 128) // 2}}.items():
+        config = mt.load({"model": sizes | attention, "precision": {"compute": "bfloat16"}})
+        state = Decoding(Model(mt.Program(config), None, 0, GOLDEN), 2, 16).empty()
+        held[kind] = sum(x.nbytes for x in jax.tree.leaves(state.cache)) / (2 * 16)
+    assert held == {"latent": 576 * 2, "plain": 128 * (192 + 128) * 2}
+
+
 def unread(attention=None, **mesh: int) -> Model:
     """A model whose weights are not asked for."""
     section = model_section(read_json(GOLDEN / "gpt2" / CONFIG), CONFIG)

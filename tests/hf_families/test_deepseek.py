@@ -8,8 +8,9 @@ pytest.importorskip("safetensors")
 
 from meshtrain.adopt.exporting import export, live_source
 from meshtrain.config import load
-from meshtrain.hf import loading
-from meshtrain.hf.hf_directory import TensorFiles
+from meshtrain.errors import ConfigError
+from meshtrain.hf import fp8, loading
+from meshtrain.hf.hf_directory import INDEX, TensorFiles
 from meshtrain.hf_families import CONFIG, model_section, read_json
 from meshtrain.mesh import make_mesh
 from meshtrain.step import Program
@@ -47,3 +48,39 @@ def test_predictions_go_to_files_and_back_and_may_be_left_there(tmp_path):
     without = load({"model": model_section(written, CONFIG), "train": {"sequence_length": 16}})
     assert without.model.mtp == 0
     loading.check(without.model, files)
+
+
+def test_files_in_float8_have_a_scale_for_each_block_and_are_read_again(tmp_path):
+    """Two blocks each way, the second ones cut; what rounds to 8 bits is off by a 16th of itself at most."""
+    wide = MODEL | {"d_model": 160, "mla": MODEL["mla"] | {"kv_rank": 140}}
+    config = load({"model": wide, "train": {"sequence_length": 16}})
+    program = Program(config, make_mesh(config))
+    params = program.init().params
+    export(config, live_source(program.layout, params), tmp_path / "out", "float8", part=10**5)
+    fields = read_json(tmp_path / "out" / CONFIG)
+    assert fields["quantization_config"]["weight_block_size"] == [128, 128]
+    assert fields["dtype"] == "bfloat16"
+    files = TensorFiles(tmp_path / "out")
+    scaled = [
+        name.removeprefix("model.layers.").removesuffix(fp8.SCALES)
+        for name in read_json(tmp_path / "out" / INDEX)["weight_map"]
+        if name.endswith(fp8.SCALES)
+    ]
+    assert {"0.mlp.up_proj.weight", "1.mlp.experts.3.down_proj.weight"} < set(scaled)
+    assert not {"1.mlp.gate.weight", "2.eh_proj.weight"} & set(scaled)
+    scales = files.tensor(f"model.layers.1.self_attn.kv_b_proj.weight{fp8.SCALES}")
+    assert scales.shape == (1, 2) and scales.dtype == np.float32
+    again = load(
+        {"model": model_section(fields, CONFIG) | {"mtp": 1}, "train": {"sequence_length": 16}}
+    )
+    loading.check(again.model, files)
+    read = loading.load(Program(again, make_mesh(again)).layout, files)
+    # a number far below its block's largest has fewer bits
+    for mine, wanted in zip(jax.tree.leaves(read), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(mine, wanted, rtol=1 / 16, atol=1e-5)
+
+
+def test_other_classes_have_no_files_in_float8(tmp_path):
+    config = load({"model": {"layers": 1, "d_model": 16, "heads": 2, "d_ff": 24, "vocab_size": 40}})
+    with pytest.raises(ConfigError, match="model.family llama"):
+        export(config, None, tmp_path / "out", "float8")

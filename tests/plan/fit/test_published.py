@@ -51,6 +51,16 @@ def test_mixtures_of_experts_are_planned_within_a_fifth_and_what_their_messages_
 
 
 @pytest.mark.thorough
+def test_rows_of_deepseeks_class_in_bfloat16_are_planned_within_a_sixth():
+    """Their own report's is in float8, and planned with products of experts in bfloat16: slower."""
+    *rows, own = experts.deepseeks()
+    assert len(rows) == 3
+    assert all(run.predicted() == pytest.approx(run.seconds, rel=0.16) for run in rows)
+    assert (own.accelerator, own.config.mesh.devices) == ("h800", 2048)
+    assert 1 < own.predicted() / own.seconds < 1.5
+
+
+@pytest.mark.thorough
 def test_pytorch_s_fsdp_on_three_devices_is_predicted():
     found = errors(foundry.runs())
     assert (
