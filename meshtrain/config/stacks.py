@@ -11,6 +11,7 @@ JAX.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -92,10 +93,21 @@ def model_of_stack(model: Model, stack: str) -> Model:
         return model
     dense, kind = is_dense(stack), stack.removeprefix(f"{DENSE}_").removesuffix(BLOCKS)
     alike: Model = replace(model, dense_layers=0, pattern=(kind.removesuffix("_"),) if kind else ())
+    layers = layers_of_stacks(model)[stack]
+    if everywhere := count_global(model, layers):
+        alike = replace(alike, global_every=round(len(layers) / everywhere))
+    elif model.global_every:
+        alike = replace(alike, global_every=model.layers + 1)
     if not dense:
         return alike
     moe = replace(model.moe, experts=0, shared_experts=0, groups=())
     return replace(alike, moe=moe, d_ff=model.dense_d_ff)
+
+
+def count_global(model: Any, layers: Sequence[int]) -> int:
+    """Returns how many of some layers see all tokens of a sequence, where others see a window."""
+    every = model.global_every
+    return sum((layer + 1) % every == 0 for layer in layers) if every else 0
 
 
 def last_of_stacks(model: Model) -> Model:

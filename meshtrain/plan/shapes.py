@@ -12,7 +12,7 @@ from meshtrain.config.follow import microbatch_rows
 from meshtrain.config.model import LoraConfig, patches_of, positions_of
 from meshtrain.config.rl import has_reference
 from meshtrain.config.schema import OptimizerConfig
-from meshtrain.config.stacks import BLOCKS, LINEAR, kinds_of_layers
+from meshtrain.config.stacks import BLOCKS, LINEAR, count_global, kinds_of_layers
 from meshtrain.families import FAMILIES
 from meshtrain.model.weights import Weight, all_weights, is_trained, weights
 from meshtrain.optimizers import OPTIMIZERS
@@ -244,10 +244,11 @@ def stream(config: Config) -> int:
 
 def seen(model: ModelConfig, length: int) -> float:
     """Keys that a query of a sequence sees, as FLOPs are counted (PaLM): `length`, also where it sees those before it
-    alone, which is twice their mean; over the layers, fewer in a window.
+    alone, which is twice their mean; over the layers with attention, fewer in a window.
     """
     near = min(model.window or length, length)
-    everywhere = model.layers // model.global_every / model.layers if model.global_every else 0.0
+    attending = [at for at, kind in enumerate(kinds_of_layers(model)) if kind != LINEAR]
+    everywhere = count_global(model, attending) / max(1, len(attending))
     return everywhere * length + (1 - everywhere) * (2 * near - near * near / length)
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from meshtrain.cluster.accelerators import ACCELERATORS, KINDS, canonical
 from meshtrain.config import load, replaced
+from meshtrain.config.stacks import model_of_stack
 from meshtrain.plan import named, plan, shapes
 from meshtrain.plan.shapes import tokens_at_peak
 
@@ -17,6 +18,25 @@ def test_keys_that_a_query_sees_are_a_mean_over_layers_that_see_the_window_and_a
         assert shapes.seen(model, 40) == pytest.approx(
             (whole * 40 + (7 - whole) * near) / 7, rel=0.02
         )
+
+
+def test_layers_between_do_not_count_among_those_that_see_the_window():
+    """Attention in layers 2, 4 ... 12, the layers 4, 8 and 12 see all: half of them, by themselves and in the model."""
+    sizes = {"layers": 12, "d_model": 32, "heads": 4, "window": 10, "global_every": 4}
+    linear = {"key_heads": 2, "value_heads": 2, "key_dim": 8, "value_dim": 8}
+    model = load({"model": sizes | {"pattern": ["linear", "full"], "linear": linear}}).model
+    alone = load({"model": sizes | {"global_every": 2}}).model
+    for one in (model, model_of_stack(model, "blocks")):
+        assert shapes.seen(one, 40) == pytest.approx(shapes.seen(alone, 40))
+    never = load(
+        {
+            "model": sizes
+            | {"global_every": 5, "layers": 8, "pattern": ["linear", "full"], "linear": linear}
+        }
+    ).model
+    nowhere = load({"model": sizes | {"global_every": 0}}).model
+    for one in (never, model_of_stack(never, "blocks")):
+        assert shapes.seen(one, 40) == pytest.approx(shapes.seen(nowhere, 40))
 
 
 def test_the_mfu_of_a_planned_step_is_the_planners():
