@@ -164,6 +164,7 @@ class Layer:
     mlp_in: Seconds  # the products into the MLP
     mlp_hidden: Seconds  # its activation alone
     mlp_out: Seconds  # product and sum, which no backward needs but that of a norm behind them
+    dispatched: Seconds = Seconds()  # rows to the slots of their experts
 
     @functools.cached_property
     def forward(self) -> Seconds:
@@ -468,6 +469,7 @@ def recomputed(
         "qkv",
         "attention",
         "attention_out",
+        "dispatched",
         "mlp_in",
         "mlp_hidden",
         *["mlp_out"] * config.model.post_norms,

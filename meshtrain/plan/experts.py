@@ -105,10 +105,11 @@ def add_experts(config: Config, layer: Layer, cluster: Cluster, profile: Framewo
     ]
     return dataclasses.replace(
         layer,
+        dispatched=passes(2 * copies * touched * d),
         mlp_in=layer.mlp_in
         + router
         + Seconds(matmul=local * 2 * product(device, dtype, each, d, f))
-        + passes(2 * copies * touched * d + biases[0] * 2 * touched * f),
+        + passes(biases[0] * 2 * touched * f),
         mlp_hidden=layer.mlp_hidden + passes(4 * touched * f),
         mlp_out=layer.mlp_out
         + Seconds(matmul=local * product(device, dtype, each, f, d))
@@ -216,7 +217,8 @@ def _transfers(config: Config, hop: _Hop) -> Iterator[Moment]:
     yield transfer("forward", hop.out, "choices and weights to them", choices * CHOICE)
     yield transfer("forward", hop.back, "experts' outputs back", data)
     if config.parallel.remat != "none":
-        yield transfer("backward", hop.out, "rows to their experts again", data)
+        if "dispatched" not in config.parallel.names_kept:
+            yield transfer("backward", hop.out, "rows to their experts again", data)
         yield transfer("backward", hop.out, "choices and weights again", choices * CHOICE)
     yield transfer("backward", hop.out, "cotangents of outputs to the experts", data)
     yield transfer("backward", hop.back, "cotangents of rows back", data)

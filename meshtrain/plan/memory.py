@@ -9,6 +9,8 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config
 from meshtrain.config.follow import runs_table
@@ -243,7 +245,10 @@ def kept(
     cpu = platform == "cpu"
     # On CPU idle slots are skipped, and all is carried through all clocks. Elsewhere what only forwards take is gone in
     # backwards after them.
-    depths = facts.depths if cpu else Depths(*map(operator.add, facts.depths, facts.spare))
+    spare = facts.spare
+    if not _alike(config):
+        spare = spare._replace(stash=np.maximum(spare.stash, 0))
+    depths = facts.depths if cpu else Depths(*map(operator.add, facts.depths, spare))
     f_inbox = depths.f_inbox * (cpu or facts.together > 1)
     waiting = depths.cot * stage.longest * residuals
     return [
@@ -258,6 +263,13 @@ def kept(
         MemoryItem("activations on their way", "activations", 3 * stream),
         reference,
     ]
+
+
+def _alike(config: Config) -> bool:
+    """Returns whether the layers of a chunk are one segment (`parallel.layout`)."""
+    precision = config.precision
+    skips = precision.matmul != "compute" and any(precision.float8_skip)
+    return len(stack_configs(config)) == 1 and not skips
 
 
 def passing(

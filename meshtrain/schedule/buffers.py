@@ -287,13 +287,15 @@ class Executed(Buffers):
     leaving: np.ndarray
     enters_first: int  # the microbatch whose embedding is needed before all clocks
     leaves_last: int  # whose gradient is there after all of them, -1: none
+    alternates: bool = False  # see `executed`
 
 
-def executed(table: Table, ops: np.ndarray | None = None) -> Executed:
+def executed(table: Table, ops: np.ndarray | None = None, alike: bool = True) -> Executed:
     """Returns what the executor does of a legal table.
 
     `ops`: bool [clocks, 6], what is computed in each clock, idly or not (see `phases.ops_per_clock`); None where idle
-    slots are skipped.
+    slots are skipped. Where layers are `alike`, the pairs of a single stage need one place: microbatches alternate in
+    it between the order of the layers and the other one (see `pipeline.paired`).
     """
     buffers = allocate(table)
     forward, backward = (
@@ -316,7 +318,13 @@ def executed(table: Table, ops: np.ndarray | None = None) -> Executed:
         enters_first=int(buffers.enter[forward[0]]),
         leaves_last=-1 if table.paired else int(buffers.leave[backward[-1]]),
     )
-    return program if ops is None else _unmasked(table, program, ops)
+    if ops is None:
+        return program
+    if alike and table.paired and not table.split and table.microbatches > table.virtual_stages == 1:
+        one = program.depths._replace(stash=1)
+        first = np.zeros_like(program.f_stash)
+        return replace(program, f_stash=first, b_stash=first, depths=one, alternates=True)
+    return _unmasked(table, program, ops)
 
 
 def _unmasked(table: Table, buffers: Executed, ops: np.ndarray) -> Executed:

@@ -32,7 +32,8 @@ class ScheduleFacts(NamedTuple):
     together: int  # with both a forward and a backward
     depths: Depths
     split: bool  # the backward, into I and W
-    spare: Depths = Depths(0)  # places more, where idle slots are computed too: see `executed`
+    # places more, where idle slots are computed too and layers are alike: see `executed`
+    spare: Depths = Depths(0)
     paired: bool = False  # where both a forward and a backward are, they run at once
     covered: int = 0  # clocks with a pair of I and W
 
@@ -127,6 +128,7 @@ def _one_forward_one_backward(
     few = 1 == v < p and m <= p if paired else m < p
     covered = v * m - 1 - max(0, together - p) if split and paired else 0
     waiting = min(p + 1, m + (v > 1)) if paired else min(p, m)
+    alternates = paired and not split and m > p * v == 1
     return ScheduleFacts(
         forward=clocks,
         head=m,
@@ -135,7 +137,7 @@ def _one_forward_one_backward(
         together=together,
         depths=Depths(stash, f_inbox, b_inbox, waiting if split else 0),
         split=split,
-        spare=Depths(int(m <= fewest), cot=int(split and few)),
+        spare=Depths(int(m <= fewest) - alternates, cot=int(split and few)),
         paired=paired and together + covered > 0,
         covered=covered,
     )

@@ -23,7 +23,7 @@ class BufferSlot(NamedTuple):
     """One place of a buffer, which is a tree of arrays [places, layers, ...] for each segment."""
 
     buffers: Sequence[Tree]
-    place: Array
+    at: Callable[[Array], tuple[Array, Array]]  # a turn -> its place and its layer there
 
 
 def put(parts: list[Tree], n: int, part: Tree) -> list[Tree]:

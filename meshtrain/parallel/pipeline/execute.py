@@ -54,7 +54,8 @@ class Executor:
             self.buffers = executed(self.table)
         else:
             self.phases = phases(self.table)
-            self.buffers = executed(self.table, ops_per_clock(self.phases))
+            alike = len(forward.layout.segments) == 1
+            self.buffers = executed(self.table, ops_per_clock(self.phases), alike)
 
     # --- the two programs
 
@@ -64,7 +65,8 @@ class Executor:
         """Returns each data rank's loss summed over the microbatches [M, b, T], and `seed` times its gradient, in
         `precision.gradient_sums`.
         """
-        stage = Stage(self.forward, self.table.chunks, weights, batches, key)
+        chunks, alternates = self.table.chunks, self.buffers.alternates
+        stage = Stage(self.forward, chunks, weights, batches, key, alternates)
         execution = Execution(self.table, self.buffers, stage, seed)
         if self.sends:
             carry = Sending(execution, self.phases).run()

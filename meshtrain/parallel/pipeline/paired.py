@@ -11,6 +11,12 @@ The two need nothing of each other. DualPipe builds this overlap by hand (DeepSe
 Report", section 3.2.1). XLA's scheduler finds it where both stand in the body of one loop, in the order that
 `pipeline.order` tells it. Where no stage has a forward any more, `I4+W3` does the same: the products of a weight
 gradient, which sends nothing, hide the messages of an input gradient.
+
+On one stage F keeps a layer where B has just read one, so that two microbatches take the place of one:
+
+    turn                     0      1      2      3
+    stash (0: read, 0': written)
+      B 3 2 1 0, F 0 1 2 3   3 0'   2 1'   1 2'   0 3'     the next pair reads 3' first, where 0 is now
 """
 
 import itertools
@@ -80,9 +86,9 @@ def _turn(stage: Stage, ahead: int, back: int, slots: PairSlots, split: bool) ->
         back_i = stage.layers - 1 - i - stage.segments[back].first
         w_residuals = pair.w_residuals
         for_w: tuple[Tree, ...] = ()
-        stash, stashed = _read_first(pair.stash, back, slots.b.place, back_i)
+        stash, stashed = _read_first(pair.stash, back, *stage.stashed_at(slots.b, back_i))
         if slots.w:
-            stash, stashed_for_w = _read_first(stash, back, slots.w.place, back_i)
+            stash, stashed_for_w = _read_first(stash, back, *stage.stashed_at(slots.w, back_i))
             w_residuals, residuals = _read_first(w_residuals, back, slots.w_cot, back_i)
             for_w = (stashed_for_w, residuals)
 
@@ -107,7 +113,7 @@ def _forward_half(stage: Stage, f: Slot, n: int) -> Callable[[Pair, Array], Pair
     @jax.named_scope(xla.FORWARD)
     def run(pair: Pair, i: Array) -> Pair:
         x, output = stage.forward_layer(layer, offset + i, pair.x)
-        kept = write(pair.stash[n][0], output, f.place, i)
+        kept = write(pair.stash[n][0], output, *stage.stashed_at(f, i))
         return pair._replace(x=x, stash=put(pair.stash, n, [kept]))
 
     return run

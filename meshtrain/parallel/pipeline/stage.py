@@ -116,9 +116,16 @@ class Stage:
     """The weights and batches of one step on this device."""
 
     def __init__(
-        self, forward: Forward, chunks: int, weights: Weights, batches: Batch, key: Array | None
+        self,
+        forward: Forward,
+        chunks: int,
+        weights: Weights,
+        batches: Batch,
+        key: Array | None,
+        alternates: bool = False,
     ) -> None:
         self.model = forward
+        self.alternates = alternates
         self.chunks = chunks
         self.batches = batches
         self.key = key
@@ -187,7 +194,7 @@ class Stage:
     def forward(self, x: Array, stash: list[Tree], slot: Slot) -> tuple[Array, list[Tree]]:
         """F: returns the chunk's output, and the stash with each layer's input and residuals."""
         return self._loop_over_layers(
-            self.forward_layer, x, slot, write_to=BufferSlot(stash, slot.place)
+            self.forward_layer, x, slot, write_to=self._stashed(stash, slot)
         )
 
     def backward(
@@ -197,7 +204,7 @@ class Stage:
         active.
         """
         step = partial(self.backward_layer, slot.active)
-        sources = [BufferSlot(stash, slot.place)]
+        sources = [self._stashed(stash, slot)]
         return self._loop_over_layers(
             step, (cotangent, gradients), slot, read_from=sources, reverse=True
         )[0]
@@ -211,8 +218,8 @@ class Stage:
         slot: Slot,
     ) -> tuple[Array, list[Tree]]:
         """I: returns the input gradient, and `w_residuals` with the residuals of the weight gradient at `place`."""
-        sources = [BufferSlot(stash, slot.place)]
-        target = BufferSlot(w_residuals, place)
+        sources = [self._stashed(stash, slot)]
+        target = BufferSlot(w_residuals, lambda i: (place, i))
         return self._loop_over_layers(
             self.input_layer, cotangent, slot, read_from=sources, write_to=target, reverse=True
         )
@@ -227,7 +234,8 @@ class Stage:
     ) -> Tree:
         """W: returns `gradients` with the weight gradient added, from the residuals that I wrote at `place`."""
         step = partial(self.weight_layer, slot.active)
-        sources = [BufferSlot(stash, slot.place), BufferSlot(w_residuals, place)]
+        left = BufferSlot(w_residuals, lambda i: (place, i))
+        sources = [self._stashed(stash, slot), left]
         return self._loop_over_layers(step, gradients, slot, read_from=sources, reverse=True)[0]
 
     def _loop_over_layers(
@@ -263,10 +271,10 @@ class Stage:
             ) -> tuple[tuple[Tree, Tree], None]:
                 carry, buffers = state
                 for p, layer, offset in layers:
-                    inputs = [read(source.buffers[n][p], source.place, i) for source in read_from]
+                    inputs = [read(source.buffers[n][p], *source.at(i)) for source in read_from]
                     carry, output = step(layer, layer.at(offset, i), carry, *inputs)
                     if write_to:
-                        buffers = put(buffers, p, write(buffers[p], output, write_to.place, i))
+                        buffers = put(buffers, p, write(buffers[p], output, *write_to.at(i)))
                 return (carry, buffers), None
 
             (carry, written[n]), _ = lax.scan(body, (carry, written[n]), indices, reverse=reverse)
@@ -430,7 +438,7 @@ class Stage:
             for p, layer in layers[::-1]:
                 follows = layer.step == 1 and layer.before == segment.first
                 at = turn if follows else layer.at(layer.before, i)
-                stashed = read(stash[p], slot.place, i)
+                stashed = read(stash[p], *self.stashed_at(slot, i))
                 cotangent, gradient = self._gradients(layer, at, stashed, cotangent)
                 of_places.append(gradient)
             return cotangent, of_places[::-1]
@@ -452,6 +460,17 @@ class Stage:
         return list(itertools.pairwise(sorted(ends)))
 
     # --- buffers of the layers
+
+    def stashed_at(self, slot: Slot, i: Array) -> tuple[Array, Array]:
+        """Returns where turn i of a slot's microbatch lies in the stash: if they alternate, every second one lies from
+        its last layer to its first.
+        """
+        if self.alternates:
+            i = jnp.where(slot.microbatch % 2 > 0, self.layers - 1 - i, i)
+        return slot.place, i
+
+    def _stashed(self, stash: list[Tree], slot: Slot) -> BufferSlot:
+        return BufferSlot(stash, partial(self.stashed_at, slot))
 
     def stash_shapes(self, split: bool) -> tuple[list[Tree], list[Tree]]:
         """Returns two lists of shapes, for a layer of each place of each segment: those that F stashes, and those that
