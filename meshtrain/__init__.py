@@ -93,15 +93,18 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
             # Whoever looks for a schedule's function here is told where it is.
-            schedule = (
-                importlib.import_module(f"{__name__}.schedule") if name[:1].isalpha() else None
-            )
+            if name[:1].isalpha():
+                schedule = importlib.import_module(f"{__name__}.schedule")
+            else:
+                schedule = None
             there = (
                 f"; it is mt.schedule.{name}" if name in getattr(schedule, "__all__", ()) else ""
             )
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{there}")
         home = importlib.import_module(f"{__name__}.{_HOMES[name] or name}")
-        globals()[name] = getattr(home, name) if _HOMES[name] else home
+        globals()[name] = home
+        if _HOMES[name]:
+            globals()[name] = getattr(home, name)
         return globals()[name]
 
 

@@ -79,7 +79,9 @@ def _code_of(work: Callable[[], int]) -> int:
     except OSError as error:
         _report(error)
         # such a name is bad input, wherever it is met
-        return USAGE if error.errno == errno.ENAMETOOLONG else FAILED
+        if error.errno == errno.ENAMETOOLONG:
+            return USAGE
+        return FAILED
 
 
 @contextlib.contextmanager
@@ -298,7 +300,10 @@ class Parser(argparse.ArgumentParser):
         near none.
         """
         name, equals, given = word.lstrip("-").replace("-", "_").partition("=")
-        value = given if equals else "VALUE" if value.startswith("-") or not value else value
+        if equals:
+            value = given
+        elif value.startswith("-") or not value:
+            value = "VALUE"
         paths = keys(Config) if "--set" in self._option_string_actions else {}
         if paths and (path := meant(name)) and name not in paths:
             return f"; did you mean --set {path}={short(value)}?"
@@ -378,7 +383,10 @@ def number_from(
             value = math.nan
         if not least <= value <= most or value == math.inf:
             what = "a whole number" if kind is int else "a number"
-            legal = f"from {least:g} to {most:g}" if most < math.inf else f"of at least {least:g}"
+            if most < math.inf:
+                legal = f"from {least:g} to {most:g}"
+            else:
+                legal = f"of at least {least:g}"
             raise argparse.ArgumentTypeError(f"{short(repr(text))} is not {what} {legal}")
         return value
 

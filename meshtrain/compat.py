@@ -36,7 +36,9 @@ def vary(tree: Tree, axes: Iterable[str]) -> Tree:
 
     def cast(x: jax.Array) -> jax.Array:
         missing = tuple(a for a in wanted if a not in varying(x))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
+        if missing:
+            return jax.lax.pcast(x, missing, to="varying")
+        return x
 
     return jax.tree.map(cast, tree)
 
@@ -62,13 +64,17 @@ def bind(equation: JaxprEqn, values: list[Any]) -> list[Any]:
     functions, params = params if isinstance(params, tuple) else ((), params)
     with equation.ctx.manager, scopes_of(equation):
         outs = equation.primitive.bind(*functions, *values, **params)
-    return list(outs) if equation.primitive.multiple_results else [outs]
+    if equation.primitive.multiple_results:
+        return list(outs)
+    return [outs]
 
 
 def scopes_of(equation: JaxprEqn) -> contextlib.AbstractContextManager[None]:
     """The named scopes and transformations that an equation stands in, for what is traced within."""
     names = str(equation.source_info.name_stack)
-    return jax.named_scope(names) if names else contextlib.nullcontext()
+    if names:
+        return jax.named_scope(names)
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager

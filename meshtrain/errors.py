@@ -127,7 +127,9 @@ def nearest(word: str, legal: Iterable[str], shown: Callable[[str], object] = st
     """
     spellings = {name.casefold(): name for name in legal}
     near = difflib.get_close_matches(word.casefold(), spellings, n=1, cutoff=0.6)
-    return f"; did you mean {shown(spellings[near[0]])}?" if near else ""
+    if near:
+        return f"; did you mean {shown(spellings[near[0]])}?"
+    return ""
 
 
 @functools.lru_cache(maxsize=4096)

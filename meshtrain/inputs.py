@@ -45,9 +45,14 @@ def inputs(batch: Mapping[str, Array]) -> Array:
 def row_shape(name: str, config: Config) -> tuple[int, ...]:
     """Returns the shape of one row of an array of a batch."""
     if not FAMILIES[config.model.family].images:
-        routes = (config.model.layers, config.model.moe.top_k) if name == EXPERTS else ()
+        if name == EXPERTS:
+            routes = (config.model.layers, config.model.moe.top_k)
+        else:
+            routes = ()
         return (config.train.sequence_length, *routes)
-    return patches_of(config.model) if name == PATCHES else (1,)
+    if name == PATCHES:
+        return patches_of(config.model)
+    return (1,)
 
 
 def pad_rows(batch: Mapping[str, np.ndarray], missing: int) -> dict[str, np.ndarray]:
@@ -106,22 +111,28 @@ def a_batch(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndar
     batch without pairs where the objective is dpo, and with them where it is not.
     """
     of_images = FAMILIES[config.model.family].images
-    read, others = (PATCHES, OF_IMAGES) if of_images else (TOKENS, tuple(OTHERS))
+    if of_images:
+        read = PATCHES
+        others = OF_IMAGES
+    else:
+        read = TOKENS
+        others = tuple(OTHERS)
     if not isinstance(batch, Mapping) or not {read, LABELS} <= batch.keys() <= {
         read,
         LABELS,
         *others,
     }:
-        has = (
-            ", ".join(map(str, batch))
-            if isinstance(batch, Mapping)
-            else f"a {type(batch).__name__}"
-        )
+        if isinstance(batch, Mapping):
+            has = ", ".join(map(str, batch))
+        else:
+            has = f"a {type(batch).__name__}"
         what = "a batch of images" if of_images else "a batch"
         raise ConfigError(
             f"{what} has {read}, labels and perhaps {', '.join(others)}; this one has {has}."
         )
-    return _images(batch, config) if of_images else _text(batch, config)
+    if of_images:
+        return _images(batch, config)
+    return _text(batch, config)
 
 
 def _check_objective(batch: Mapping[str, ArrayLike], config: Config) -> None:
@@ -170,7 +181,9 @@ def _outside(numbers: np.ndarray, most: int) -> int | None:
     """Returns a number below 0 or above `most`; None if there is none."""
     if numbers.min() < 0:
         return numbers.min()
-    return numbers.max() if numbers.max() > most else None
+    if numbers.max() > most:
+        return numbers.max()
+    return None
 
 
 def _images(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarray]:

@@ -328,7 +328,9 @@ def compiler_options(
 
 
 def kind_of(device: jax.Device) -> str:
-    return "gpu" if device.platform in ("cuda", "rocm") else device.platform
+    if device.platform in ("cuda", "rocm"):
+        return "gpu"
+    return device.platform
 
 
 def own_part(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[slice, ...]:

@@ -165,6 +165,8 @@ def mirrored_leaves(layout: Layout, state: Tree) -> list[Placed | None]:
         if dims is not None:
             return part(weight, dims)
         # Not factored: one number a layer.
-        return part(weight, [0], more=value.ndim - 1) if weight.stacked else None
+        if weight.stacked:
+            return part(weight, [0], more=value.ndim - 1)
+        return None
 
     return [mirrored(path, value) for path, value in jax.tree_util.tree_flatten_with_path(state)[0]]

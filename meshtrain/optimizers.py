@@ -170,7 +170,9 @@ def matrix_sides(weight: OptimizedWeight) -> tuple[list[int], list[int]]:
     is a matrix of its own, and so is each factor of an adapter, which leads into its rank or out of it.
     """
     dims = [d for d, axis in enumerate(weight.axes) if axis not in ("layers", "experts")]
-    inputs = len(dims) - 1 if weight.axes[-1] in ("embed", "rank") else 1
+    inputs = 1
+    if weight.axes[-1] in ("embed", "rank"):
+        inputs = len(dims) - 1
     return dims[:inputs], dims[inputs:]
 
 

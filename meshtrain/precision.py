@@ -46,11 +46,15 @@ def initial_scale(precision: PrecisionConfig) -> LossScale | None:
 
 def factor(scale: LossScale | None) -> jax.Array:
     """The factor of the loss before it is differentiated."""
-    return jnp.float32(1.0) if scale is None else scale.value
+    if scale is None:
+        return jnp.float32(1.0)
+    return scale.value
 
 
 def unscaled(gradients: Tree, scale: LossScale | None) -> Tree:
-    return gradients if scale is None else jax.tree.map(lambda g: g / scale.value, gradients)
+    if scale is None:
+        return gradients
+    return jax.tree.map(lambda g: g / scale.value, gradients)
 
 
 def next_scale(scale: LossScale, finite: jax.Array, precision: PrecisionConfig) -> LossScale:
@@ -118,7 +122,10 @@ class NumbersCheck(RunHook):
         sync = config.parallel.sync
         # From there on a process knows of its own islands alone: one that is broken ends nothing, and is mended when
         # islands meet.
-        self.sees_all = sync.start if sync.every and jax.process_count() > 1 else math.inf
+        if sync.every and jax.process_count() > 1:
+            self.sees_all = sync.start
+        else:
+            self.sees_all = math.inf
 
     def after_metrics(self, row: Row, due: bool) -> None:
         step = row["step"]

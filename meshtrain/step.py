@@ -167,7 +167,9 @@ class Program(Shown):
             scale=jax.tree.map(lambda x: place(x, replicated), scale),
             reduce=feedback and feedback.shapes,
         )
-        return state if self.islands is None else self.islands.shapes(state)
+        if self.islands is None:
+            return state
+        return self.islands.shapes(state)
 
     @property
     def state_shardings(self) -> State:
@@ -188,7 +190,9 @@ class Program(Shown):
             feedback = self.local.zero.feedback
             compression = feedback and feedback.init(self.feedback_key)
             state = State(jnp.zeros((), jnp.int32), params, optimizer, scale, compression)
-            return state if self.islands is None else self.islands.begin(state)
+            if self.islands is None:
+                return state
+            return self.islands.begin(state)
 
         return jax.jit(make, out_shardings=self.state_shardings)()
 
@@ -201,7 +205,9 @@ class Program(Shown):
 
     def _initial_scale(self) -> LossScale | None:
         scale = initial_scale(self.config.precision)
-        return scale if self.islands is None else self.islands.every_island(scale)
+        if self.islands is None:
+            return scale
+        return self.islands.every_island(scale)
 
     @property
     def feedback_key(self) -> jax.Array:
@@ -270,7 +276,10 @@ class Program(Shown):
         """
         rows, *columns = own_part(self.batch_sharding, shape)
         order = self.column_order(shape[1])
-        own = None if order is None else np.sort(order[columns[0]])
+        if order is None:
+            own = None
+        else:
+            own = np.sort(order[columns[0]])
         return rows, None if own is None or len(own) == shape[1] else own
 
     def column_order(self, length: int) -> np.ndarray | None:
@@ -392,15 +401,17 @@ class Program(Shown):
     @cached_property
     def train_step(self) -> "TrainStep":
         """(state, batch) -> (state, metrics); the old state's memory is reused, so go on with the new one."""
-        return (
-            self.jitted_step(self._train) if self.islands is None else StepOfIslands(self.islands)
-        )
+        if self.islands is None:
+            return self.jitted_step(self._train)
+        return StepOfIslands(self.islands)
 
     def step_after(self, taken: int) -> "TrainStep":
         """The compiled step after `taken` steps; where islands step by themselves `islands.finish` does what is due
         after it.
         """
-        return self.train_step if self.islands is None else self.islands.step_after(taken)
+        if self.islands is None:
+            return self.train_step
+        return self.islands.step_after(taken)
 
     def jitted_step(self, function: Callable[..., Any]) -> "TrainStep":
         options = compiler_options(
@@ -449,7 +460,8 @@ class Program(Shown):
             mapped = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=shards)
             order = self.column_order(tokens.shape[1])
             logits = mapped(params, tokens if order is None else tokens[:, order])
-            logits = logits if order is None else logits[:, np.argsort(order)]
+            if order is not None:
+                logits = logits[:, np.argsort(order)]
             return logits[..., : self.config.model.vocab_size]
 
         return jax.jit(

@@ -7,14 +7,18 @@ def size(nbytes: float) -> str:
         if abs(nbytes) < 1000:
             return f"{nbytes:.3g} {unit}"
         nbytes /= 1024
-    return f"{nbytes:,.3g} TiB" if nbytes < 1000 else f"{nbytes:,.0f} TiB"
+    if nbytes < 1000:
+        return f"{nbytes:,.3g} TiB"
+    return f"{nbytes:,.0f} TiB"
 
 
 def duration(seconds: float) -> str:
     """Returns seconds in the units of a clock: 250 µs, 2.5 s, 4 min 5 s, 6 h 7 min, 5.2 days."""
     for unit, factor in (("ns", 1e9), ("µs", 1e6), ("ms", 1e3)):
         if abs(seconds) * factor < 1000:
-            return f"{seconds * factor:.3g} {unit}" if seconds else "0 s"
+            if seconds:
+                return f"{seconds * factor:.3g} {unit}"
+            return "0 s"
     if abs(seconds) < 100:
         return f"{seconds:.3g} s"
     if not abs(seconds) < 100 * 3600:

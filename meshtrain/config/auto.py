@@ -81,7 +81,9 @@ def pairs_may_hide(config: Any) -> bool:
 
 def context_strategy(config: Any) -> str:
     """The planner chooses where tokens are split over context; elsewhere auto stays."""
-    return planned_strategy(config)[0] if config.mesh.context > 1 else AUTO
+    if config.mesh.context > 1:
+        return planned_strategy(config)[0]
+    return AUTO
 
 
 def dispatch(config: Any) -> str:

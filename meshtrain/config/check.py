@@ -95,7 +95,9 @@ def hook_texts(config: Config) -> dict[str, str | None]:
 
 def _steps(config: Config) -> float:
     """Returns the last step, as far as it is known: that of `train.epochs` is when the data is open."""
-    return math.inf if config.train.epochs else config.train.steps
+    if config.train.epochs:
+        return math.inf
+    return config.train.steps
 
 
 def _model_problems(config: Config) -> Iterator[str]:
@@ -247,7 +249,10 @@ def _schedule_problems(schedule: str) -> Iterator[str]:
     is_table = schedule.endswith(".csv")
     if is_table and not os.path.isfile(os.path.expanduser(schedule)):
         path = Path(os.path.expanduser(schedule))
-        where = "" if path.is_absolute() else f", {BOTH} {short(os.getcwd())}"
+        if path.is_absolute():
+            where = ""
+        else:
+            where = f", {BOTH} {short(os.getcwd())}"
         yield (
             f"parallel.schedule names the table {short(schedule)}, but there is no such file{where}"
             f"{nearest_file(path, ('.csv',)) or '.'}"
@@ -305,7 +310,10 @@ def _size_problems(config: Config) -> Iterator[str]:
         yield f"{what} makes {parts} stages, more than model.layers {layers}; {legal}."
     if stages * (chunks * microbatches + stages) > MAX_ENTRIES:
         most = (MAX_ENTRIES // stages - stages) // chunks
-        legal = f"{most} microbatches" if most > 0 else f"{math.isqrt(MAX_ENTRIES // 2)} stages"
+        if most > 0:
+            legal = f"{most} microbatches"
+        else:
+            legal = f"{math.isqrt(MAX_ENTRIES // 2)} stages"
         too_many = (
             f"parallel.microbatches {microbatches} with {what} is more than a schedule can have"
         )

@@ -140,7 +140,9 @@ def row_shards(config: Config) -> int:
 
 def row_multiple(config: Config) -> int:
     """Returns what the rows of a batch are padded to a multiple of; 1 where they are not."""
-    return row_shards(config) if config.train.uneven_batch == "pad" else 1
+    if config.train.uneven_batch == "pad":
+        return row_shards(config)
+    return 1
 
 
 def round_up(n: int, multiple: int) -> int:

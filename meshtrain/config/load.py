@@ -384,7 +384,9 @@ def to_yaml(config: Config) -> str:
     def bare(value: Any) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return {f.name: bare(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return [bare(v) for v in value] if isinstance(value, tuple) else value
+        if isinstance(value, tuple):
+            return [bare(v) for v in value]
+        return value
 
     return yaml.dump(bare(config), Dumper=_Dumper, sort_keys=False, width=120)
 
@@ -401,7 +403,9 @@ def filled(base: Any, values: Mapping[str, Any]) -> Any:
     changed = {}
     for name, new in values.items():
         section = getattr(base, name)
-        changed[name] = filled(section, new) if dataclasses.is_dataclass(section) else new
+        changed[name] = new
+        if dataclasses.is_dataclass(section):
+            changed[name] = filled(section, new)
     return dataclasses.replace(base, **changed)
 
 
@@ -450,10 +454,16 @@ def _section(kind: Any, node: yaml.Node, prefix: str, source: str, what: str) ->
             raise ConfigError(f"{where}: {prefix}{name} stands here twice.")
         hint: Any = hints[name]
         path = f"{prefix}{name}"
-        item = typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else None
+        if typing.get_origin(hint) is tuple:
+            item = typing.get_args(hint)[0]
+        else:
+            item = None
         if dataclasses.is_dataclass(hint):
             empty = value_node.tag == NULL
-            values[name] = {} if empty else _section(hint, value_node, f"{path}.", source, what)
+            if empty:
+                values[name] = {}
+            else:
+                values[name] = _section(hint, value_node, f"{path}.", source, what)
         elif dataclasses.is_dataclass(item):
             values[name] = _sections(item, value_node, path, source, what)
         else:
@@ -479,11 +489,9 @@ def _override(config: Config, text: str) -> Config:
     *sections, name = path.split(".")
     if not (equals and sections and all(sections) and name):
         path_of = {key.rpartition(".")[2]: key for key in keys(Config)} | SYNONYMS
-        example = (
-            f"did you mean --set {path_of[path]}={short(new)}?"
-            if path in path_of and new
-            else "for example --set mesh.data=2."
-        )
+        example = "for example --set mesh.data=2."
+        if path in path_of and new:
+            example = f"did you mean --set {path_of[path]}={short(new)}?"
         raise ConfigError(f"{source}: write --set section.key=value, {example}")
     kind, prefix = _find_section(sections, source)
     hints = typing.get_type_hints(kind)
@@ -535,4 +543,6 @@ def _unknown(kind: type, prefix: str, name: str) -> str:
 
 
 def _locate(source: str, node: yaml.Node) -> str:
-    return source if source == GIVEN else f"{source}, line {node.start_mark.line + 1}"
+    if source == GIVEN:
+        return source
+    return f"{source}, line {node.start_mark.line + 1}"

@@ -143,7 +143,9 @@ class MeshConfig:
         if axis == DATA:
             return self.data // self.islands // self.ways(EXPERT)
         if axis == EXPERT:
-            return max(1, self.expert // self.context) if self.folds_experts else self.expert
+            if self.folds_experts:
+                return max(1, self.expert // self.context)
+            return self.expert
         size: int = self.islands if axis == ISLAND else getattr(self, axis, 1)
         return size
 
@@ -164,7 +166,9 @@ class MeshConfig:
     def __str__(self) -> str:
         words = " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.axes if axis not in (ISLAND, EXPERT))
         words += f", expert {self.expert}" if self.expert > 1 else ""
-        return f"{words}, {self.islands} islands" if self.islands > 1 else words
+        if self.islands > 1:
+            return f"{words}, {self.islands} islands"
+        return words
 # fmt: on
 
 

@@ -139,13 +139,12 @@ def projections(model: "ModelConfig") -> list[str]:
     """Returns the projections of a layer that may have adapters: of experts those that every token is computed by, of
     latent attention what no other product with the same weight follows.
     """
-    lacks = (
-        {"gate"}
-        if not FAMILIES[model.family].gated
-        else set()
-        if model.d_ff or model.dense_layers
-        else {"gate", "up", "down"}
-    )
+    if not FAMILIES[model.family].gated:
+        lacks = {"gate"}
+    elif model.d_ff or model.dense_layers:
+        lacks = set()
+    else:
+        lacks = {"gate", "up", "down"}
     if model.mla.kv_rank:
         lacks = {"k", "v", *lacks, *(("q",) if model.mla.q_rank else ())}
     return [name for name in PROJECTIONS if name not in lacks]

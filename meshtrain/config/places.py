@@ -57,11 +57,9 @@ def from_file(path: str, folder: Path) -> str:
     ):
         return path
     # as it is written, where both are the same
-    return (
-        path
-        if os.path.exists(path) and os.path.realpath(path) == os.path.realpath(beside)
-        else str(beside)
-    )
+    if os.path.exists(path) and os.path.realpath(path) == os.path.realpath(beside):
+        return path
+    return str(beside)
 
 
 def placed(

@@ -93,11 +93,9 @@ def plain(text: str) -> yaml.ScalarNode:
 def shape(node: yaml.Node) -> str:
     if isinstance(node, yaml.SequenceNode):
         return "a list"
-    return (
-        "a mapping"
-        if isinstance(node, yaml.MappingNode)
-        else f"the single value {short(repr(node.value))}"
-    )
+    if isinstance(node, yaml.MappingNode):
+        return "a mapping"
+    return f"the single value {short(repr(node.value))}"
 
 
 def as_text(value: object) -> str:
@@ -106,7 +104,9 @@ def as_text(value: object) -> str:
         return f"[{','.join(map(as_text, value))}]"
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def value(hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str] = ()) -> Any:
@@ -137,7 +137,9 @@ def _value(hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str
 def _list(item: Any, key: Key, node: yaml.Node, where: str) -> tuple:
     """Returns the values of a list's node."""
     if not isinstance(node, yaml.SequenceNode):
-        given = node.value if isinstance(node, yaml.ScalarNode) and node.value else "qkv, mlp_out"
+        given = "qkv, mlp_out"
+        if isinstance(node, yaml.ScalarNode) and node.value:
+            given = node.value
         example = short(given) if item is str else "2, 3"
         raise ConfigError(f"{where} is {shape(node)}; it must be a list, such as [{example}].")
     return tuple(_value(item, key, inner, f"{where}[{i}]") for i, inner in enumerate(node.value))
@@ -146,7 +148,10 @@ def _list(item: Any, key: Key, node: yaml.Node, where: str) -> tuple:
 def _scalar(hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str]) -> Any:
     """Returns the value of a node that is neither a list nor a mapping."""
     # the legal values by their text, where they are counted out
-    listed = typing.get_args(hint) if typing.get_origin(hint) is Literal else key.one_of or ()
+    if typing.get_origin(hint) is Literal:
+        listed = typing.get_args(hint)
+    else:
+        listed = key.one_of or ()
     choices = {str(choice): choice for choice in listed}
     legal = " or ".join((*words, takes(hint, key, _range(hint, key) if hint in LARGEST else "")))
     if not isinstance(node, yaml.ScalarNode):
@@ -169,7 +174,9 @@ def _scalar(hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[st
         if text.lower() in TRUE | FALSE:
             return text.lower() in TRUE
         raise ConfigError(f"{wrong}.")
-    return _text(node, where, wrong) if hint is str else _number(hint, key, text, where, wrong)
+    if hint is str:
+        return _text(node, where, wrong)
+    return _number(hint, key, text, where, wrong)
 
 
 def takes(hint: Any, key: Key, bounds: str | None = None) -> str:
@@ -183,13 +190,17 @@ def takes(hint: Any, key: Key, bounds: str | None = None) -> str:
     if origin is tuple:
         return f"a list, of which each is {takes(args[0], key, bounds)}"
     if choices := [str(choice) for choice in (args if origin is Literal else key.one_of or ())]:
-        return f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0]
+        if len(choices) > 1:
+            return f"one of {', '.join(choices)}"
+        return choices[0]
     if bounds is None and hint in LARGEST:
         bounds = _range(hint, key).removesuffix(
             f"at most {LARGEST[hint]:g}" if hint is float else f"at most {LARGEST[hint]}"
         )
         bounds = bounds.removesuffix(" and ")
-    return f"{NAMES[hint]}, {bounds}" if bounds else NAMES[hint]
+    if bounds:
+        return f"{NAMES[hint]}, {bounds}"
+    return NAMES[hint]
 
 
 def _text(node: yaml.ScalarNode, where: str, wrong: str) -> str:
@@ -242,7 +253,9 @@ def _nearest_integer(text: str) -> str:
     except ValueError:
         return "."
     small = abs(number) <= LARGEST[int]
-    return f"; did you mean {int(number)}?" if small and number == int(number) else "."
+    if small and number == int(number):
+        return f"; did you mean {int(number)}?"
+    return "."
 
 
 def _range(hint: type, key: Key) -> str:
@@ -251,8 +264,12 @@ def _range(hint: type, key: Key) -> str:
     legal = " and ".join(
         f"{word} {text(bound)}" for word, bound in bounds.items() if bound is not None
     )
-    return f"{legal}, in {key.unit}" if key.unit else legal
+    if key.unit:
+        return f"{legal}, in {key.unit}"
+    return legal
 
 
 def _most(hint: type, key: Key) -> float:
-    return LARGEST[hint] if key.most is None else key.most
+    if key.most is None:
+        return LARGEST[hint]
+    return key.most

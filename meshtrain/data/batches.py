@@ -82,11 +82,9 @@ class Portion:
     @property
     def tokens(self) -> int:
         """The number of tokens they hold, without padding."""
-        return (
-            self.places.labels
-            if isinstance(self.places, Stretches)
-            else len(self.at) * self.rows.length
-        )
+        if isinstance(self.places, Stretches):
+            return self.places.labels
+        return len(self.at) * self.rows.length
 
 
 class BatchesOfRows:
@@ -164,7 +162,10 @@ class RowBatches(BatchesOfRows):
 
     @property
     def tokens_per_batch(self) -> float:
-        used = 1 if self.pad else self.batches_per_epoch * self.size / self.rows.count
+        if self.pad:
+            used = 1
+        else:
+            used = self.batches_per_epoch * self.size / self.rows.count
         return self.rows.labels * used / self.batches_per_epoch
 
     def choose(self, ks: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -250,7 +251,9 @@ class SplitBatches:
                 "comes round"
             ]
         are = "batch is all that is" if there == 1 else "batches are all that are"
-        return [f"{there} {are} held out, fewer than eval.batches {most}"] if there < most else []
+        if there < most:
+            return [f"{there} {are} held out, fewer than eval.batches {most}"]
+        return []
 
     def describe(self) -> str:
         """Returns what an epoch of it is, in one line."""
@@ -311,7 +314,9 @@ class TextBatches(SplitBatches):
         return 1 - self.tokens_per_batch / self.batches.places_per_batch
 
     def describe(self) -> str:
-        shapes = f" in {len(self.shapes)} shapes" if len(self.shapes) > 1 else ""
+        shapes = ""
+        if len(self.shapes) > 1:
+            shapes = f" in {len(self.shapes)} shapes"
         padding = f", {self.padding:.1%} padding" if self.padding >= 0.0005 else ""
         epoch = f"{self.batches_per_epoch:,} batches an epoch of {self.tokens_per_batch:,.0f} tokens{shapes}{padding}"
         return f"{self.source}: " + "; ".join((epoch, *self.notes))

@@ -166,7 +166,9 @@ def read_part(rows: Any, places: Any, columns: np.ndarray | None) -> Batch:
     if columns is not None and isinstance(places, Stretches) and rows.corpus.contents != "pairs":
         return rows.read(places.select(columns))
     batch = rows.read(places)
-    return batch if columns is None else {name: x[:, columns] for name, x in batch.items()}
+    if columns is None:
+        return batch
+    return {name: x[:, columns] for name, x in batch.items()}
 
 
 def within(counts: np.ndarray) -> np.ndarray:
@@ -200,7 +202,9 @@ class Windows:
 
     def read(self, places: Stretches) -> Batch:
         batch = places.read(self.corpus)
-        return {**batch, "weights": places.weights()} if self.pad else batch
+        if self.pad:
+            return {**batch, "weights": places.weights()}
+        return batch
 
 
 class SyntheticRows:

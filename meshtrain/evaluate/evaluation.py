@@ -116,11 +116,10 @@ class Evaluation:
     def opening(self) -> list[str]:
         """Returns the lines that a run logs before its first step."""
         asked = self.config.eval
-        lines = (
-            self.validation.fewer(asked.batches)
-            if self.validation is not None and asked.every
-            else []
-        )
+        if self.validation is not None and asked.every:
+            lines = self.validation.fewer(asked.batches)
+        else:
+            lines = []
         if most := saves_for_best(self.config, self.start):
             times = f"at most {most:,} times (checkpoint.keep_best: 0: never)"
             lines.append(
@@ -135,7 +134,9 @@ class Evaluation:
         if self.ended and step < self.config.train.steps:
             return [f"{self.why()}; the checkpoint of step {step} is written"]
         lowest = f"lowest eval loss {self.best.loss:.4f}, of step {self.best.step}"
-        return [lowest] if self.best.step not in (None, step) else []
+        if self.best.step not in (None, step):
+            return [lowest]
+        return []
 
     def why(self) -> str:
         """Why the run ended, in words."""

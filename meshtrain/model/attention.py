@@ -84,7 +84,9 @@ class MaskArrays(NamedTuple):
     @property
     def of_keys(self) -> jax.Array | None:
         """The segments of the keys."""
-        return self.segments if self.key_segments is None else self.key_segments
+        if self.key_segments is None:
+            return self.segments
+        return self.key_segments
 
 
 class AttentionKernel(Protocol):
@@ -330,11 +332,15 @@ def _widen(kernel: Kernel, *arrays: jax.Array) -> list[jax.Array]:
 
 
 def _padded(x: jax.Array, more: int) -> jax.Array:
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]) if more else x
+    if more:
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)])
+    return x
 
 
 def _cut(x: jax.Array, width: int) -> jax.Array:
-    return x if x.shape[-1] == width else x[..., :width]
+    if x.shape[-1] == width:
+        return x
+    return x[..., :width]
 
 
 def _imported(kernel: str) -> AttentionKernel:
@@ -513,7 +519,10 @@ def _scores(
     visible: jax.Array | None = None
     if scoring.causal:
         back = jnp.arange(start, stop)[:, None] - jnp.arange(seen.start, seen.stop)
-        visible = (back >= 0) & (back < scoring.window) if scoring.window else back >= 0
+        if scoring.window:
+            visible = (back >= 0) & (back < scoring.window)
+        else:
+            visible = back >= 0
     elif scoring.window:
         query, key = _first(masks)
         queries = jnp.arange(start, stop)
@@ -523,7 +532,9 @@ def _scores(
         assert masks.of_keys is not None
         same = (masks.segments[:, start:stop, None] == masks.of_keys[:, None, seen])[:, None, None]
         visible = same if visible is None else visible & same
-    return scores if visible is None else jnp.where(visible, scores, MASKED)
+    if visible is None:
+        return scores
+    return jnp.where(visible, scores, MASKED)
 
 
 def _drop(start: int, seen: slice, scoring: Scoring, p: jax.Array, masks: MaskArrays) -> jax.Array:

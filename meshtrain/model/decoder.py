@@ -158,7 +158,9 @@ class PatchEmbedding(nnx.Module):
 def _own_numbers(patches_BNP: jax.Array, rows: int, collectives: Collectives) -> jax.Array:
     """Returns the numbers of each patch that this rank's `rows` of the weight are for; zeros where rows are padding."""
     padding = rows * collectives.vocabulary_ranks - patches_BNP.shape[-1]
-    padded = jnp.pad(patches_BNP, ((0, 0), (0, 0), (0, padding))) if padding else patches_BNP
+    padded = patches_BNP
+    if padding:
+        padded = jnp.pad(patches_BNP, ((0, 0), (0, 0), (0, padding)))
     return jax.lax.dynamic_slice_in_dim(padded, collectives.first_token_id(rows), rows, axis=-1)
 
 
@@ -183,7 +185,9 @@ class Head(nnx.Module):
         [B, 1, D].
         """
         # where the sequence is split over ranks, their first positions: see `_pooled`
-        return x_BTD[:, :1] if self.pool == "class" else x_BTD
+        if self.pool == "class":
+            return x_BTD[:, :1]
+        return x_BTD
 
     def __call__(
         self, x_BTD: jax.Array, tied_VD: jax.Array | None, collectives: Collectives
@@ -198,7 +202,9 @@ class Head(nnx.Module):
         logits = linear_float32(rows, weight).reshape(*h.shape[:2], -1)
         if self.bias is not None:
             logits = logits + self.bias[...].astype(jnp.float32)
-        return capped(self.cap, logits) if self.cap else logits
+        if self.cap:
+            return capped(self.cap, logits)
+        return logits
 
     def _pooled(self, x_BTD: jax.Array) -> jax.Array:
         """One position of each image, [B, 1, D]: of this rank's part of the sequence, then of what the ranks, equally
@@ -267,8 +273,14 @@ class Block(nnx.Module):
         normed = self.mlp_norm(x_BTD)
         for_experts = collectives.expert_collectives()
         parts = self.experts is not None and for_experts is not collectives
-        h = normed if parts and self.mlp is None else enter(normed, collectives, self.mlp)
-        m = self.mlp(h, collectives) if self.mlp is not None else jnp.zeros_like(x_BTD)
+        if parts and self.mlp is None:
+            h = normed
+        else:
+            h = enter(normed, collectives, self.mlp)
+        if self.mlp is not None:
+            m = self.mlp(h, collectives)
+        else:
+            m = jnp.zeros_like(x_BTD)
         if self.experts is not None:
             m = m + self.experts(normed if parts else unrounded(h), sequence, for_experts)
         if self.mlp_post_norm is not None:
@@ -290,7 +302,10 @@ class Decoder(nnx.Module):
         for stack, layers in stacks.items():
             alike = model_of_stack(config, stack)
             make = partial(_block, alike, lora)
-            own = keys if len(stacks) == 1 else keys[np.array(layers)]
+            if len(stacks) == 1:
+                own = keys
+            else:
+                own = keys[np.array(layers)]
             setattr(self, stack, nnx.vmap(make, in_axes=0, out_axes=0)(own))
         self.head = Head(config, nnx.Rngs(params=jax.random.fold_in(root, 2)))
         if config.mtp:

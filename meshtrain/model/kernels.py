@@ -53,7 +53,9 @@ def attention_kernel(
         plain = dtype in ("bfloat16", "float16") and not (
             packed or dropout or capped or tops or (window and in_pieces)
         )
-        return "cudnn" if plain and head_dim % 8 == 0 and head_dim <= 128 else "fused"
+        if plain and head_dim % 8 == 0 and head_dim <= 128:
+            return "cudnn"
+        return "fused"
     length = length // 2 if in_pieces else length
     blocks = dropout or tops or (window and in_pieces)
     if platform == "tpu" and length % SPLASH_BLOCKS[-1] == 0 and head_dim % 64 == 0 and not blocks:

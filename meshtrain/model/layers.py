@@ -87,7 +87,9 @@ class Norm(nnx.Module):
             partial(normalised, self.eps, self.bias is not None, self.plus_one, over_ranks)
         )
         y = function(x, share(self.scale[...]))
-        return y if self.bias is None else y + share(self.bias[...])
+        if self.bias is None:
+            return y
+        return y + share(self.bias[...])
 
 
 class Attention(nnx.Module):
@@ -215,7 +217,10 @@ class MLP(nnx.Module):
         up = project(self, "up", rows)
         if self.up_bias is not None:
             up = up + self.up_bias[...]
-        branches = (up,) if self.gate is None else (project(self, "gate", rows), up)
+        if self.gate is None:
+            branches = (up,)
+        else:
+            branches = (project(self, "gate", rows), up)
         branches = tuple(checkpoint_name(b, "mlp_in") for b in branches)
         function = hidden(self.activation, self.gate is not None, self.limit)
         if self.token_gate is None:

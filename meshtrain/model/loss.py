@@ -44,7 +44,9 @@ class Vocabulary:
         # Where there is none, nothing is chosen from: a compiler would write the chosen logits out beside the logits
         # themselves.
         padded = x.shape[-1] * self._collectives.vocabulary_ranks > self.size
-        return jnp.where(self.ids(x) < self.size, x, instead) if padded else x
+        if padded:
+            return jnp.where(self.ids(x) < self.size, x, instead)
+        return x
 
     def log_sum_exp(self, logits_BTV: Array) -> Array:
         """log Z = log of the sum of exp(logit) over the whole vocabulary, [B, T]."""
@@ -244,4 +246,6 @@ def sum_by_number(values: Array, numbers: Array, most: int, collectives: Collect
 
 def _part(total: Array, like: Array, collectives: Collectives) -> Array:
     """A part of a row's share of what all parts know alike, so that their sum is it."""
-    return total if collectives.context == 1 else vary(total / collectives.context, varying(like))
+    if collectives.context == 1:
+        return total
+    return vary(total / collectives.context, varying(like))

@@ -106,12 +106,16 @@ linear.defvjp(_linear_forward, _linear_backward, symbolic_zeros=True)
 def enter(x_BTD: jax.Array, collectives: Collectives, module: Any) -> Any:
     """Returns what `collectives.enter` makes of x, as the products of a module take it, where there is one."""
     float8 = module and module.float8
-    return collectives.enter(x_BTD) if float8 is None else float8.enter(x_BTD, collectives)
+    if float8 is None:
+        return collectives.enter(x_BTD)
+    return float8.enter(x_BTD, collectives)
 
 
 def unrounded(x_BTD: Any) -> jax.Array:
     """Returns what has entered as it is in the compute dtype."""
-    return x_BTD if isinstance(x_BTD, jax.Array) else x_BTD.x
+    if isinstance(x_BTD, jax.Array):
+        return x_BTD
+    return x_BTD.x
 
 
 def rows_of(module: Any, x_BTD: Any) -> tuple[tuple[int, ...], Any]:
@@ -174,7 +178,9 @@ def use_adapters(block: Any, on: bool, dropout: Dropout, collectives: Collective
 
     def drop(name: str, x_ND: jax.Array) -> jax.Array:
         # what goes into row-parallel weights is split over the ranks
-        first = collectives.first_head(x_ND.shape[1]) if name in ("out", "down") else 0
+        first = 0
+        if name in ("out", "down"):
+            first = collectives.first_head(x_ND.shape[1])
         return dropout.at(PROJECTIONS.index(name)).rows_of(x_ND, first, collectives.positions)
 
     for module in filter(None, (block.attention, block.mlp)):

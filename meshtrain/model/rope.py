@@ -86,7 +86,9 @@ def angles(positions: Array, rope: Rope) -> tuple[Array, Array]:
 
 def rotary_table(config: ModelConfig, positions: Array) -> tuple[Array, Array] | None:
     """cos and sin of rotary positions; None where they are learned."""
-    return angles(positions, rope(config)) if FAMILIES[config.family].rotary else None
+    if FAMILIES[config.family].rotary:
+        return angles(positions, rope(config))
+    return None
 
 
 def _turned(x_BTHK: Array, cos: Array, sin: Array) -> Array:

@@ -115,7 +115,9 @@ def _adapters_of_layer(model: ModelConfig, lora: LoraConfig) -> list[Weight]:
         if (weight := base.get(f"{BLOCKS}.{module}.{name}")) is None:
             continue
         # the inputs are the first dimension, but for what gathers the heads
-        cut = len(weight.dims) - 1 if weight.axes[-1] == "embed" else 1
+        cut = 1
+        if weight.axes[-1] == "embed":
+            cut = len(weight.dims) - 1
         inputs = weight.dims[:cut]
         outputs = weight.dims[cut:]
         bound = math.prod(n for _, n in inputs) ** -0.5
@@ -138,7 +140,9 @@ def lora_difference(model: ModelConfig, one: LoraConfig, other: LoraConfig) -> s
         if getattr(one, name) != getattr(other, name):
             return name
     # whatever the order in which they are named; none named are all
-    return "targets" if adapted(model, one) != adapted(model, other) else None
+    if adapted(model, one) != adapted(model, other):
+        return "targets"
+    return None
 
 
 def lora_scale(lora: LoraConfig) -> float:

@@ -453,7 +453,9 @@ def _spread(layers: Array, has: np.ndarray) -> Array:
     if has.all():
         return layers
     zeros = vary(jnp.zeros((len(has), *layers.shape[1:]), layers.dtype), varying(layers))
-    return zeros.at[np.flatnonzero(has)].set(layers) if has.any() else zeros
+    if has.any():
+        return zeros.at[np.flatnonzero(has)].set(layers)
+    return zeros
 
 
 def _dealt(stacked: Tree, count: int) -> list[Tree]:
@@ -514,7 +516,9 @@ def sum_at_once(sum_of: Callable[[Array], Array], scalars: Tree) -> Tree:
 
 
 def _mixed(batch: Batch) -> Mixed | None:
-    return Mixed(batch[OTHER_LABELS], batch[MIX]) if MIX in batch else None
+    if MIX in batch:
+        return Mixed(batch[OTHER_LABELS], batch[MIX])
+    return None
 
 
 def weighted(values: Array, batch: Batch) -> Array:

@@ -21,7 +21,10 @@ TOLERANCE = 1e-5  # relative, of the gradient's norm: the same program with othe
 def check_memory(config: Config, mesh: Mesh) -> None:
     """ConfigError where something is to be kept on the host and the mesh's devices cannot."""
     asked = [key for key in ("offload_optimizer", "remat_offload") if getattr(config.parallel, key)]
-    kinds = [memory.kind for memory in mesh.devices.flat[0].addressable_memories()] if asked else []
+    if asked:
+        kinds = [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]
+    else:
+        kinds = []
     if kinds and HOST not in kinds:  # described devices tell of none
         raise ConfigError(
             f"parallel.{asked[0]} needs {HOST} memory, but these devices have only {', '.join(kinds)}."

@@ -256,7 +256,10 @@ class LocalStep:
             jnp.sign(batch[WEIGHTS]) if "advantages" in batch else batch[WEIGHTS]
         ).sum(-1)
         count, labels = lax.psum(jnp.stack([count, of_rows.sum()]), self.summed_over)
-        last = {} if "segments" in batch else {LAST: self.forward.last_weighing(batch[WEIGHTS])}
+        if "segments" in batch:
+            last = {}
+        else:
+            last = {LAST: self.forward.last_weighing(batch[WEIGHTS])}
         return {SEED: collectives.row_sum(of_rows) / _divisor(labels), **last}, count
 
     def _add_reference(self, weights: Weights, batches: Batch) -> Batch:
@@ -273,11 +276,9 @@ class LocalStep:
     def _label_losses(self, forward: Forward, weights: Weights, batches: Batch) -> LabelLosses:
         """The labels of the microbatches one by one, [M, b, T] each."""
         executor = self._executor(forward)
-        return (
-            executor.label_losses(weights, batches)
-            if executor
-            else accumulate.label_losses(forward, weights, batches)
-        )
+        if executor:
+            return executor.label_losses(weights, batches)
+        return accumulate.label_losses(forward, weights, batches)
 
     def _executor(self, forward: Forward) -> "Executor | None":
         if not self.layout.table:

@@ -88,7 +88,9 @@ class Placed:
     @property
     def unpadded(self) -> tuple[int, ...]:
         """The shape without padding but for that of the layers, which are in their live places."""
-        return (self.padded[0], *self.shape[1:]) if self.stacked else self.shape
+        if self.stacked:
+            return (self.padded[0], *self.shape[1:])
+        return self.shape
 
     @property
     def replicated(self) -> tuple[str, ...]:
@@ -110,7 +112,9 @@ class Placed:
     def on_rank(self) -> int:
         """Elements on one device as it is held."""
         elements = math.prod(n // w for n, w in zip(self.padded, self.ways, strict=True))
-        return elements if self.zero_dim is None else elements // self.zero_degree
+        if self.zero_dim is None:
+            return elements
+        return elements // self.zero_degree
 
 
 def unused(axes: Iterable[str], over: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
@@ -120,7 +124,9 @@ def unused(axes: Iterable[str], over: Sequence[tuple[str, ...]]) -> tuple[str, .
 
 def local_kv_heads(kv_heads: int, tensor: int) -> int:
     """Key and value heads on a tensor rank: its share, or all of them where tensor does not divide them."""
-    return kv_heads if kv_heads % tensor else kv_heads // tensor
+    if kv_heads % tensor:
+        return kv_heads
+    return kv_heads // tensor
 
 
 def expert_axes(config: Config) -> tuple[str, ...]:
@@ -232,9 +238,8 @@ def part(placed: Placed, dims: Sequence[int], more: int = 0) -> Placed:
     zero_dim = None
     if placed.zero_dim is not None and placed.zero_dim in dims:
         at = dims.index(placed.zero_dim)
-        zero_dim = (
-            at if live[at] % (placed.ways[placed.zero_dim] * placed.zero_degree) == 0 else None
-        )
+        if live[at] % (placed.ways[placed.zero_dim] * placed.zero_degree) == 0:
+            zero_dim = at
     ones = (1,) * more
     axes = tuple(placed.axes[d] for d in dims) + ("one",) * more
     shape = tuple(placed.shape[d] for d in dims) + ones
@@ -454,7 +459,9 @@ def table(config: Config) -> Table:
     )
     if made.has_sends == sends_by_table(config):
         return made
-    return made.drop_sends() if made.has_sends else with_sends(made)
+    if made.has_sends:
+        return made.drop_sends()
+    return with_sends(made)
 
 
 def buckets(layers: int) -> list[tuple[int, int]]:

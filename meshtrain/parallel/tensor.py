@@ -52,7 +52,9 @@ class MeshCollectives(VocabularyShards):
         if not self.sequence_parallel:
             return lax.psum(x_BTD, self.vocabulary)
         x_BTD = self.leave(x_BTD)  # first, so that the other stages need only send a part
-        return lax.psum(x_BTD, self.others) if self.others else x_BTD
+        if self.others:
+            return lax.psum(x_BTD, self.others)
+        return x_BTD
 
     def share(self, weight: jax.Array) -> jax.Array:
         return weight / self.ranks
@@ -63,11 +65,9 @@ class MeshCollectives(VocabularyShards):
     def share_stream(self, weight: jax.Array) -> jax.Array:
         # The first rank's for all, so that its gradient is counted once; of a few numbers, [D].
         first = lax.axis_index(TENSOR) == 0
-        return (
-            weight
-            if self.sequence_parallel
-            else lax.psum(jax.numpy.where(first, weight, 0), TENSOR)
-        )
+        if self.sequence_parallel:
+            return weight
+        return lax.psum(jax.numpy.where(first, weight, 0), TENSOR)
 
     def mean_over_heads(self, x: jax.Array) -> jax.Array:
         return lax.pmean(x, TENSOR)
@@ -76,16 +76,24 @@ class MeshCollectives(VocabularyShards):
         return lax.axis_index(TENSOR) * heads
 
     def first_position(self, length: int) -> jax.Array | int:
-        return lax.axis_index(TENSOR) * length if self.sequence_parallel else 0
+        if self.sequence_parallel:
+            return lax.axis_index(TENSOR) * length
+        return 0
 
     def once(self, x: jax.Array) -> jax.Array:
-        return jax.numpy.where(lax.axis_index(TENSOR) == 0, x, 0) if self.ranks > 1 else x
+        if self.ranks > 1:
+            return jax.numpy.where(lax.axis_index(TENSOR) == 0, x, 0)
+        return x
 
     def row_sum(self, x: jax.Array) -> jax.Array:
-        return lax.psum(x, CONTEXT) if self.context > 1 else x
+        if self.context > 1:
+            return lax.psum(x, CONTEXT)
+        return x
 
     def row_max(self, x: jax.Array) -> jax.Array:
-        return lax.pmax(x, CONTEXT) if self.context > 1 else x
+        if self.context > 1:
+            return lax.pmax(x, CONTEXT)
+        return x
 
     def vocabulary_max(self, x: jax.Array) -> jax.Array:
         return super().vocabulary_max(vary(x, self.vocabulary))

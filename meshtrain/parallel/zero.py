@@ -171,11 +171,9 @@ class Zero:
         """Zeros to sum gradients of a tree of weights in."""
 
         def zeros(weight: Placed, w: jax.Array | None) -> jax.Array | None:
-            return (
-                None
-                if w is None
-                else jnp.zeros(w.shape, jnp.float32 if weight.float32 else self.sums)
-            )
+            if w is None:
+                return None
+            return jnp.zeros(w.shape, jnp.float32 if weight.float32 else self.sums)
 
         return vary(self.layout.map(zeros, weights), self.axes)
 
@@ -246,7 +244,10 @@ class Zero:
     def _reduce(self, weight: Placed, g: jax.Array) -> ReducedGradient:
         # Scattered at use it is summed over data already, where it was made.
         scattered = self.scatters_at_use and weight.zero_dim is not None
-        inside = Reduced(g, g) if scattered else self.reduction.reduce_scatter(weight, g)
+        if scattered:
+            inside = Reduced(g, g)
+        else:
+            inside = self.reduction.reduce_scatter(weight, g)
         across = self.reduction.all_reduce_islands(weight, inside.shard)
         shard = across.shard.astype(jnp.float32)
         squares = left_out(g, inside) + left_out(inside.shard, across)
@@ -274,7 +275,9 @@ class Zero:
             return differentiated
 
         def full_weight(shard: jax.Array, resident: jax.Array | None) -> jax.Array:
-            return gather(weight, shard) if resident is None else resident
+            if resident is None:
+                return gather(weight, shard)
+            return resident
 
         def backward(_: None, g: jax.Array) -> tuple[jax.Array, None]:
             # nothing of `resident`, which is a constant

@@ -42,11 +42,10 @@ class Best:
 
     def why(self) -> str:
         """Returns why it ends, in words."""
-        lowest = (
-            "gave a finite loss"
-            if self.step is None
-            else f"was below {self.loss:.4f}, that of step {self.step}"
-        )
+        if self.step is None:
+            lowest = "gave a finite loss"
+        else:
+            lowest = f"was below {self.loss:.4f}, that of step {self.step}"
         return f"no evaluation of {self.since} in a row {lowest}"
 
 

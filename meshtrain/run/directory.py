@@ -129,4 +129,6 @@ def noted_checkpoint(directory: Path) -> str | None:
     if not metrics.is_file():
         return None
     with metrics.open("rb") as rows:
-        return "unknown" if any(b'"checkpoint_bytes"' in row for row in rows) else None
+        if any(b'"checkpoint_bytes"' in row for row in rows):
+            return "unknown"
+        return None

@@ -106,7 +106,10 @@ class RowReader:
     def _find_position(self, status: os.stat_result) -> None:
         """Reads a file from its begin that has taken the place of the one before, or was cut."""
         if self._identity != (status.st_dev, status.st_ino) or status.st_size < self._position:
-            self._position = max(status.st_size - self._last, 0) if self._last is not None else 0
+            if self._last is not None:
+                self._position = max(status.st_size - self._last, 0)
+            else:
+                self._position = 0
             self._identity = (status.st_dev, status.st_ino)
             self._begun = False
 

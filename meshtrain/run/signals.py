@@ -59,7 +59,9 @@ class StopSignals:
             signal.signal(number, self._previous[number])  # type: ignore[arg-type]
 
     def _ours(self) -> set[signal.Signals]:
-        return SIGNALS - {signal.SIGTERM} if jax.distributed.is_initialized() else SIGNALS
+        if jax.distributed.is_initialized():
+            return SIGNALS - {signal.SIGTERM}
+        return SIGNALS
 
     def _watch(self) -> None:
         """Has a thread hear of signals as soon as the process does."""

@@ -197,7 +197,10 @@ def _proved(where: str, make: Callable[[], Table]) -> Table:
         table = make()
         validate(table)
     except IllegalTable as error:
-        reason = str(error) if str(error).startswith(where) else f"{where}: {error}"
+        if str(error).startswith(where):
+            reason = str(error)
+        else:
+            reason = f"{where}: {error}"
         ending = "" if reason.endswith("?") else "."
         raise IllegalTable(f"parallel.schedule cannot run: {reason}{ending}") from None
     return table

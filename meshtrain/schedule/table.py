@@ -74,7 +74,9 @@ def turned(placement, stages, chunk, stage):
 
     In a V every odd chunk runs backwards over the stages. The map is its own inverse.
     """
-    return stage if placement == "loop" else stage + (chunk % 2) * (stages - 1 - 2 * stage)
+    if placement == "loop":
+        return stage
+    return stage + (chunk % 2) * (stages - 1 - 2 * stage)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -114,7 +116,10 @@ class Table(Shown):
             raise IllegalTable(
                 f"schedule {self.name}: cells have shape {cells.shape}, and must have (clocks, {self.stages}, 3, 2)"
             )
-        sends = np.full((2, self.chunks), -1) if self.sends is None else self.sends
+        if self.sends is None:
+            sends = np.full((2, self.chunks), -1)
+        else:
+            sends = self.sends
         for name, array in (("cells", cells), ("sends", np.array(sends, np.int32))):
             array.setflags(write=False)
             object.__setattr__(self, name, array)
@@ -123,7 +128,9 @@ class Table(Shown):
         object.__setattr__(self, "paired", self.paired and bool(in_pair.any()))
 
     def __eq__(self, other: object) -> bool:
-        return self._key() == other._key() if isinstance(other, Table) else NotImplemented
+        if isinstance(other, Table):
+            return self._key() == other._key()
+        return NotImplemented
 
     def __hash__(self) -> int:
         return hash(self._key())
@@ -230,7 +237,9 @@ class Table(Shown):
 
     def entry_text(self, microbatch: int, chunk: int) -> str:
         """A microbatch of a chunk as it is written: '3', with chunks '3.1'."""
-        return f"{microbatch}.{chunk}" if self.chunks > 1 else f"{microbatch}"
+        if self.chunks > 1:
+            return f"{microbatch}.{chunk}"
+        return f"{microbatch}"
 
     def cell_text(self, clock: int, stage: int) -> str:
         """Returns the ops of a stage in a clock as CSV writes them: 'F3 B1', a pair 'F3+B1', with chunks

@@ -112,7 +112,12 @@ def _check_sends(table: Table) -> None:
     for kind, chunk in np.argwhere(table.sends >= 0).tolist():
         clock = int(table.sends[kind, chunk])
         mine = np.flatnonzero(chunks == chunk)
-        slot, pick = (F, np.argmin) if kind == G else (last_slot, np.argmax)
+        if kind == G:
+            slot = F
+            pick = np.argmin
+        else:
+            slot = last_slot
+            pick = np.argmax
         clocks = when[slot, mine]
         row, microbatch = np.unravel_index(pick(clocks), clocks.shape)
         virtual = int(mine[row])

@@ -126,7 +126,9 @@ class Heartbeat:
     def pace(self) -> float | None:
         """Median seconds of the last steps; None before there is one."""
         with self._lock:
-            return statistics.median(self._steps) if self._steps else None
+            if self._steps:
+                return statistics.median(self._steps)
+            return None
 
     def phases(self) -> dict[str, float]:
         """Seconds of each phase so far, of the one that goes on too."""

@@ -63,9 +63,9 @@ class Supervision(RunHook):
         self, moment: "Moment", taken: int | None = None, step_inputs: "StepInputs" = (None, None)
     ) -> "StepInputs":
         """Injects the faults of a moment; returns the state and batch that the step is to take."""
-        return (
-            step_inputs if self._injector is None else self._injector.at(moment, taken, step_inputs)
-        )
+        if self._injector is None:
+            return step_inputs
+        return self._injector.at(moment, taken, step_inputs)
 
     # --- before the first step
 

@@ -96,7 +96,10 @@ class Reporter(TerminalBar, RunHook):
         if due:
             left = sorted(self.seconds)[len(self.seconds) // 2] * (self.steps - row["step"])
             # Less than a second is still more than nothing; a bar says it itself.
-            ending = "" if self.bar else f"  {duration(round(left) or left)} left"
+            if self.bar:
+                ending = ""
+            else:
+                ending = f"  {duration(round(left) or left)} left"
             self.write(f"step {row['step']}/{self.steps}  {text}{ending}")
         if self.bar:
             self.bar.update(self.task, completed=row["step"], description=text)
@@ -138,11 +141,10 @@ class EvaluationProgress(TerminalBar):
 def next_commands(config: Config) -> str:
     """Returns where a run is, and the commands that look at it."""
     run = shlex.quote(config.run.directory)
-    use = (
-        f"evaluate {run}"
-        if FAMILIES[config.model.family].images
-        else f"generate {run} --prompt TEXT"
-    )
+    if FAMILIES[config.model.family].images:
+        use = f"evaluate {run}"
+    else:
+        use = f"generate {run} --prompt TEXT"
     return "\n  meshtrain ".join(
         [f"the run is in {run}", f"report {run}", f"checkpoint ls {run}", use]
     )

@@ -53,7 +53,9 @@ def write(buffers: Tree, values: Tree, *at: Array, active: Array | None = None) 
     """Returns the buffers with `values` at the place whose first indices are `at`, if `active` (None: always)."""
 
     def replace(old: Array, value: Array) -> Array:
-        return value if active is None else jnp.where(active, value, old)
+        if active is None:
+            return value
+        return jnp.where(active, value, old)
 
     return _update(buffers, values, at, replace)
 

@@ -510,7 +510,9 @@ class Stage:
     def offset(self, chunk: Array, layer: StackedLayer) -> Array:
         """Returns the place in the stacked weights of a layer in a segment's first turn."""
         offset = chunk * self.of_chunk[layer.stack]
-        return offset + layer.before if layer.before else offset
+        if layer.before:
+            return offset + layer.before
+        return offset
 
     def slots_before(self, stack: str, slot: int) -> int:
         """Returns how many slots of a stack a chunk has before a slot."""
@@ -544,7 +546,9 @@ class Stage:
 
     def place(self, stack: str, at: Array) -> Array:
         """Returns the place in its stack of the layer in a slot."""
-        return self.place_of[stack][at] if stack in self.place_of else at
+        if stack in self.place_of:
+            return self.place_of[stack][at]
+        return at
 
     def _trace(self, layer: StackedLayer, at: Array, x: Array) -> LayerTrace:
         weights, index = self._weights(layer, at)

@@ -95,7 +95,10 @@ class Reduction:
         """
         if weight.zero_dim is None:
             between = self.islands and self.exchange.crosses(weight)
-            axes = (ISLAND, *weight.zero_axes) if self.islands and not between else weight.zero_axes
+            if self.islands and not between:
+                axes = (ISLAND, *weight.zero_axes)
+            else:
+                axes = weight.zero_axes
             return Reduced(self._all_reduce(g if weight.float32 else g.astype(self.dtype), axes), g)
         if (reduced := self.exchange.reduce_scatter(weight, g)) is not None:
             return reduced
@@ -168,7 +171,9 @@ def gather(weight: Placed, shard: jax.Array) -> jax.Array:
 
 def left_out(gradient: jax.Array, reduced: Reduced) -> list[jax.Array]:
     """The squares of what was left out; nothing of what was sent as it is."""
-    return [] if reduced.arrived is gradient else [squares(gradient, gradient - reduced.arrived)]
+    if reduced.arrived is gradient:
+        return []
+    return [squares(gradient, gradient - reduced.arrived)]
 
 
 def squares(gradient: jax.Array, lost: jax.Array) -> jax.Array:
