@@ -1,4 +1,4 @@
-"""What a checkpoint costs: python experiments/bench_checkpoint.py [--megabytes 300] [--directory DIR] [--lora]
+"""What a checkpoint costs: python experiments/bench_checkpoint.py [--megabytes 300] [--directory DIR] [--lora | --orbax]
 
 For a state on 8 fake CPU devices it prints how long a step is blocked and how long the whole save takes, on a mesh
 whose weights lie as they are saved and on one where they must be rearranged, and its processor time; how fast a
@@ -9,20 +9,28 @@ holds afterwards.
 --lora: the saves of a base on one device whose projections have adapters of rank 8. The first two write the base, so
 that a flipped bit costs one of two copies, and the others link it: MB written by each, and what all take on the disk,
 each file counted once.
+
+--orbax: saves and restores in turns with Orbax alone, which has neither digests nor retention, as it comes and with the
+options that a checkpoint has. The state is noise, as one that was trained is: zeros would be compressed to nothing. The
+medians, and the quickest, bear a machine that others use.
 """
 
 import argparse
 import gc
 import json
+import shutil
 import statistics
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+from orbax.checkpoint import v1 as ocp
 
 from experiments import bench
 from experiments.bench import Table, least, spent
-from meshtrain.checkpoint import Checkpointer, digests, steps
+from meshtrain.checkpoint import Checkpointer, arrays, digests, steps
 from meshtrain.config import load
 from meshtrain.mesh import make_mesh
 from meshtrain.step import Program
@@ -46,6 +54,7 @@ def main() -> None:
     )
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--lora", action="store_true", help="the saves of a run with adapters")
+    parser.add_argument("--orbax", action="store_true", help="beside Orbax alone")
     parser.add_argument("--restore", metavar="LAYOUT", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.restore:
@@ -55,6 +64,9 @@ def main() -> None:
         if options.lora:
             save(root, options.megabytes, "1 x 1 x 1", options.saves, lora=True)
             on_disk(root / "checkpoints")
+            return
+        if options.orbax:
+            beside_orbax(root, options.megabytes, options.saves)
             return
         for layout in (REARRANGED, AS_IT_LIES):
             save(root / layout, options.megabytes, layout, options.saves)
@@ -139,6 +151,75 @@ def save(root: Path, megabytes: int, layout: str, saves: int, lora: bool = False
     told = f"a plain copy of the state: {1e3 * copying:.0f} ms; asking whether it is finite: {1e3 * asking:.0f} ms"
     print(f"median share blocked {statistics.median(shares):.1%} ({told})\n")
     checkpointer.close()
+
+
+def beside_orbax(root: Path, megabytes: int, rounds: int) -> None:
+    """Prints what saves and restores on 8 x ZeRO-3 take over those of Orbax alone."""
+    built = program(root, megabytes, "8 x 1 x 1, ZeRO-3")
+    checkpointer = Checkpointer(built.config, built)
+    state = jax.block_until_ready(noise(checkpointer.restore_or_init()[0]))
+    values = dict(checkpointer.converter.prepare(state, frozen=True))
+    targets = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), values
+    )
+    names = ("meshtrain", "Orbax as it comes", "Orbax, these options")
+    blocked: dict[str, list[float]] = {name: [] for name in names}
+    whole: dict[str, list[float]] = {name: [] for name in names}
+    restored: dict[str, list[float]] = {name: [] for name in names}
+    for step in range(1, rounds + 1):
+        checkpointer.save(step, state, loss=1.0)
+        checkpointer.wait()
+        found = checkpointer.metrics()
+        blocked[names[0]].append(found["checkpoint_blocked_seconds"])
+        whole[names[0]].append(found["checkpoint_seconds"])
+        for name, write in zip(names[1:], (ocp.save_async, arrays.write), strict=True):
+            shutil.rmtree(root / name, ignore_errors=True)
+            began = time.perf_counter()
+            response = write(root / name, values)
+            blocked[name].append(time.perf_counter() - began)
+            response.result()
+            whole[name].append(time.perf_counter() - began)
+    checkpointer.close()
+    del state, values
+    loads: dict[str, Callable[[], Any]] = {
+        names[1]: lambda: ocp.load(root / names[1], targets),
+        names[2]: lambda: arrays.read(root / names[2], targets),
+    }
+    for _ in range(rounds):
+        checkpointer = Checkpointer(built.config, built)
+        loads[names[0]] = lambda opened=checkpointer: opened.restore_or_init()[0]
+        for name in names:
+            gc.collect()
+            took = spent(lambda name=name: jax.block_until_ready(loads[name]()))
+            restored[name].append(took.wall)
+        checkpointer.close()
+    table = Table("ms, median (least)".ljust(22), "blocked", "whole save  ", "restore     ")
+    for name in names:
+        found_of = (blocked[name], whole[name], restored[name])
+        table.row(
+            name, *(f"{1e3 * statistics.median(x):.0f} ({1e3 * min(x):.0f})" for x in found_of)
+        )
+    for name in names[1:]:
+        words = []
+        for what, times in (("whole save", whole), ("restore", restored)):
+            median = statistics.median(times[names[0]]) / statistics.median(times[name])
+            words.append(
+                f"{what} {median:.2f} x (least {min(times[names[0]]) / min(times[name]):.2f})"
+            )
+        print(f"over {name}: {', '.join(words)}")
+
+
+def noise(state: Any) -> Any:
+    """Returns a state whose matrices, moments among them, are random."""
+    key = jax.random.key(0)
+    return jax.tree.map(
+        lambda x: (
+            jax.device_put(jax.random.normal(key, x.shape, x.dtype), x.sharding)
+            if x.ndim > 1
+            else x
+        ),
+        state,
+    )
 
 
 def on_disk(directory: Path) -> None:

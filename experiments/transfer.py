@@ -1,14 +1,15 @@
 """Whether a rate found on a small model holds on a large one: `optimizer.transfer` beside the same config without.
 
     python -m experiments.transfer coordinates [--svg FILE]     how far steps move logits and stream, by width and depth
-    python -m experiments.transfer sweep [--wide N]             the best rate of a small sweep at width 64 and at N
+    python -m experiments.transfer sweep [--svg FILE]           the best rate at widths 64, 128 and 512
 
 A coordinate check (Yang et al. 2022, appendix D.1) takes a few steps at one rate. Where rates hold, what they move is
-as large at every size. The sweep trains on the standard library's text from one seed, rates a factor of 4 apart.
+as large at every size. The sweep trains on the standard library's text from one seed, rates a factor of 2 apart. At
+width 64 both are one config, since a base of the model's own size changes nothing.
 """
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ DEPTHS = (2, 4, 8, 16)
 HEAD = 16  # the width of a head, at every size
 STEPS = 4
 RATE = 4e-3
-RATES = tuple(4.0**n for n in range(-6, -1))
+SWEEP_WIDTHS = (64, 128, 512)
+RATES = tuple(2.0**n for n in range(-11, -3))
 
 
 def config_of(width: int, depth: int, rate: float, transfer: bool, **sections: Any) -> Config:
@@ -162,38 +164,72 @@ def last_loss(config: Config) -> float:
     return last if np.isfinite(last) else np.inf
 
 
-def print_sweep(wide: int, steps: int, rates: Sequence[float]) -> None:
-    """Prints losses by rate, and how many steps of the grid the best one moves with the width."""
-    columns = [(width, transfer) for transfer in (False, True) for width in (BASE["width"], wide)]
+def print_sweep(steps: int, picture: Path | None) -> None:
+    """Prints losses by rate, and how many steps of the grid the best one moves with the width; writes the picture."""
+    columns = [(width, transfer) for transfer in (False, True) for width in SWEEP_WIDTHS]
+    small = columns.pop(columns.index((BASE["width"], False)))
     heads = [f"{width}{', transfer' if transfer else ''}".ljust(13) for width, transfer in columns]
     table = Table("rate".ljust(10), *heads, title=f"Loss behind {steps} steps, by width")
     train = {"steps": steps, "global_batch_size": 8, "sequence_length": 64}
-    losses = []
-    for rate in rates:
-        configs = [
-            config_of(width, BASE["depth"], rate, transfer, train=train)
-            for width, transfer in columns
+    losses: dict[tuple[int, bool], list[float]] = {column: [] for column in columns}
+    for rate in RATES:
+        for column, found in losses.items():
+            found.append(
+                last_loss(config_of(column[0], BASE["depth"], rate, column[1], train=train))
+            )
+        table.row(f"{rate:.2g}", *(f"{found[-1]:.3f}" for found in losses.values()))
+    losses[small] = losses[BASE["width"], True]
+    best = {column: int(np.argmin(found)) for column, found in losses.items()}
+    for transfer, words in ((False, "without"), (True, "with transfer")):
+        rates = ", ".join(f"{RATES[best[w, transfer]]:.2g} at width {w}" for w in SWEEP_WIDTHS)
+        apart = best[SWEEP_WIDTHS[-1], transfer] - best[small]
+        print(f"{words}: the best rate is {rates}; {abs(apart)} steps of the grid apart")
+    if picture is not None:
+        picture.write_text(svg.file(drawn_sweep(losses)))
+        print(f"\n{picture}")
+
+
+def drawn_sweep(losses: dict[tuple[int, bool], list[float]]) -> str:
+    """Returns a picture: losses by rate, a curve a width, without `transfer` and with it; the best rates are dots."""
+    body = []
+    lowest = min(map(min, losses.values()))
+    for column, words in enumerate(("without", "with transfer")):
+        left = 40 + 260 * column
+        body.append(svg.small(left, 14, f"loss by learning rate, {words}"))
+        body += [
+            svg.small(left + 28 * n, 196, f"{rate:.2g}"[1:], "middle")
+            for n, rate in enumerate(RATES)
+            if n % 2 == 0
         ]
-        losses.append([last_loss(config) for config in configs])
-        table.row(f"{rate:.2g}", *(f"{loss:.3f}" for loss in losses[-1]))
-    best = np.argmin(np.array(losses), axis=0)
-    for name, (narrow, broad) in (("without", best[:2]), ("with transfer", best[2:])):
-        print(
-            f"{name}: the best rate is {rates[narrow]:.2g} at width {BASE['width']} and {rates[broad]:.2g} at {wide}, "
-            f"{abs(int(narrow) - int(broad))} steps of the grid apart"
-        )
+        for tenth in range(0, 16, 5):
+            y = 176 - 9.6 * tenth
+            body.append(svg.small(left - 8, y + 4, f"{lowest + tenth / 10:.1f}", "end"))
+            body.append(f'<path d="M{left} {y}h200" stroke="{svg.GRID}"/>')
+        for width, colour in zip(SWEEP_WIDTHS, (svg.PALE, svg.SECOND, svg.FIRST), strict=True):
+            values = np.array(losses[width, bool(column)])
+            ys = 176 - 96 * np.minimum(values - lowest, 1.5)
+            places = [f"{left + 28 * n},{y:.1f}" for n, y in enumerate(ys)]
+            x, y = places[int(np.argmin(values))].split(",")
+            body.append(
+                f'<polyline points="{" ".join(places)}" fill="none" stroke="{colour}" stroke-width="2"/>'
+                f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"/>'
+            )
+    entries = zip(
+        (svg.PALE, svg.SECOND, svg.FIRST), map("width {}".format, SWEEP_WIDTHS), strict=True
+    )
+    keys, end = svg.keys(entries, 40, 206)
+    return svg.svg(540, end, body + keys, "loss by learning rate at three widths")
 
 
 def main() -> None:
     parser = bench.parser(__doc__)
     parser.add_argument("what", choices=("coordinates", "sweep"))
-    parser.add_argument("--svg", type=Path, help="where the picture of coordinates is written")
-    parser.add_argument("--wide", type=int, default=512, help="width of the large model of a sweep")
+    parser.add_argument("--svg", type=Path, help="where the picture is written")
     parser.add_argument("--steps", type=int, default=60, help="steps of each run of a sweep")
     options: argparse.Namespace = parser.parse_args()
     fake_devices(1)
     if options.what == "sweep":
-        print_sweep(options.wide, options.steps, RATES)
+        print_sweep(options.steps, options.svg)
     else:
         print_coordinates(options.svg)
 

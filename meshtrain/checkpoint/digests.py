@@ -2,7 +2,7 @@
 
 Files are hashed in blocks, on as many threads as there are cores, since `hashlib` lets go of the interpreter. So one
 large file is as quick as many small ones. SHA-256 runs at 1 to 2 GB/s a core where the processor has instructions for
-it.
+it. Most blocks of a save are hashed while Orbax writes the next ones and while it waits for the disk (`HashedAhead`).
 """
 
 import hashlib
@@ -11,8 +11,10 @@ import os
 import stat
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from threading import Event, Thread
 
 from meshtrain.checkpoint.steps import COMMIT, DIGESTS, STORED, Damaged, parsed
 from meshtrain.errors import Unreadable
@@ -23,24 +25,69 @@ Files = dict[str, tuple[int, list[str]]]  # path within the step -> bytes, diges
 BLOCK = 16 << 20
 READ = 1 << 20
 THREADS = min(16, os.cpu_count() or 1)
+LOOK_EVERY = 0.01  # seconds between two looks at files that grow
 
 
-def write(directory: Path, known: Files | None = None) -> int:
+class HashedAhead:
+    """Hashes the blocks of files that still grow, on a thread, while entered.
+
+    `pattern` matches paths within `directory`. Only a writer on this machine that appends may be followed: a block that
+    another one holds may not be here yet.
+    """
+
+    def __init__(self, directory: Path, pattern: str) -> None:
+        self.directory = directory
+        self.pattern = pattern
+        self._hashed: dict[int, list[str]] = {}  # number of a file -> digests of its first blocks
+        self._ended = Event()
+        self._thread = Thread(target=self._follow, name="digests", daemon=True)
+
+    def __enter__(self) -> "HashedAhead":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def known(self, path: Path) -> list[str]:
+        """Returns the digests of the first blocks of a file, of as many as there are; not while entered."""
+        there = path.stat()
+        return self._hashed.get(there.st_ino, [])[: there.st_size // BLOCK]
+
+    def _follow(self) -> None:
+        # A file that is renamed or refused meanwhile is hashed at the end.
+        while not self._ended.wait(LOOK_EVERY):
+            with suppress(OSError):
+                for path in self.directory.glob(self.pattern):
+                    self._hash(path)
+
+    def _hash(self, path: Path) -> None:
+        there = path.stat()
+        hashed = self._hashed.setdefault(there.st_ino, [])
+        whole = there.st_size // BLOCK
+        while len(hashed) < whole and not self._ended.is_set():
+            hashed.append(digest_of(path, len(hashed) * BLOCK, BLOCK))
+
+
+def write(directory: Path, known: Files | None = None, ahead: HashedAhead | None = None) -> int:
     """Writes the digests of all files under `directory` beside them; returns the bytes of those that were not
-    `known`.
+    `known`. `ahead` has those of blocks that were hashed while they were written.
     """
     known = known or {}
     paths = sorted(
         p for p in directory.rglob("*") if p.is_file() and p.name not in (COMMIT, DIGESTS)
     )
     sizes = {str(p.relative_to(directory)): p.stat().st_size for p in paths}
+    files: Files = {
+        name: (size, ahead.known(directory / name) if ahead else []) for name, size in sizes.items()
+    } | known
     blocks = [
         (n, start)
         for n, size in sizes.items()
         if n not in known
-        for start in range(0, max(size, 1), BLOCK)
+        for start in range(len(files[n][1]) * BLOCK, max(size, 1), BLOCK)
     ]
-    files: Files = {name: (size, []) for name, size in sizes.items()} | known
     with ThreadPoolExecutor(THREADS) as pool:
         digests = pool.map(lambda b: digest_of(directory / b[0], b[1], BLOCK), blocks)
         for (name, _), digest in zip(blocks, digests, strict=True):

@@ -2,6 +2,7 @@
 
     save()      blocked: the save before, if it still runs; device to host
     a thread    Orbax writes ─► manifest ─► digests ─► COMMIT ─► 12.writing renamed to 12 ─► retention removes steps
+    another     digests of the blocks that are written already
 
 Frozen weights are linked from an earlier step before Orbax begins, where that can be (`checkpoint.frozen`). The thread
 begins by rearranging the arrays (`checkpoint.rearrangement`) where one process has them in another layout than the
@@ -231,10 +232,14 @@ class Saver:
 
     def _finish(self, save: "StepSave", manifest: Callable[[], StepManifest]) -> str | None:
         """Has Orbax write, then commits; returns why that failed, in a sentence, or None."""
+        final = self.root / str(save.step)
         try:
-            save.finish(self.root / str(save.step))
             if is_first():
-                self._commit(save, manifest())
+                with digests.HashedAhead(save.directory, arrays.own_files()) as ahead:
+                    save.finish(final)
+                self._commit(save, manifest(), ahead)
+            else:
+                save.finish(final)
         # whatever it was, training need not end with it: on_failed_save says
         except Exception as error:
             return self._give_up(save, error)
@@ -242,11 +247,11 @@ class Saver:
             self._note_and_retain(save.step)
         return None
 
-    def _commit(self, save: "StepSave", manifest: StepManifest) -> None:
+    def _commit(self, save: "StepSave", manifest: StepManifest, ahead: digests.HashedAhead) -> None:
         """Vouches for what is written and gives it the step's name."""
         final = self.root / str(save.step)
         manifest.write(save.directory)
-        written = digests.write(save.directory, save.linked)
+        written = digests.write(save.directory, save.linked, ahead)
         steps.commit(save.directory)
         if self.stored is not None:
             self.stored.publish(save.directory, save.step)

@@ -6,6 +6,9 @@ from typing import Any
 
 from meshtrain.families import FAMILIES
 
+PROMPT = 32  # tokens of a text that a sample is given
+MOST = 128  # tokens of a sample
+
 
 def problems(config: Any) -> Iterator[str]:
     """Yields a sentence on each."""

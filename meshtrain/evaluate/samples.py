@@ -12,6 +12,7 @@ import time
 import numpy as np
 
 from meshtrain.config import Config
+from meshtrain.config.training import MOST, PROMPT
 from meshtrain.data.batches import TextBatches
 from meshtrain.data.permutation import key_of
 from meshtrain.data.template import find_template
@@ -20,8 +21,6 @@ from meshtrain.generate.text import Conversations
 from meshtrain.rl.rollouts import Rollouts
 from meshtrain.step import Program, Tree
 
-PROMPT = 32  # tokens of a text that are given
-MOST = 128  # tokens of a sample
 TEMPERATURE = 0.8  # of nanoGPT's samples: at 0 small models repeat themselves
 
 

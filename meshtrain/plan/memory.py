@@ -62,13 +62,15 @@ def items(config: Config, facts: ScheduleFacts, platform: str = "gpu") -> list[M
 
 
 def held(config: Config, facts: ScheduleFacts, platform: str = "gpu") -> list[MemoryItem]:
-    """Returns the items at the fullest moment of a step, or while its answers are drawn, if more is held then."""
+    """Returns the items at the fullest moment of a step, or while answers or samples are drawn, if more is held
+    then.
+    """
     return max(items(config, facts, platform), drawing(config), key=total)
 
 
 def drawing(config: Config) -> list[MemoryItem]:
-    """Returns the items while answers are drawn, beside which there are no gradients and no activations; none where
-    none are drawn.
+    """Returns the items while answers or samples are drawn, beside which there are no gradients and no activations;
+    none where none are drawn.
     """
     drawn = [MemoryItem(name, *of) for name, of in rollouts.held(config).items()]
     return [*between_steps(config), *drawn] if drawn else []

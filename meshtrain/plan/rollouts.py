@@ -1,4 +1,5 @@
-"""The rollouts of `train.objective: grpo` in a plan: bytes and seconds of drawing the answers that steps learn from.
+"""The rollouts of `train.objective: grpo` in a plan: bytes and seconds of drawing the answers that steps learn from;
+of what `eval.samples` draws at an evaluation the bytes.
 
     synchronise   each device receives its part of the decoding weights, less what it has (`generate.resharding`)
     draw          prompts are read, once a rank; then rl.answers - 1 times a token of every slot: the weights and the
@@ -20,6 +21,7 @@ from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config, MeshConfig
 from meshtrain.config.mesh import TENSOR
 from meshtrain.config.stacks import LINEAR, kinds_of_layers, layers_of_stacks
+from meshtrain.config.training import MOST, PROMPT
 from meshtrain.parallel.placement import Placed, all_placed, placed
 from meshtrain.plan import shapes
 from meshtrain.plan.experts import reached
@@ -49,11 +51,22 @@ class RolloutSizes:
     @classmethod
     def make(cls, config: Config) -> "RolloutSizes":
         mesh = config.mesh
-        slots = -(-config.train.global_batch_size * mesh.tensor // mesh.devices)
-        length = config.train.sequence_length + 1
-        prompt = length - config.rl.answers
+        row = config.train.sequence_length
+        if draws(config):
+            drawn = config.train.global_batch_size
+            length = row + 1
+            prompt = length - config.rl.answers
+            group = config.rl.group
+        else:
+            drawn = config.eval.samples
+            # of a conversation all that comes before its first answer
+            is_chat = config.data.format == "chat"
+            length = row if is_chat else min(PROMPT + MOST, row)
+            prompt = row - 1 if is_chat else min(PROMPT, row // 2)
+            group = 1
+        slots = -(-drawn * mesh.tensor // mesh.devices)
         bucket = min(length, max(LEAST_BUCKET, 1 << (prompt - 1).bit_length()))
-        return cls(slots, _touched(slots, config.rl.group), bucket, length)
+        return cls(slots, _touched(slots, group), bucket, length)
 
 
 def _touched(window: int, block: int) -> int:
@@ -173,8 +186,8 @@ def _linear_layers(config: Config) -> int:
 
 
 def held(config: Config) -> dict[str, tuple[str, float]]:
-    """Returns the kind and bytes of what is held while answers are drawn, by name."""
-    if not draws(config):
+    """Returns the kind and bytes of what is held while answers, or samples, are drawn, by name."""
+    if not (draws(config) or config.eval.samples):
         return {}
     drawing = RolloutSizes.make(config)
     model = config.model

@@ -1,5 +1,7 @@
 import errno
+import os
 import random
+import time
 
 import pytest
 from refusals import tells
@@ -85,3 +87,44 @@ def test_processes_that_share_the_work_find_what_one_finds(step):
 def test_what_was_written_is_intact_and_the_digests_do_not_cover_themselves(step):
     steps.commit(step)
     assert digests.problems(step) == [] and digests.total_bytes(step) == sum(SIZES.values())
+
+
+def test_blocks_hashed_while_a_file_grows_are_not_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(digests, "BLOCK", 64)
+    content = random.Random(0).randbytes(1000)
+    grown = tmp_path / "part" / "grown"
+    grown.parent.mkdir()
+    with digests.HashedAhead(tmp_path, "part/*") as ahead, grown.open("wb", buffering=0) as file:
+        for start in range(0, 1000, 50):
+            file.write(content[start : start + 50])
+        _wait_for(lambda: len(ahead.known(grown)) == 15)
+    read = []
+    digest = digests.digest_of
+    monkeypatch.setattr(digests, "digest_of", lambda *at: read.append(at[1]) or digest(*at))
+    assert digests.write(tmp_path, ahead=ahead) == 1000
+    assert read == [960]
+    assert digests.problems(tmp_path) == []
+
+
+def test_files_replaced_or_cut_after_they_were_hashed_are_hashed_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(digests, "BLOCK", 64)
+    replaced = tmp_path / "part" / "replaced"
+    cut = tmp_path / "part" / "cut"
+    replaced.parent.mkdir()
+    with digests.HashedAhead(tmp_path, "part/*") as ahead:
+        for path in (replaced, cut):
+            path.write_bytes(bytes(640))
+            _wait_for(lambda path=path: len(ahead.known(path)) == 10)
+    other = tmp_path / "other"
+    other.write_bytes(bytes([1]) * 640)
+    os.replace(other, replaced)
+    os.truncate(cut, 100)
+    digests.write(tmp_path, ahead=ahead)
+    assert digests.problems(tmp_path) == []
+
+
+def _wait_for(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)

@@ -149,10 +149,10 @@ def full_at_step_2(monkeypatch):
     """The disk is full while step 2 is committed."""
     write = digests.write
 
-    def failing(directory, known):
+    def failing(directory, *more):
         if directory.name == "2.writing":
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(directory, known)
+        return write(directory, *more)
 
     monkeypatch.setattr(digests, "write", failing)
 
@@ -172,7 +172,7 @@ def test_a_failed_save_is_reported_and_training_goes_on(tmp_path, full_at_step_2
 
 @pytest.mark.parametrize(("free", "inodes"), [(0, 9), (9, 0)])
 def test_what_is_not_found_since_the_disk_is_full_is_said_so(open_run, monkeypatch, free, inodes):
-    def lost(directory, known):
+    def lost(directory, *_):
         raise FileNotFoundError(
             errno.ENOENT, "No such file or directory", "array_metadatas/process_0"
         )

@@ -9,6 +9,8 @@ from covering import thorough_but
 
 import meshtrain as mt
 from meshtrain.config import load, replaced
+from meshtrain.data import open_data
+from meshtrain.evaluate.samples import TextSamples
 from meshtrain.generate.forward import DecodingForward
 from meshtrain.generate.resharding import Resharding
 from meshtrain.hlo import collectives
@@ -163,6 +165,38 @@ def test_drawing_is_planned_to_hold_what_the_compiled_program_holds(name):
     assert sum(nbytes for _, nbytes in planned.values()) == pytest.approx(held, rel=0.1)
     argument = compiled.argument_size_in_bytes
     assert planned["weights for decoding"][1] == pytest.approx(argument, rel=0.01)
+
+
+@pytest.mark.thorough
+def test_samples_are_planned_to_hold_what_their_compiled_program_holds():
+    config = load(
+        {
+            "model": LARGER | {"vocab_size": 257},
+            "mesh": {"data": 2, "tensor": 2},
+            "data": {"source": "stdlib"},
+            "train": {"global_batch_size": 8, "sequence_length": 256},
+            "eval": {"every": 1, "samples": 4},
+        }
+    )
+    program = mt.Program(config)
+    drawn = TextSamples(program, open_data(config)[1])
+    rollouts_of = drawn._rollouts
+    wave = next(rollouts_of._waves(drawn._prompts, drawn._seeds))
+    weights = jax.eval_shape(rollouts_of.resharding.program, program.layout.masters)
+    compiled = rollouts_of._program.lower(weights, Wave(*wave)).compile().memory_analysis()
+    planned = rollouts.held(config)
+    argument = compiled.argument_size_in_bytes
+    assert planned["weights for decoding"][1] == pytest.approx(argument, rel=0.01)
+    held = argument + compiled.temp_size_in_bytes
+    assert sum(nbytes for _, nbytes in planned.values()) == pytest.approx(held, rel=0.1)
+
+
+def test_samples_of_a_model_that_is_split_far_hold_more_than_a_step(llama_8b):
+    config = llama_8b({"data": 2, "pipeline": 8}, {"sequence_length": 512}, zero_stage=1)
+    sampled = replaced(config, eval={"every": 100, "samples": 2}, data={"source": "stdlib"})
+    usual, more = (plan(one, named("h100", 16)) for one in (config, sampled))
+    assert "weights for decoding" in {item.name for item in more.memory}
+    assert more.bytes > usual.bytes and more.seconds == usual.seconds
 
 
 def grpo(config, **rl):
