@@ -28,6 +28,7 @@ from meshtrain.plan.seconds import (
     StepTime,
     chunk_seconds,
     data_seconds,
+    evaluation_gathers,
     hidden_seconds,
     microbatch_costs,
 )
@@ -50,6 +51,7 @@ PART_NAMES = {
     "bubble": "pipeline bubble",
     "optimizer": "optimizer",
     "checkpoint": "checkpoints",
+    "evaluation": "evaluation",
     "reference": "reference forward (dpo)",
     "stragglers": "waits for the slowest host",
     "synchronise": "weights laid out for decoding",
@@ -250,6 +252,7 @@ def estimate(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAU
     time = _step_time(config, cluster, costs, seconds, profile)
     time = replace(time, data=time.data - hidden)
     time = replace(time, stragglers=straggling(cluster, config.mesh.devices) * time.work)
+    time = replace(time, evaluation=evaluation_seconds(config, cluster, costs))
     time = replace(
         time, checkpoint=checkpoint_seconds(config, cluster, memory.saved(items), time.total)
     )
@@ -341,10 +344,22 @@ def _step_time(
         bubble=microbatches - m * costs.stage + layers * (1.0 - waited) * sends,
         optimizer=optimizer,
         checkpoint=0.0,
+        evaluation=0.0,
         reference=pipeline.reference(config, pipeline.facts(config), costs),
         synchronise=rollout[0],
         draw=rollout[1],
     )
+
+
+def evaluation_seconds(config: Config, cluster: Cluster, costs: MicrobatchCosts) -> float:
+    """Seconds a step of the evaluations between steps: forwards of their batches."""
+    if not config.eval.every:
+        return 0.0
+    chunk = costs.chunk_forward - costs.layers * costs.layer.forward_copies
+    facts = pipeline.facts(config)
+    batch = pipeline.forwards(config, facts, costs, chunk, costs.edge.forward)
+    batch += evaluation_gathers(config, cluster, costs.layer.forward.total)
+    return config.eval.batches * batch / config.eval.every
 
 
 # --- the time that a step loses to its hosts: waits for the slowest of them, and checkpoints

@@ -122,7 +122,7 @@ class FailureCosts:
     interval_steps: int  # advised
     bytes_a_day: float  # that are then written
     lost: float  # by a failure at the advised interval, restart not counted
-    goodput: float  # at the advised interval
+    goodput: float  # at the advised interval; evaluations do not count
     configured_goodput: float | None  # at checkpoint.every; none when that is 0
     spares: int  # further nodes with which the job is 99% sure to have its devices for a day without repairs
 
@@ -142,6 +142,7 @@ def faults(plan: Plan) -> FailureCosts:
         advised = advised_interval(copy, write, restart, between)
         steps = max(1, round(advised / step), math.ceil(min(write, between) / step))
     every = plan.config.checkpoint.every
+    trained = 1 - plan.time.evaluation / step
     return FailureCosts(
         between=between,
         copy=copy,
@@ -150,8 +151,10 @@ def faults(plan: Plan) -> FailureCosts:
         interval_steps=steps,
         bytes_a_day=saved * devices * DAY / (max(steps * step, write) + copy) if steps else 0.0,
         lost=lost(steps * step, copy, between, write) if steps else 0.0,
-        goodput=goodput(steps * step, copy, restart, between, write) if steps else 1.0,
-        configured_goodput=goodput(every * step, copy, restart, between, write) if every else None,
+        goodput=trained * (goodput(steps * step, copy, restart, between, write) if steps else 1.0),
+        configured_goodput=trained * goodput(every * step, copy, restart, between, write)
+        if every
+        else None,
         spares=spares(cluster, devices, hours=24.0),
     )
 

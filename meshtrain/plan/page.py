@@ -56,7 +56,7 @@ KINDS_OF_TIME = {
         ("tensor", "context", "expert", "pipeline", "data", "host", "synchronise"),
     ),
     "idle": (GREY, ("bubble", "stragglers")),
-    "state": (GREEN, ("optimizer", "checkpoint")),
+    "state": (GREEN, ("optimizer", "checkpoint", "evaluation")),
 }
 PART_COLOURS = {part: colour for colour, parts in KINDS_OF_TIME.values() for part in parts}
 ROW = 34

@@ -189,10 +189,15 @@ def reference(config: Config, facts: ScheduleFacts, costs: MicrobatchCosts) -> f
     """Seconds of dpo's forward without adapters, of all microbatches: there are no backwards that would hide its
     messages.
     """
+    if not costs.chunk_reference:
+        return 0.0
+    return forwards(config, facts, costs, costs.chunk_reference, costs.edge.forward)
+
+
+def forwards(
+    config: Config, facts: ScheduleFacts, costs: MicrobatchCosts, chunk: float, edge: float
+) -> float:
+    """Seconds of a forward of all microbatches alone, of `chunk` seconds a chunk and `edge` a head."""
     if not runs_table(config):
-        return config.parallel.microbatches * (
-            costs.chunks * costs.chunk_reference + costs.edge.reference
-        )
-    # without the objective nothing is sent
-    message = costs.message.overlapped if costs.chunk_reference else 0.0
-    return facts.forward * (costs.chunk_reference + message) + facts.head * costs.edge.reference
+        return config.parallel.microbatches * (costs.chunks * chunk + edge)
+    return facts.forward * (chunk + costs.message.overlapped) + facts.head * edge

@@ -24,7 +24,6 @@ from meshtrain.config.reduce import (
     scatters_at_use,
     sends_by_table,
 )
-from meshtrain.config.rl import has_reference
 from meshtrain.parallel.placement import buckets, stages
 from meshtrain.parallel.sync.when import summed_axes
 from meshtrain.plan import compute, float8, gradient_traffic, programs, shapes
@@ -42,11 +41,11 @@ class EdgeCost:
     head: Seconds  # its forward and backward, and those of the embedding of images
     head_sends: float  # sums over tensor
     vocab_sends: float  # sums over the stages that share the vocabulary
-    reference: float  # dpo's forward without adapters, with its sums
+    forward: float  # alone, as of dpo's reference and of an evaluation, with its sums
 
     @property
     def total(self) -> float:
-        """Seconds without those of the reference."""
+        """Seconds of a step, without those of the reference."""
         return self.head.total + self.head_sends + self.vocab_sends
 
 
@@ -138,14 +137,12 @@ def edge_cost(
         nbytes = logits * shapes.itemsize(config.precision.compute)
         links = cluster.axis("tensor", config.mesh)
         sends["tensor"] += best(ALL_GATHER, links, nbytes).seconds
-    reference = 0.0
-    if has_reference(config):
-        reference = compute.head_forward(*_head_sizes(config, cluster)).total + forward
+    forward += compute.head_forward(*_head_sizes(config, cluster)).total
     return EdgeCost(
         head=head,
         head_sends=sends["tensor"],
         vocab_sends=sends["pipeline"] + sends[BOTH],
-        reference=reference,
+        forward=forward,
     )
 
 
@@ -204,7 +201,7 @@ def message_cost(
 COMPUTE = ("matmul", "attention", "recompute", "head", "reference")
 # fields of `StepTime`, by what bounds a step where they are the largest share
 BOUNDS = {
-    "compute": COMPUTE,
+    "compute": (*COMPUTE, "evaluation"),
     "memory": ("memory", "optimizer", "checkpoint"),
     "communication": (
         "tensor",
@@ -241,6 +238,7 @@ class StepTime:
     bubble: float
     optimizer: float
     checkpoint: float
+    evaluation: float
     reference: float
     stragglers: float = 0.0
     synchronise: float = 0.0
@@ -380,6 +378,19 @@ def chunk_seconds(config: Config, cluster: Cluster) -> tuple[float, float, float
     trained = shapes.trained(config)
     head = reduce * trained.head.full / trained.block.full
     return layers * gather, layers * reduce, head
+
+
+def evaluation_gathers(config: Config, cluster: Cluster, forward: float) -> float:
+    """Seconds that an evaluation's batch waits for weights that are gathered over data: of layers that gather them at
+    use what their `forward` seconds do not hide.
+    """
+    if not config.parallel.zero_stage or config.mesh.shards == 1:
+        return 0.0
+    layers = stages(config).on_device
+    gather, _ = _held_seconds(config, cluster)
+    if gathers_at_use(config):
+        return config.parallel.microbatches * layers * max(0.0, gather - forward)
+    return layers * gather
 
 
 def _held_seconds(config: Config, cluster: Cluster) -> tuple[float, float]:

@@ -22,6 +22,7 @@ from meshtrain.plan import (
     seconds,
     shapes,
 )
+from meshtrain.plan.failures import faults
 from meshtrain.plan.layer_costs import layer_cost
 from meshtrain.step import Program
 
@@ -233,6 +234,22 @@ def test_checkpoints_cost_their_copy_and_what_the_store_cannot_take_in_time(llam
     assert seldom.time.checkpoint * 100 == pytest.approx(
         cluster.save_seconds + 2 * cluster.save_seconds_per_host + copy
     )
+
+
+@pytest.mark.parametrize("mesh", [{"data": 16}, {"data": 4, "pipeline": 4}], ids=str)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_evaluations_cost_forwards_and_do_not_count_as_training(llama_8b, mesh, stage):
+    keys = {"microbatches": 4, "zero_stage": stage, "remat": "none"}
+    config = replaced(llama_8b(mesh, **keys), eval={"batches": 8})
+    cluster = named("h100", 16)
+    never, seldom, often = (plan(replaced(config, eval={"every": n}), cluster) for n in (0, 100, 2))
+    forward = often.time.evaluation * 2 / 8
+    assert never.time.evaluation == 0
+    assert seldom.time.evaluation == pytest.approx(8 * forward / 100)
+    # a backward of all weights takes two forwards
+    assert forward == pytest.approx(never.seconds / 3, rel=0.25)
+    trained = faults(often).goodput / faults(never).goodput
+    assert trained == pytest.approx(never.seconds / often.seconds, rel=0.01)
 
 
 @pytest.mark.parametrize(
