@@ -45,10 +45,9 @@ def inputs(batch: Mapping[str, Array]) -> Array:
 def row_shape(name: str, config: Config) -> tuple[int, ...]:
     """Returns the shape of one row of an array of a batch."""
     if not FAMILIES[config.model.family].images:
+        routes: tuple[int, ...] = ()
         if name == EXPERTS:
             routes = (config.model.layers, config.model.moe.top_k)
-        else:
-            routes = ()
         return (config.train.sequence_length, *routes)
     if name == PATCHES:
         return patches_of(config.model)
@@ -111,12 +110,11 @@ def a_batch(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndar
     batch without pairs where the objective is dpo, and with them where it is not.
     """
     of_images = FAMILIES[config.model.family].images
+    read = TOKENS
+    others = tuple(OTHERS)
     if of_images:
         read = PATCHES
         others = OF_IMAGES
-    else:
-        read = TOKENS
-        others = tuple(OTHERS)
     if not isinstance(batch, Mapping) or not {read, LABELS} <= batch.keys() <= {
         read,
         LABELS,

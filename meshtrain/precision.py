@@ -122,10 +122,9 @@ class NumbersCheck(RunHook):
         sync = config.parallel.sync
         # From there on a process knows of its own islands alone: one that is broken ends nothing, and is mended when
         # islands meet.
+        self.sees_all = math.inf
         if sync.every and jax.process_count() > 1:
             self.sees_all = sync.start
-        else:
-            self.sees_all = math.inf
 
     def after_metrics(self, row: Row, due: bool) -> None:
         step = row["step"]

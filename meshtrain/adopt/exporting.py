@@ -287,7 +287,7 @@ def _write_tensors(
     total = 0
     for number, names in enumerate(parts, 1):
         file = SINGLE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
-        tensors = {}
+        tensors: dict[str, np.ndarray] = {}
         for name, (layer, weights) in names.items():
             arrays = [
                 mapping.converted(source(mapping.weight, layer), number)

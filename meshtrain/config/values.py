@@ -10,7 +10,7 @@ import re
 import types
 import typing
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Literal
 
@@ -148,10 +148,9 @@ def _list(item: Any, key: Key, node: yaml.Node, where: str) -> tuple:
 def _scalar(hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str]) -> Any:
     """Returns the value of a node that is neither a list nor a mapping."""
     # the legal values by their text, where they are counted out
+    listed: Iterable[Any] = key.one_of or ()
     if typing.get_origin(hint) is Literal:
         listed = typing.get_args(hint)
-    else:
-        listed = key.one_of or ()
     choices = {str(choice): choice for choice in listed}
     legal = " or ".join((*words, takes(hint, key, _range(hint, key) if hint in LARGEST else "")))
     if not isinstance(node, yaml.ScalarNode):

@@ -162,9 +162,8 @@ class RowBatches(BatchesOfRows):
 
     @property
     def tokens_per_batch(self) -> float:
-        if self.pad:
-            used = 1
-        else:
+        used = 1.0
+        if not self.pad:
             used = self.batches_per_epoch * self.size / self.rows.count
         return self.rows.labels * used / self.batches_per_epoch
 

@@ -87,8 +87,8 @@ def _element(
 
 
 def file(drawing: str) -> str:
-    """Returns a drawing of `svg` or `chart` as a file that stands alone: with a title, on a ground of its own, dark where its
-    reader's screen is.
+    """Returns a drawing of `svg` or `chart` as a file that stands alone: with a title, on a ground of its own, dark
+    where its reader's screen is.
 
     It shrinks to a window as far as one can read it: to 3/5 of its width.
     """

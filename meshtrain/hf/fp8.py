@@ -6,8 +6,8 @@
 safetensors reads no float8 as NumPy's, so its bytes are taken from the file: behind a header of JSON, which says where
 each tensor begins (huggingface/safetensors, README).
 
-Written are the products of attention and the MLPs, as in DeepSeek's own files; embeddings, routers, norms and what joins
-the inputs of a prediction stay in bfloat16.
+The products of attention and the MLPs are written so, as in DeepSeek's own files. Embeddings, routers, norms and what
+joins the inputs of a prediction stay in bfloat16.
 """
 
 import json

@@ -217,9 +217,8 @@ class MLP(nnx.Module):
         up = project(self, "up", rows)
         if self.up_bias is not None:
             up = up + self.up_bias[...]
-        if self.gate is None:
-            branches = (up,)
-        else:
+        branches: tuple[jax.Array, ...] = (up,)
+        if self.gate is not None:
             branches = (project(self, "gate", rows), up)
         branches = tuple(checkpoint_name(b, "mlp_in") for b in branches)
         function = hidden(self.activation, self.gate is not None, self.limit)

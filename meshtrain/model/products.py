@@ -178,7 +178,7 @@ def use_adapters(block: Any, on: bool, dropout: Dropout, collectives: Collective
 
     def drop(name: str, x_ND: jax.Array) -> jax.Array:
         # what goes into row-parallel weights is split over the ranks
-        first = 0
+        first: jax.Array | int = 0
         if name in ("out", "down"):
             first = collectives.first_head(x_ND.shape[1])
         return dropout.at(PROJECTIONS.index(name)).rows_of(x_ND, first, collectives.positions)

@@ -320,7 +320,12 @@ def executed(table: Table, ops: np.ndarray | None = None, alike: bool = True) ->
     )
     if ops is None:
         return program
-    if alike and table.paired and not table.split and table.microbatches > table.virtual_stages == 1:
+    if (
+        alike
+        and table.paired
+        and not table.split
+        and table.microbatches > table.virtual_stages == 1
+    ):
         one = program.depths._replace(stash=1)
         first = np.zeros_like(program.f_stash)
         return replace(program, f_stash=first, b_stash=first, depths=one, alternates=True)
