@@ -56,3 +56,9 @@ def code(prompt: str, answer: str, record: Any = None) -> float:
 
 def is_text(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def repeats(prompt: str, answer: str, record: Any = None) -> float:
+    """Returns the share of the lines that repeat an earlier one."""
+    lines = [line for line in seen(answer).splitlines() if line.strip()]
+    return 1 - len(set(lines)) / len(lines) if lines else 0.0

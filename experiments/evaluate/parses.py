@@ -1,6 +1,6 @@
 """How often a trained model writes Python that parses: `python -m experiments.evaluate.parses RUN [--show N]`.
 
-A prompt is the signature of a function of NumPy, which the standard library does not have. The model goes on greedily.
+A prompt is the signature of a function of NumPy and its docstring. The model goes on greedily.
 The whole lines of its first 200 characters are kept, and stand or fall together with the prompt by `ast.parse`
 (`configs/python/parses.py`, which is a reward too). An unfinished statement at the end is left out, if half of the
 text remains. The mean number of different statements stands beside it: comments parse too.
@@ -31,7 +31,7 @@ from meshtrain.report.facts import gather
 
 REWARDS = runpy.run_path(str(Path(__file__).parents[2] / "configs/python/parses.py"))
 PROMPTS = 100
-LONGEST_PROMPT = 200  # characters
+LONGEST_PROMPT = 300  # characters
 TOKENS = 128  # of an answer: 200 characters of code are about 70
 SLOTS = 8
 
@@ -44,16 +44,16 @@ def numpy_files() -> list[Path]:
 
 
 def signatures(paths: list[Path]) -> list[str]:
-    """Returns the signature of each function at the top of these files, in their order."""
+    """Returns the signature and the docstring of each function at the top of these files, in their order."""
     found = []
     for path in paths:
         source = path.read_text()
         lines = source.splitlines(keepends=True)
         for node in ast.parse(source).body:
-            if isinstance(node, ast.FunctionDef):
+            if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and node.body[1:]:
                 # the newline and the indent behind it are one token, which the model has to write
-                text = "".join(lines[node.lineno - 1 : node.body[0].lineno - 1]).rstrip("\n")
-                if text and len(text) <= LONGEST_PROMPT:
+                text = "".join(lines[node.lineno - 1 : node.body[0].end_lineno]).rstrip("\n")
+                if len(text) <= LONGEST_PROMPT:
                     found.append(text)
     return found
 
