@@ -87,11 +87,15 @@ NOT_HERE = {
     "python -m experiments.serving.weights": "trains for minutes; tests/evaluate/test_weights.py evaluates a model in "
     "each way",
 }
+# Those of docs/result.md: a model that is trained, exported and trained on.
+RESULT = [name for name in COMMANDS if re.search("(configs|runs)/python|python-tokenizer", name)]
 # The thread of docs/fine-tuning.md, from a row of data to a model that was exported and answers.
-THREAD = [name for name in COMMANDS if re.search("README|base|chats|capitals", name)]
+OF_CHATS = re.compile("README|base|chats|capitals")
+THREAD = [name for name in COMMANDS if OF_CHATS.search(name) and name not in RESULT]
 # Those of docs/reinforcement.md: runs that draw answers, looked at.
 REWARDED = [name for name in COMMANDS if "rl_arithmetic" in name]
-NOT_HERE |= dict.fromkeys([*THREAD, *REWARDED], "typed in their order by a test of their own")
+IN_ORDER = [*THREAD, *REWARDED, *RESULT]
+NOT_HERE |= dict.fromkeys(IN_ORDER, "typed in their order by a test of their own")
 # Its file of a reward, an environment and what is added up.
 GUIDE_OF_REWARDS = fenced(GUIDES["docs/reinforcement.md"])
 OF_REWARDS = "\n\n".join(
@@ -333,6 +337,36 @@ def test_the_thread_of_fine_tuning_ends_in_an_exported_model(directory):
         assert "show" not in words or tells(printed, "learned"), printed
     for file in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
         assert (directory / "capitals" / file).exists(), file
+
+
+@pytest.mark.thorough
+def test_the_trained_model_of_the_guide_is_exported_and_trained_on(directory):
+    short = ["--set", "train.steps=2"]
+    assert len(RESULT) == 8
+    for command in RESULT:
+        words = COMMANDS[command][2:]
+        if words[0].startswith("experiments"):
+            continue  # a hundred answers: half a minute
+        trains = words[0] == "meshtrain.train"
+        printed = typed([*words, *(short if trains else [])], directory)
+        assert not trains or "step 2/2" in printed, printed
+    rows = (directory / "runs/python_rl/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["rl/rewards_failed"] for row in rows] == [0, 0]
+
+
+def test_the_guides_rewards_of_python_pay_for_code_that_parses():
+    rewards = runpy.run_path(str(ROOT / "configs/python/parses.py"))
+    answers = {
+        "\n    a = 1\n    return a\n": (1, 0.5, 0),
+        "\n    a = 1\n    a = 1\n": (1, 0.25, 0.5),
+        "\n    # no more\n": (0, 0, 0),
+        "\n    return (\n": (0, 0, 0),
+        '\n    """Text."""\n': (1, 0, 0),
+        f"\n    return 1\n    {'x' * 300}\n": (1, 0.25, 0),
+    }
+    for answer, expected in answers.items():
+        paid = [rewards[name]("def f():", answer) for name in ("parses", "code", "repeats")]
+        assert paid == list(expected), answer
 
 
 @pytest.mark.thorough
