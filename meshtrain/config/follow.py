@@ -76,9 +76,9 @@ def unresolved(config: AnyConfig) -> AnyConfig:
     return config
 
 
-def put(config: AnyConfig, **sections: Mapping[str, Any]) -> AnyConfig:
-    """Returns a config with other values, by section, and nothing else: whoever makes many of them fills in what
-    follows.
+def put(config: AnyConfig, **sections: Any) -> AnyConfig:
+    """Returns a config with other values, by section, or other sections, and nothing else: whoever makes many of them
+    fills in what follows.
 
     A few times as fast as `dataclasses.replace`, which searches notice.
     """
@@ -87,9 +87,9 @@ def put(config: AnyConfig, **sections: Mapping[str, Any]) -> AnyConfig:
 
 def _put_values(section: Any, values: Mapping[str, Any]) -> Any:
     before = vars(section)
-    # A mapping is for a section: no key takes one.
-    inner = {n: _put_values(before[n], v) for n, v in values.items() if isinstance(v, Mapping)}
-    return type(section)(**(before | values | inner))
+    # A dict is for a section: no key takes one. Any mapping's class would be asked for a third of the time.
+    inner = {n: _put_values(before[n], v) for n, v in values.items() if isinstance(v, dict)}
+    return type(section)(**{**before, **values, **inner})
 
 
 def followed(config: Config, path: str) -> bool:

@@ -74,8 +74,9 @@ def _config_of(config: Config, stack: str) -> Config:
     trainable = config.train.trainable and _trainable(
         config.model, config.lora, config.train.trainable, stack
     )
-    alike = put(config, train={"trainable": trainable}, parallel={"layer_split": None})
-    return Config(**(vars(alike) | {"model": model_of_stack(config.model, stack)}))
+    train = {"trainable": trainable} if trainable else config.train
+    model = model_of_stack(config.model, stack)
+    return put(config, train=train, parallel={"layer_split": None}, model=model)
 
 
 @functools.lru_cache(maxsize=256)
@@ -109,7 +110,8 @@ def averaged(
         assigned = stages(config)
         counts = [count(assigned, stack) for stack, _ in known.stacks]
         shares = [n / sum(counts) for n in counts]
-        result = _mean(shares, [function(one, *more, **named) for _, one in known.stacks])
+        values = tuple(function(one, *more, **named) for _, one in known.stacks)
+        result = _known_mean(tuple(shares), values)
         if not (more or named):
             known.means[mean] = result
         return result
@@ -120,6 +122,12 @@ def averaged(
 def held(function: Callable[..., Result]) -> Callable[..., Result]:
     """Returns a function of a config, and more, as the mean over the layers that a device has places for."""
     return averaged(function, Stages.places)
+
+
+# many configs have the same weights on a device, and the same layers
+@functools.lru_cache(maxsize=4096)
+def _known_mean(shares: tuple[float, ...], values: tuple[Any, ...]) -> Any:
+    return _mean(shares, values)
 
 
 def _mean(shares: Sequence[float], values: Sequence[Any]) -> Any:

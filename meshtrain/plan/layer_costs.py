@@ -6,6 +6,7 @@
 `LayerCost` holds both sums.
 """
 
+import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -65,6 +66,8 @@ class LayerPart(NamedTuple):
 
 
 @averaged
+# the layers of a stage, further predictions and their mean ask for the same one after the other
+@functools.lru_cache(maxsize=256)
 def layer_cost(
     config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE
 ) -> LayerCost:

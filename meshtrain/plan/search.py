@@ -24,7 +24,8 @@ from meshtrain.config.stacks import layers_of_stacks
 from meshtrain.parallel.placement import Stages
 from meshtrain.parallel.placement import stages as stages_of
 from meshtrain.plan import choices, memory, pipeline, rollouts, shapes
-from meshtrain.plan.compute import Seconds
+from meshtrain.plan.by_stack import stack_configs
+from meshtrain.plan.compute import DEFAULT_PROFILE, Seconds
 from meshtrain.plan.estimate import PART_NAMES, Plan, estimate, outside_seconds
 from meshtrain.plan.layer_costs import LayerCost, layer_cost, stage_layers
 from meshtrain.plan.memory import spared
@@ -314,13 +315,17 @@ class _Group:
         """
         seconds = []
         layers = dict[Any, LayerCost]()
+        longest = dict[Any, float]()
         for i in np.flatnonzero(self.fits.any(axis=1)):
             scheduled = put(self.config, parallel=self.tables.keys[i])
             stage = self.tables.stages[i]
             if (key := stage.slots if _varies_with_depth(self.config) else ()) not in layers:
-                layers[key] = layer_cost(scheduled, self.cluster)
-            most = max(stage_layers(scheduled, self.cluster))
-            costs = MicrobatchCosts(layers[key], FREE_EDGE, FREE_MESSAGE, most, stage.chunks)
+                layers[key] = layer_cost(scheduled, self.cluster, DEFAULT_PROFILE)
+            if (counts := (stage.slots, stage.counts)) not in longest:
+                longest[counts] = max(stage_layers(scheduled, self.cluster))
+            costs = MicrobatchCosts(
+                layers[key], FREE_EDGE, FREE_MESSAGE, longest[counts], stage.chunks
+            )
             seconds.append(pipeline.quick(scheduled, self.tables.facts[i], costs))
         return min(seconds) + rollouts.seconds(self.config, self.cluster)[1]
 
@@ -370,12 +375,7 @@ def _bytes(
         if config.parallel.remat_offload and runs_table(first):
             nbytes[at] = math.inf
             continue
-        slots = [tables.stages[i].slots for i in (at if _varies_with_depth(config) else at[:1])]
-        scheduled = {
-            of: put(config, parallel=tables.keys[i]) for of, i in zip(slots, at, strict=False)
-        }
-        keeps = {of: memory.layer_bytes(row) for of, row in scheduled.items()}
-        layer_keeps: Any = tuple(np.array([keeps[of] for of in slots]).T)
+        layer_keeps = _layer_keeps(first, tables, at)
         kept: Any = memory.total(memory.kept(first, facts, platform, layer_keeps, layers))
         totals = nbytes[at] + kept[:, None]
         fits = totals <= usable
@@ -391,6 +391,20 @@ def _bytes(
     np.maximum(nbytes, state[1], out=nbytes)
     _leave_out_offload(nbytes, zeros, usable)
     return nbytes
+
+
+def _layer_keeps(config: Config, tables: _Tables, at: list[int]) -> Any:
+    """Returns `memory.layer_bytes` of a config by the schedules at some places, as arrays."""
+    slots = [tables.stages[i].slots for i in at]
+    if config.precision.matmul == "float8":
+        rows = {of: put(config, parallel=tables.keys[i]) for of, i in zip(slots, at, strict=True)}
+        keeps = {of: memory.layer_bytes(row) for of, row in rows.items()}
+        return tuple(np.array([keeps[of] for of in slots]).T)
+    # else a layer of a kind keeps the same in all of them, which differ in the mean over slots alone
+    each = [(stack, memory.layer_bytes(one)) for stack, one in stack_configs(config)]
+    return tuple(
+        sum(np.outer(n, [of.count(stack) / len(of) for of in slots]) for stack, n in each)
+    )
 
 
 def _leave_out_offload(nbytes: np.ndarray, zeros: list[ZeroKeys], usable: float) -> None:
