@@ -324,9 +324,10 @@ def _unpipelined_moments(config: Config, platform: str) -> dict[str, list[Memory
     weights, scattered = _layer_items(config)
     work = MemoryItem("work of one layer", "activations", activations.work(config, platform))
     predictions = [gathered, _summed(config), *early, *_predictions(config, platform)]
+    loss = [logits, *head, gathered, _summed(config), *early, *_predictions_kept(config)]
     return {
-        "loss": [logits, *head, gathered, _summed(config), *early],
-        "further predictions": predictions,
+        "loss": loss,
+        "further predictions": [*predictions, *_beside(config, [logits, *head])],
         "loss head": [*head, gathered, *(new if several and not waits else [largest]), *early],
         "backward": [*gradients, *new, weights, work, scattered, *(head if waits else [])],
     }
@@ -388,13 +389,13 @@ def _pipelined_moments(
     # While a pair's backward is in the MLP: the stream as a product of the forward takes it, and gives it.
     stream = 2 * size * shapes.tokens(config) * config.model.d_model * facts.paired
     pair = MemoryItem("work of one layer's forward beside it", "activations", stream)
-    loss = [*always, logits, *head, _summed(config)]
+    loss = [*always, logits, *head, _summed(config), *_predictions_kept(config)]
     predictions = [*always, _summed(config), *_predictions(config, platform)]
     backward = [*always, *([] if chunked else head), work, pair]
     moments = {
         "gathering": [gathering],
         "loss": loss,
-        "further predictions": predictions,
+        "further predictions": [*predictions, *_beside(config, [logits, *head])],
         "backward": backward,
     }
     if platform == "cpu" or not sends_by_table(config):
@@ -441,32 +442,45 @@ def _itemsize(config: Config) -> int:
     return shapes.itemsize(config.precision.compute)
 
 
-def _predictions(config: Config, platform: str) -> list[MemoryItem]:
-    """Returns the items for further predictions in their backward: what they keep, and the work of a layer.
+def _predictions_kept(config: Config) -> list[MemoryItem]:
+    nbytes = prediction.kept_bytes(last_config(config)) if config.model.mtp else 0.0
+    return [MemoryItem("activations of further predictions", "activations", nbytes)]
 
-    No logits are left by then, and those of one head have their cotangent before the next's are made.
-    """
+
+def _predictions(config: Config, platform: str) -> list[MemoryItem]:
+    """Returns the items for further predictions in their backward: what they keep, and the work of a layer."""
     if not config.model.mtp:
         return []
-    last = last_config(config)
-    kept = prediction.kept_bytes(last)
-    work = activations.work(last, platform)
+    # of all depths together where none waits until it is computed again
+    layers = config.model.mtp if config.parallel.remat == "none" else 1
+    work = layers * activations.work(last_config(config), platform)
     trained = shapes.trained(config)
     size = _itemsize(config)
     # of each depth a gradient of the embedding in float32, and of the head
     tables = config.model.mtp * (4 * trained.tokens.full + size * trained.vocabulary.largest)
     gathered = gathers_at_use(config) * size * shapes.resident(config).predictions.full
-    new = (size + 4 * scatters_at_use(config)) * trained.predictions.full
+    # in float32 where they are scattered
+    new = (4 if scatters_at_use(config) else size) * trained.predictions.full
     return [
-        MemoryItem("activations of further predictions", "activations", kept),
+        *_predictions_kept(config),
         MemoryItem("work of a further prediction", "activations", work),
         MemoryItem("gathered weights of further predictions", "parameters", gathered),
         MemoryItem("new gradients of further predictions", "gradients", tables + new),
     ]
 
 
+def _beside(config: Config, head: list[MemoryItem]) -> list[MemoryItem]:
+    """Returns the items of the head that are there in the backward of further predictions: none where that waits for
+    the layer to be computed again.
+    """
+    return head if config.model.mtp and config.parallel.remat == "none" else []
+
+
 def _logits(config: Config, size: int) -> float:
-    return size * shapes.loss_chunk(config) * shapes.vocabulary_rows(config)
+    chunk = shapes.loss_chunk(config)
+    # chunks are of one head after the other; else XLA joins the sums of all heads, which then are there together
+    heads = 1 if shapes.loss_chunks(config) > 1 else 1 + config.model.mtp
+    return heads * size * chunk * shapes.vocabulary_rows(config)
 
 
 def _summed(config: Config) -> MemoryItem:

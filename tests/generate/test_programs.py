@@ -428,7 +428,8 @@ def test_a_position_of_deepseek_v3_is_576_numbers_a_layer():
     held = {}
     for kind, attention in {"latent": latent, "plain": {"head_dim": (192 + 128) // 2}}.items():
         config = mt.load({"model": sizes | attention, "precision": {"compute": "bfloat16"}})
-        state = Decoding(Model(mt.Program(config), None, 0, GOLDEN), 2, 16).empty()
+        program = mt.Program(config)
+        state = Decoding(Model(program, program.init().params, 0, GOLDEN), 2, 16).empty()
         held[kind] = sum(x.nbytes for x in jax.tree.leaves(state.cache)) / (2 * 16)
     assert held == {"latent": 576 * 2, "plain": 128 * (192 + 128) * 2}
 

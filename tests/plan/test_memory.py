@@ -435,7 +435,6 @@ FURTHER_ON_CPU: list[Any] = [
     (2, *ON_CPU[0]),
     (1, *ON_CPU[0]),
     (1, *ON_CPU[1]),
-    (1, *ON_CPU[2]),
     (1, *ON_CPU[3]),
 ]
 
