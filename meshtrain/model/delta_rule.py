@@ -354,16 +354,29 @@ def _recurrence(terms: _Terms) -> _Recurrence:
 
 
 def _propagate(recurrence: _Recurrence, start: Array, reverse: bool = False) -> _States:
-    def one(x: Array, here: _Recurrence) -> tuple[Array, tuple[Array, Array]]:
-        new = here.given
-        if here.right is not None:
-            new = new + _product("ck,kv->cv", here.right, x)
-        y = here.keep * x
-        if here.left is not None:
-            y = y + _product("ck,cv->kv", here.left, new)
-        return y if here.more is None else y + here.more, (x, new)
+    """Returns the states of all chunks, from that before them (`reverse`: behind them).
 
-    end, (starts, new) = lax.scan(one, start, recurrence, reverse=reverse)
+    Buffers for them begin as numbers of the arguments. Zeros, as `lax.scan` takes them, depend on nothing: XLA would
+    set those of several layers early, and hold them.
+    """
+    numbers = recurrence.given[..., :1, :1]
+    empty = lambda x: jnp.broadcast_to(numbers, (*numbers.shape[:3], *x.shape[-2:]))
+
+    def one(carry: tuple[Array, ...], here: Any) -> tuple[tuple[Array, ...], None]:
+        x, starts, added = carry
+        at, keep, left, right, new, more = here
+        if right is not None:
+            new = new + _product("ck,kv->cv", right, x)
+        y = keep * x
+        if left is not None:
+            y = y + _product("ck,cv->kv", left, new)
+        starts = lax.dynamic_update_index_in_dim(starts, x, at, 0)
+        added = lax.dynamic_update_index_in_dim(added, new, at, 0)
+        return (y if more is None else y + more, starts, added), None
+
+    over = jnp.arange(len(numbers)), *recurrence
+    begin = start, vary(empty(start), varying(start)), empty(recurrence.given)
+    (end, starts, new), _ = lax.scan(one, begin, over, reverse=reverse)
     return _States(starts, new, end)
 
 

@@ -214,7 +214,8 @@ class Forward:
             layer_or_padding if kind.padded and not kind.skipped else layer
         )
         gathers = self.zero.gathers_at_use or self.collectives.sequence_parallel
-        return checkpointed(named, self.config.parallel, gathers, self.config.lora.rank)
+        looped = all(len(segment.period) == 1 for segment in self.layout.segments)
+        return checkpointed(named, self.config.parallel, gathers, self.config.lora.rank, looped)
 
     def last_stream(self, weights: Weights, batch: Batch, key: Array | None) -> Array:
         """Returns the residual stream after the last layer, on a mesh without pipeline stages."""

@@ -386,7 +386,9 @@ def _work(config: Config, platform: str) -> float:
         # all heads' and their cotangents, which blocks have in another order too
         heads = (2 + (how == "blocks")) * (w.query + w.key + w.value + w.out)
         mlp = max(mlp, size * (heads + 4 * w.full) + scores)
-    across = _rule(config) if w.state else _across(config, w, size)
+    # beside the rule its layer's projections, the stream as they take it, and its cotangent
+    around = size * (w.products + 2 * w.full)
+    across = _rule(config) + around if w.state else _across(config, w, size)
     # Under the messages of a ring XLA puts what the MLP leaves, the products that give its weights' gradients; with
     # tensor parallelism these are under the MLP's own messages.
     both = config.parallel.context_strategy == "ring" and config.mesh.tensor == 1
