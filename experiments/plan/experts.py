@@ -301,6 +301,7 @@ def table() -> None:
     a_row = ["parallel.microbatches=64", "parallel.remat=selective"]
     first = [*a_row, "parallel.zero_stage=1"]
     once = ["parallel.experts.ranks_per_node=8"]
+    kept = [*first, "parallel.remat=names", f"parallel.remat_keep=[{','.join(KEPT['remat_keep'])}]"]
     for ranks, words, more in (
         (1, [], ""),
         (8, [], ""),
@@ -310,6 +311,7 @@ def table() -> None:
         (16, a_row + once, ", of a row a microbatch, to a node once"),
         (16, first, ", of a row a microbatch, ZeRO-1"),
         (16, first + once, ", of a row a microbatch, ZeRO-1, to a node once"),
+        (16, kept + once, ", the same, rows in slots kept"),
     ):
         config = load("configs/qwen3_30b_a3b.yaml", [f"mesh.expert={ranks}", *words])
         found = plan(config, named("h100", 16))

@@ -117,6 +117,17 @@ def add_experts(config: Config, layer: Layer, cluster: Cluster, profile: Framewo
     )
 
 
+def rows_back(config: Config, cluster: Cluster) -> Seconds:
+    """Returns what the backward of rows to slots and back takes less than twice its forward, a negative time: our
+    program moves as much again, and adds up the gradients of what gate and up take.
+    """
+    if config.mesh.expert == 1 or config.parallel.experts.dispatch != "all_to_all":
+        return Seconds()
+    elements = 4 * rows(config).slots * config.model.d_model
+    nbytes = elements * shapes.itemsize(config.precision.compute)
+    return Seconds(memory=-nbytes / cluster.accelerator.memory_rate)
+
+
 def kept(config: Config, remat: str, names: tuple[str, ...], taken: float) -> float:
     """Returns the bytes that one layer's experts keep of one microbatch for the backward: rows in slots, what the
     products into the experts give, the hidden activations before and after their weights, and the router's logits;

@@ -23,7 +23,7 @@ from meshtrain.plan import activations, compute, float8, shapes
 from meshtrain.plan.by_stack import averaged, stack_configs
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile, Layer, LayerShape, Seconds
 from meshtrain.plan.context import context_seconds
-from meshtrain.plan.experts import EXPOSED, add_experts, expert_seconds
+from meshtrain.plan.experts import EXPOSED, add_experts, expert_seconds, rows_back
 from meshtrain.plan.traffic import layer_transfers, practised_count
 
 
@@ -75,7 +75,7 @@ def layer_cost(
     device = cluster.accelerator
     profile = _take_kernel(config, device, profile)
     layer = _time_layer(config, cluster, profile)
-    parts = _layer_parts(config, device, layer, profile)
+    parts = _layer_parts(config, cluster, layer, profile)
     forward = sum((part.forward for part in parts), Seconds())
     backward = sum((part.backward for part in parts), Seconds())
     named = {part.name: part for part in parts}
@@ -180,14 +180,18 @@ def _kernel_length(config: Config) -> int:
 
 
 def _layer_parts(
-    config: Config, device: Accelerator, layer: Layer, profile: FrameworkProfile
+    config: Config, cluster: Cluster, layer: Layer, profile: FrameworkProfile
 ) -> list[LayerPart]:
     """Returns the contributions to one layer's compute time, recomputation among them."""
+    device = cluster.accelerator
     adapters = compute.adapters(config, device)
     rounding = float8.differences(config, device, profile)
     copies = Seconds(), Seconds()
+    moved = Seconds()
     if _is_ours_on_gpus(device, profile):
         copies = _copies(config, device)
+        if config.model.moe.experts:
+            moved = rows_back(config, cluster)
     backward = compute.layer_backward(
         layer.forward,
         device,
@@ -204,6 +208,7 @@ def _layer_parts(
         LayerPart("layer", layer.forward, backward),
         LayerPart("adapters", adapters, adapters * 2),
         LayerPart("copies", *copies),
+        LayerPart("experts", backward=moved),
         LayerPart("weights", backward=compute.weight_passes(config, device, profile)),
         LayerPart("recompute", backward=recompute),
         LayerPart("float8", rounding.forward, rounding.backward),

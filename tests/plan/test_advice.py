@@ -166,17 +166,16 @@ def test_what_a_schedule_holds_beside_a_plain_one_is_said_before_a_device_is_pai
     assert not [found for found in advice.notes(frugal) if "v_1f1b holds" in found]
 
 
-def test_on_one_stage_it_is_said_what_pairs_save_and_what_they_hold_more(llama_8b):
+def test_on_one_stage_it_is_said_what_pairs_save_and_that_they_hold_hardly_more(llama_8b):
     mesh, cluster = {"data": 2, "tensor": 8}, named("h100", 16)
     apart, pairs = (
         plan(llama_8b(mesh, {"global_batch_size": 16}, schedule=name, microbatches=8), cluster)
         for name in ("1f1b", "paired")
     )
-    assert pairs.seconds < apart.seconds and pairs.bytes > advice.HEAVY * apart.bytes
+    assert pairs.seconds < apart.seconds and pairs.bytes < 1.05 * apart.bytes
     (note,) = advice.notes(apart)
     assert note.startswith("parallel.schedule=paired, ") and f"hold {size(pairs.bytes)}" in note
-    (note,) = advice.notes(pairs)
-    assert note.startswith("paired holds ") and "where 1f1b would hold" in note
+    assert not advice.notes(pairs)
     alone = plan(llama_8b({"data": 16}, microbatches=4), cluster)
     assert not [note for note in advice.notes(alone) if "paired" in note]
 

@@ -10,6 +10,7 @@ from covering import slow_but
 
 from meshtrain.config import load, replaced
 from meshtrain.config.model import MoeConfig
+from meshtrain.config.schema import SELECTIVE
 from meshtrain.model.weights import parameters
 from meshtrain.parallel.placement import expert_axes
 from meshtrain.plan import DEFAULT_PROFILE, named, plan, shapes, traffic
@@ -36,6 +37,7 @@ def test_parameters_and_active_ones_are_as_published(config):
 
 
 SENT = {"nodes": {"dispatch": "all_to_all", "ranks_per_node": 2}}
+KEPT = {"dispatched": {"remat": "names", "remat_keep": ["dispatched"]}}
 
 
 def configuration(dispatch, capacity, remat="none", family="llama", **mesh):
@@ -54,7 +56,7 @@ def configuration(dispatch, capacity, remat="none", family="llama", **mesh):
             "parallel": {
                 "experts": SENT.get(dispatch, {"dispatch": dispatch}) | {"capacity": capacity},
                 "zero_stage": 2,
-                "remat": remat,
+                **KEPT.get(remat, {"remat": remat}),
                 "microbatches": 2,
                 "sequence_parallel": mesh.get("tensor", 1) > 1,
             },
@@ -68,6 +70,7 @@ FEW: list[dict] = [
     {"pipeline": 2},
     {"tensor": 2, "expert": 2, "remat": "full"},
     {"context": 2, "remat": "full"},
+    {"remat": "dispatched"},
     {"data": 1, "context": 4},
     {"data": 2, "context": 2, "pipeline": 2, "remat": "full"},
 ]
@@ -240,6 +243,17 @@ def test_passes_over_memory_are_over_the_room_on_gpus_and_over_rows_in_use_in_lo
         4 / 1.1 * activation(4.0, "h100", other), rel=0.02
     )
     assert activation(None, "tpu-v5p") == pytest.approx(activation(None, "tpu-v5p", other))
+
+
+@pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all", "nodes"])
+def test_rows_that_are_kept_are_neither_sent_nor_put_into_slots_again(dispatch):
+    again, kept = (configuration(dispatch, 1.0, remat) for remat in ("selective", "dispatched"))
+    assert not [t for t in plan(kept, named("h100", 4)).transfers if "rows to" in t.what and "again" in t.what]
+    costs = [layer_cost(config, named("h100", 4)) for config in (again, kept)]
+    assert costs[1].expert_sends < costs[0].expert_sends
+    forward = costs[0].forward.memory
+    spared = replaced(again, parallel=KEPT["dispatched"] | {"remat_keep": [*SELECTIVE, "dispatched"]})
+    assert layer_cost(spared, named("h100", 4)).recompute.memory < costs[0].recompute.memory < forward
 
 
 def test_a_pair_hides_three_tenths_of_the_experts_messages_where_there_is_work_for_as_long():

@@ -172,6 +172,32 @@ def test_there_is_one_more_place_only_where_all_are_held_when_a_stage_is_idle(sc
         assert executed(table).depths == exact
 
 
+@pytest.mark.parametrize("microbatches", [2, 3, 8])
+def test_on_one_stage_a_pair_leaves_each_layer_where_one_was_just_read(microbatches):
+    layers = 5
+    table = make_table("paired", 1, microbatches)
+    work = ops_per_clock(phases(table))
+    buffers = executed(table, work)
+    assert buffers.alternates and buffers.depths.stash == 1
+    assert executed(table, work, alike=False).depths == executed(table).depths == depths(table)
+
+    def turn(microbatch, layer):
+        return layers - 1 - layer if microbatch % 2 else layer
+
+    stash = {}
+    for clock in range(table.clocks):
+        forward, backward = (table.cells[clock, 0, slot, 0] >= 0 for slot in (F, B))
+        assert work[clock, 0] == forward and work[clock, 2] == backward, "none is computed idly"
+        for i in range(layers):
+            if backward:
+                b = buffers.b_microbatch[clock, 0]
+                layer = layers - 1 - i
+                assert stash[buffers.b_stash[clock, 0], turn(b, layer)] == (b, layer)
+            if forward:
+                f = buffers.f_microbatch[clock, 0]
+                stash[buffers.f_stash[clock, 0], turn(f, i)] = f, i
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_embeddings_come_one_forward_early_and_leave_one_backward_late_but_for_pairs(schedule):
     for table in executed_tables(schedule):

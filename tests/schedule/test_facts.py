@@ -17,6 +17,14 @@ def test_the_formulas_say_what_the_tables_say(schedule, stages):
             assert facts_of(*sizes) == facts(make_table(*sizes)), sizes
 
 
+@pytest.mark.parametrize("schedule", ["paired", "zb_paired"])
+def test_the_formulas_say_what_the_tables_of_one_stage_say(schedule):
+    for microbatches in (1, 2, 3, 9):
+        sizes = schedule, 1, microbatches, 1
+        assert facts_of(*sizes) == facts(make_table(*sizes)), sizes
+    assert facts_of("paired", 1, 9).spare.stash == -1
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_seconds_are_those_of_the_simulator(schedule):
     durations = Durations(1.0, 0.7, 1.3, head=0.5, head_spread=False)
