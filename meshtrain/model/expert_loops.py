@@ -62,10 +62,11 @@ def looped(
     )
 
 
-def weighted_hidden(
-    hidden: Hidden, gate: jax.Array, up: jax.Array, weights: jax.Array
-) -> jax.Array:
-    """Returns what goes into the last product: hidden activations [S, F] times the weights [S, 1] of their slots."""
+def weighted_hidden(hidden: Hidden, into: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns what goes into the last product, of gate beside up [S, 2 F]: hidden activations [S, F] times the weights
+    [S, 1] of their slots.
+    """
+    gate, up = jnp.split(into, 2, axis=1)
     return hidden(gate, up) * weights.astype(gate.dtype)
 
 
@@ -102,11 +103,6 @@ def _into(expert: OneExpert, x: jax.Array) -> jax.Array:
     return (y if expert.into_bias is None else y + expert.into_bias).astype(x.dtype)
 
 
-def _between(hidden: Hidden, into: jax.Array, weight: jax.Array) -> jax.Array:
-    gate, up = jnp.split(into, 2, axis=1)
-    return weighted_hidden(hidden, gate, up, weight)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _looped(
     hidden: Hidden,
@@ -121,7 +117,10 @@ def _looped(
         expert = _one(own)
         weight = blocks.weight(i)
         y = dot(
-            _between(hidden, _into(expert, blocks.take_rows(rows, i)), weight), expert.down, 1, 0
+            weighted_hidden(hidden, _into(expert, blocks.take_rows(rows, i)), weight),
+            expert.down,
+            1,
+            0,
         )
         return (y if expert.down_bias is None else y + weight * expert.down_bias).astype(rows.dtype)
 
@@ -140,7 +139,7 @@ def _backward(
         expert = _one(own)
         g = blocks.take_rows(g_ND, i)
         into = _into(expert, blocks.take_rows(rows, i))
-        h, between_vjp = jax.vjp(partial(_between, hidden), into, blocks.weight(i))
+        h, between_vjp = jax.vjp(partial(weighted_hidden, hidden), into, blocks.weight(i))
         to_into, to_weight = between_vjp(dot(g, expert.down, 1, 1).astype(g.dtype))
         if expert.down_bias is not None:
             to_weight = to_weight + jnp.sum(g * expert.down_bias, 1, keepdims=True)

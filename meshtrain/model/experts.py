@@ -237,18 +237,17 @@ class Experts(nnx.Module):
         block_of = slots.expert_of_block, slots.blocks, collectives.platform
         source = slots.pairs // weights_NK.shape[1]
         x = self.rows(checkpoint_name(spread(rows_ND, source, slots.places), "dispatched"))
-        branches = [self.product(name, x, *block_of) for name in ("gate", "up")]
+        if self.float8 is None:
+            into = grouped(x, (self.gate[...], self.up[...]), *block_of)
+        else:
+            into = jnp.concatenate([self.product(name, x, *block_of) for name in ("gate", "up")], 1)
         if self.gate_bias is not None and self.up_bias is not None:
-            branches = [
-                b + slot_biases(bias[...], slots)
-                for b, bias in zip(branches, (self.gate_bias, self.up_bias), strict=True)
-            ]
+            biases = jnp.concatenate([self.gate_bias[...], self.up_bias[...]], 1)
+            into = into + slot_biases(biases, slots)
         weights = spread(weights_NK.reshape(-1, 1), slots.pairs, slots.places.reshape(-1, 1))
         # weights before the last product, so that its output is not kept for their gradient
         weighted = keeping_arguments(partial(weighted_hidden, self.hidden))
-        h = checkpoint_name(
-            weighted(*(checkpoint_name(b, "mlp_in") for b in branches), weights), "mlp_hidden"
-        )
+        h = checkpoint_name(weighted(checkpoint_name(into, "mlp_in"), weights), "mlp_hidden")
         y = self.product("down", self.rows(h), *block_of)
         if self.down_bias is not None:
             y = y + (slot_biases(collectives.share(self.down_bias[...]), slots) * weights).astype(

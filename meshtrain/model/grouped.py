@@ -17,22 +17,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal
 
 from meshtrain.compat import vary, varying
 
-GroupedResiduals = tuple[jax.Array | None, jax.Array, jax.Array, jax.Array]
+Matrices = tuple[jax.Array, ...]
+GroupedResiduals = tuple[jax.Array | None, Matrices, jax.Array, jax.Array]
 
 
 def grouped(
     rows_RK: jax.Array,
-    weight_EKN: jax.Array,
+    weight_EKN: jax.Array | Matrices,
     expert_of_block: jax.Array,
     blocks: jax.Array,
     platform: str = "cpu",
 ) -> jax.Array:
     """Returns [R, N] in the rows' dtype, of sums in float32: each block of rows times the weight of its expert.
+
+    Several weights stand beside each other in one product, so that there is one gradient of the rows, and not several
+    to be added up.
 
     Rows are blocks of equal length, R / B, each of one expert: int32 [B], which does not fall. Only the first `blocks`
     (int32 scalar) are
@@ -44,8 +49,9 @@ def grouped(
     `Collectives`) cpu or tpu it is a loop over the blocks in use; on gpu kernels, where the length of a block, K and N
     are multiples of 16, else the loop.
     """
-    axes = frozenset[str]().union(*map(varying, (rows_RK, weight_EKN, expert_of_block, blocks)))
-    return _grouped(platform, *vary((rows_RK, weight_EKN, expert_of_block, blocks), axes))
+    weights = weight_EKN if isinstance(weight_EKN, tuple) else (weight_EKN,)
+    axes = frozenset[str]().union(*map(varying, (rows_RK, *weights, expert_of_block, blocks)))
+    return _grouped(platform, *vary((rows_RK, weights, expert_of_block, blocks), axes))
 
 
 def implementation(platform: str, rows: jax.Array, weight: jax.Array, experts: jax.Array) -> Any:
@@ -61,8 +67,9 @@ def implementation(platform: str, rows: jax.Array, weight: jax.Array, experts: j
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped(
-    platform: str, rows: jax.Array, weight: jax.Array, experts: jax.Array, blocks: jax.Array
+    platform: str, rows: jax.Array, weights: Matrices, experts: jax.Array, blocks: jax.Array
 ) -> jax.Array:
+    weight = jnp.concatenate(weights, 2)
     return implementation(platform, rows, weight, experts).multiply_blocks(
         rows, weight, experts, blocks
     )
@@ -71,28 +78,28 @@ def _grouped(
 def _forward(
     platform: str,
     rows: CustomVJPPrimal,
-    weight: CustomVJPPrimal,
+    weights: tuple[CustomVJPPrimal, ...],
     experts: CustomVJPPrimal,
     blocks: CustomVJPPrimal,
 ) -> tuple[jax.Array, GroupedResiduals]:
     """Keeps no rows for the gradient of a frozen weight, since it has none."""
-    residual = rows.value if weight.perturbed else None
-    out = _grouped(platform, rows.value, weight.value, experts.value, blocks.value)
-    return out, (residual, weight.value, experts.value, blocks.value)
+    residual = rows.value if any(w.perturbed for w in weights) else None
+    kept = tuple(w.value for w in weights), experts.value, blocks.value
+    return _grouped(platform, rows.value, *kept), (residual, *kept)
 
 
 def _backward(
     platform: str, residuals: GroupedResiduals, g_RN: jax.Array
-) -> tuple[jax.Array, jax.Array | None, None, None]:
-    rows, weight, experts, blocks = residuals
+) -> tuple[jax.Array, Any, None, None]:
+    rows, weights, experts, blocks = residuals
+    weight = jnp.concatenate(weights, 2)
     run = implementation(platform, g_RN, weight, experts)
     to_rows = run.multiply_blocks(g_RN, weight, experts, blocks, transposed=True)
-    return (
-        to_rows,
-        None if rows is None else run.weight_gradient(rows, g_RN, experts, blocks, weight),
-        None,
-        None,
-    )
+    if rows is None:
+        return to_rows, None, None, None
+    to_weights = run.weight_gradient(rows, g_RN, experts, blocks, weight)
+    ends = np.cumsum([w.shape[2] for w in weights])[:-1]
+    return to_rows, tuple(jnp.split(to_weights, ends, 2)), None, None
 
 
 _grouped.defvjp(_forward, _backward, symbolic_zeros=True)

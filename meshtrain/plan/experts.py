@@ -119,11 +119,10 @@ def add_experts(config: Config, layer: Layer, cluster: Cluster, profile: Framewo
 
 def rows_back(config: Config, cluster: Cluster) -> Seconds:
     """Returns what the backward of rows to slots and back takes less than twice its forward, a negative time: our
-    program moves as much again, and adds up the gradients of what gate and up take.
+    program moves as much again.
     """
-    if config.mesh.expert == 1 or config.parallel.experts.dispatch != "all_to_all":
-        return Seconds()
-    elements = 4 * rows(config).slots * config.model.d_model
+    sent = config.mesh.expert > 1 and config.parallel.experts.dispatch == "all_to_all"
+    elements = (7 if sent else 3) * rows(config).slots * config.model.d_model
     nbytes = elements * shapes.itemsize(config.precision.compute)
     return Seconds(memory=-nbytes / cluster.accelerator.memory_rate)
 

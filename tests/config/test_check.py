@@ -395,9 +395,9 @@ def test_an_open_schedule_has_pairs_where_the_plan_finds_them_faster_and_they_fi
         assert not SCHEDULES.get(
             alone.parallel.schedule, SCHEDULES["gpipe"]
         ).paired and "plan" not in "".join(chosen(alone))
-    few, full = of(microbatches=2), of(pipeline=1, model={"layers": 60})
+    few, full = of(microbatches=2), of(model={"layers": 120})
     assert schedule(few) == ("interleaved", 4) and " with paired" in chosen(few)[0]
-    assert schedule(full) == ("auto", 1) and " with paired, which holds " in chosen(full)[0]
+    assert schedule(full) == ("interleaved", 6) and " with paired, which holds " in chosen(full)[0]
     named = of(schedule="interleaved", virtual_stages=4)
     assert (
         schedule(named) == ("interleaved", 4) == schedule(replaced(named, train={"steps": 3}))

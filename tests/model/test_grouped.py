@@ -102,6 +102,25 @@ def test_a_grouped_product_and_its_gradients_are_those_of_a_loop_over_experts(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_weights_side_by_side_give_what_each_gives_alone(interpreted, platform):
+    rows, weight, experts, blocks, cotangent = given([2.25, 0, 1.5], 1, IN_TILES)
+    both = weight, 2 * weight[::-1]
+
+    def run(rows, weights):
+        return grouped(rows, weights, experts, blocks, platform)
+
+    y, vjp = jax.vjp(run, rows, both)
+    to_rows, to_weights = vjp(jnp.concatenate([cotangent, 3 * cotangent], 1))
+    apart = [jax.vjp(run, rows, w) for w in both]
+    np.testing.assert_allclose(y, jnp.concatenate([y for y, _ in apart], 1), rtol=1e-6)
+    gradients = [vjp(n * cotangent) for n, (_, vjp) in zip((1, 3), apart, strict=True)]
+    total = sum(to_rows for to_rows, _ in gradients)
+    np.testing.assert_allclose(to_rows, total, atol=1e-5 * np.abs(total).max())
+    for got, (_, alone) in zip(to_weights, gradients, strict=True):
+        np.testing.assert_allclose(got, alone, atol=1e-6 * np.abs(alone).max())
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_sums_are_in_float32_and_rounded_once(interpreted, platform):
     """To the rows' dtype: by half of the last of bfloat16's 8 bits."""
     rows, weight, experts, blocks, cotangent = given([2.5, 0, 3], 1, IN_TILES)
