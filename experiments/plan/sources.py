@@ -1,7 +1,7 @@
 """Whole sources left out: numbers fitted on all other sources of a family of GPUs, judged on every row of the one left
 out.
 
-python -m experiments.plan.sources          the table by source, by GPU, tensor degree, model size, length and devices (3 minutes)
+python -m experiments.plan.sources          the table by source, feature, GPU, tensor degree, model size, length and devices (3 minutes)
 python -m experiments.plan.sources --shipped   the same by the numbers that ship, which know every source (seconds)
 """
 
@@ -30,6 +30,8 @@ NEVER_FITTED = (
     "marin",
     "MaxText experts",
 )
+# Whose rate of products comes from one source alone.
+ONE_SOURCE = {"gb200": "NeMo", "h100-96": "torchtitan"}
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,32 @@ def _size(run: Run) -> str:
     )
 
 
+def _feature(run: Run) -> str:
+    """What a row has beside dense layers of 16 bits in rows of one device."""
+    config = run.config
+    features = {
+        "float8": config.precision.matmul == "float8",
+        "experts": config.model.moe.experts > 0,
+        "context": config.mesh.context > 1,
+        "pipeline": config.mesh.pipeline > 1,
+        "tensor": config.mesh.tensor > 1,
+        "data": config.mesh.data > 1,
+    }
+    return next((name for name, has in features.items() if has), "one device")
+
+
+@functools.cache
+def seen() -> frozenset[int]:
+    """The rows that the shipped rates were fitted on, by `id`."""
+    alone = [run for run in every() if run.source == ONE_SOURCE.get(run.accelerator)]
+    rows = [*fitted_on("Ampere"), *fitted_on("Hopper"), *tpu.FITTED, *alone]
+    return frozenset(map(id, rows))
+
+
 GROUPS: dict[str, Callable[[Run], str]] = {
     "source": lambda run: run.source,
+    "the first feature": _feature,
+    "the fit": lambda run: "has seen it" if id(run) in seen() else "has not seen it",
     "GPU": lambda run: run.accelerator,
     "tensor": lambda run: (
         str(run.config.mesh.tensor)

@@ -379,9 +379,12 @@ def _work(config: Config, platform: str) -> float:
     if how == "blocks":
         block = _block_of_scores(config, w)
         if config.parallel.remat == "none":
-            return shapes.tokens(config) * max(mlp, 6 * block + 2 * size * w.full)
+            # with dropout its random numbers too, and what it leaves of the scores
+            blocks = (12 if _model_drops(config) else 6) * block
+            return shapes.tokens(config) * max(mlp, blocks + 2 * size * w.full)
         scores = (10 if _model_drops(config) else 3) * block
-        mlp += size * w.matrices * w.hidden + scores
+        held = "mlp_in" in (*config.parallel.names_kept, *config.parallel.remat_offload)
+        mlp += size * w.matrices * w.hidden * (not held) + scores
     if w.latent and not w.state:
         # all heads' and their cotangents, which blocks have in another order too
         heads = (2 + (how == "blocks")) * (w.query + w.key + w.value + w.out)

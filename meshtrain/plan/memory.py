@@ -239,12 +239,17 @@ def kept(
     # All that dpo's reference leaves: its forward comes first, and holds less than a step does, of which it is a part.
     losses = 4 * shapes.tokens(config) * parallel.microbatches if has_reference(config) else 0
     reference = MemoryItem("losses under the reference", "activations", losses)
+    cpu = platform == "cpu"
     if not runs_table(config):
+        # The memory of CPUs is the host's too, and their program of adapters has the layers' inputs twice.
+        offloaded = cpu * activations.offloaded(config) * stage.on_device
+        again = cpu * (config.lora.rank > 0) * stage.on_device * stream
         return [
             MemoryItem("activations kept for the backward", "activations", stage.on_device * layer),
+            MemoryItem("activations in the host's memory", "activations", offloaded),
+            MemoryItem("inputs of the layers, again", "activations", again),
             reference,
         ]
-    cpu = platform == "cpu"
     # On CPU idle slots are skipped, and all is carried through all clocks. Elsewhere what only forwards take is gone in
     # backwards after them.
     spare = facts.spare
