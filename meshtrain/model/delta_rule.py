@@ -362,7 +362,7 @@ def _propagate(recurrence: _Recurrence, start: Array, reverse: bool = False) -> 
     numbers = recurrence.given[..., :1, :1]
     empty = lambda x: jnp.broadcast_to(numbers, (*numbers.shape[:3], *x.shape[-2:]))
 
-    def one(carry: tuple[Array, ...], here: Any) -> tuple[tuple[Array, ...], None]:
+    def one(carry: Any, here: Any) -> tuple[Any, None]:
         x, starts, added = carry
         at, keep, left, right, new, more = here
         if right is not None:

@@ -403,7 +403,7 @@ def _layer_keeps(config: Config, tables: _Tables, at: list[int]) -> Any:
     # else a layer of a kind keeps the same in all of them, which differ in the mean over slots alone
     each = [(stack, memory.layer_bytes(one)) for stack, one in stack_configs(config)]
     return tuple(
-        sum(np.outer(n, [of.count(stack) / len(of) for of in slots]) for stack, n in each)
+        np.sum([np.outer(n, [of.count(stack) / len(of) for of in slots]) for stack, n in each], 0)
     )
 
 
