@@ -273,8 +273,8 @@ def _attention_mixer(
 
 
 # Numbers a token and head that the rule's forward reads and writes, float32: of a key's width, a value's, the pairs of
-# a chunk's tokens, and the states of chunks. Read off programs for a described H100, with chunks of 32 and 64, widths of
-# 64 and 128. They bound it, its products do not; and its backward, which begins with a forward of its own, as much
+# a chunk's tokens, and the states of chunks. Read off programs for a described H100, with chunks of 32 and 64, widths
+# of 64 and 128. They bound it, its products do not; and its backward, which begins with a forward of its own, as much
 # beside it as that of attention's kernel does (2.9 to 3.3 times).
 RULE_KEYS = 10.8
 RULE_VALUES = 18.7
