@@ -77,7 +77,9 @@ NOT_HERE = {
     "srun meshtrain train --config FILE": "likewise, where Slurm is installed",
     "python -m meshtrain.serve RUN": "serves until it is told to end; tests/serve/ has it",
     "python -m meshtrain.serve RUN --draft": "likewise",
-    "python -m meshtrain.generate RUN --prompt def main( --tokens 200 --draft": "needs a run with model.mtp; "
+    "python -m meshtrain.adopt export RUN HF_OUT --dtype float8": "for DeepSeek's class; "
+    "tests/hf_families/test_deepseek.py writes such files",
+    "python -m meshtrain.generate RUN --prompt def main( --prompt import  --tokens 100 --draft": "needs a run with model.mtp; "
     "tests/generate/test_drafting.py has one",
     "python -m meshtrain.serve RUN --cache 64 --cache-seconds 3600": "likewise",
     "python -m meshtrain.serve RUN_A RUN_B --resident 1": "likewise",

@@ -328,11 +328,10 @@ def _unpipelined_moments(config: Config, platform: str) -> dict[str, list[Memory
     )
     weights, scattered = _layer_items(config)
     work = MemoryItem("work of one layer", "activations", activations.work(config, platform))
-    predictions = [gathered, _summed(config), *early, *_predictions(config, platform)]
-    loss = [logits, *head, gathered, _summed(config), *early, *_predictions_kept(config)]
+    always = [gathered, _summed(config), *early]
     return {
-        "loss": loss,
-        "further predictions": [*predictions, *_beside(config, [logits, *head])],
+        "loss": [logits, *head, *always],
+        "further predictions": [*always, *_predictions(config, platform, [logits, *head])],
         "loss head": [*head, gathered, *(new if several and not waits else [largest]), *early],
         "backward": [*gradients, *new, weights, work, scattered, *(head if waits else [])],
     }
@@ -394,13 +393,13 @@ def _pipelined_moments(
     # While a pair's backward is in the MLP: the stream as a product of the forward takes it, and gives it.
     stream = 2 * size * shapes.tokens(config) * config.model.d_model * facts.paired
     pair = MemoryItem("work of one layer's forward beside it", "activations", stream)
-    loss = [*always, logits, *head, _summed(config), *_predictions_kept(config)]
-    predictions = [*always, _summed(config), *_predictions(config, platform)]
+    of_head = [logits, *head]
+    further = _predictions(config, platform, of_head)
     backward = [*always, *([] if chunked else head), work, pair]
     moments = {
         "gathering": [gathering],
-        "loss": loss,
-        "further predictions": [*predictions, *_beside(config, [logits, *head])],
+        "loss": [*always, *of_head, _summed(config)],
+        "further predictions": [*always, *further, _summed(config)],
         "backward": backward,
     }
     if platform == "cpu" or not sends_by_table(config):
@@ -447,18 +446,17 @@ def _itemsize(config: Config) -> int:
     return shapes.itemsize(config.precision.compute)
 
 
-def _predictions_kept(config: Config) -> list[MemoryItem]:
-    nbytes = prediction.kept_bytes(last_config(config)) if config.model.mtp else 0.0
-    return [MemoryItem("activations of further predictions", "activations", nbytes)]
+def _predictions(config: Config, platform: str, head: list[MemoryItem]) -> list[MemoryItem]:
+    """Returns the items for further predictions in their backward: what they keep, and the work of a layer.
 
-
-def _predictions(config: Config, platform: str) -> list[MemoryItem]:
-    """Returns the items for further predictions in their backward: what they keep, and the work of a layer."""
+    Nothing of the `head` is left where the backward waits until the layer is computed again. Elsewhere all depths are
+    worked on together.
+    """
     if not config.model.mtp:
         return []
-    # of all depths together where none waits until it is computed again
-    layers = config.model.mtp if config.parallel.remat == "none" else 1
-    work = layers * activations.work(last_config(config), platform)
+    last = last_config(config)
+    together = config.parallel.remat == "none"
+    work = (config.model.mtp if together else 1) * activations.work(last, platform)
     trained = shapes.trained(config)
     size = _itemsize(config)
     # of each depth a gradient of the embedding in float32, and of the head
@@ -466,19 +464,14 @@ def _predictions(config: Config, platform: str) -> list[MemoryItem]:
     gathered = gathers_at_use(config) * size * shapes.resident(config).predictions.full
     # in float32 where they are scattered
     new = (4 if scatters_at_use(config) else size) * trained.predictions.full
+    kept = prediction.kept_bytes(last)
     return [
-        *_predictions_kept(config),
+        *(head if together else []),
+        MemoryItem("activations of further predictions", "activations", kept),
         MemoryItem("work of a further prediction", "activations", work),
         MemoryItem("gathered weights of further predictions", "parameters", gathered),
         MemoryItem("new gradients of further predictions", "gradients", tables + new),
     ]
-
-
-def _beside(config: Config, head: list[MemoryItem]) -> list[MemoryItem]:
-    """Returns the items of the head that are there in the backward of further predictions: none where that waits for
-    the layer to be computed again.
-    """
-    return head if config.model.mtp and config.parallel.remat == "none" else []
 
 
 def _logits(config: Config, size: int) -> float:

@@ -6,6 +6,8 @@ import pytest
 
 pytest.importorskip("safetensors")
 
+from golden import GOLDEN, adopted
+
 from meshtrain.adopt.exporting import export, live_source
 from meshtrain.config import load
 from meshtrain.errors import ConfigError
@@ -84,3 +86,34 @@ def test_other_classes_have_no_files_in_float8(tmp_path):
     config = load({"model": {"layers": 1, "d_model": 16, "heads": 2, "d_ff": 24, "vocab_size": 40}})
     with pytest.raises(ConfigError, match=r"model\.family llama"):
         export(config, None, tmp_path / "out", "float8")
+
+
+def apart(directory, expected, tokens):
+    """Returns the largest difference of logits, in shares of the largest logit."""
+    program, files = adopted(directory)
+    params = loading.load(program.layout, files)
+    found = program.logits(params, jax.device_put(tokens, program.batch_sharding))
+    return np.abs(found - expected).max() / np.abs(expected).max()
+
+
+TOKENS = np.random.default_rng(0).integers(0, 45, (2, 48)).astype(np.int32)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_logits_are_those_of_transformers(family):
+    assert apart(GOLDEN / family, np.load(GOLDEN / family / "logits.npy"), TOKENS) < 2e-5
+
+
+@pytest.mark.thorough
+def test_plain_queries_and_one_group_as_moonlight_has_them_give_transformers_logits(tmp_path):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = read_json(GOLDEN / "deepseek_v3" / CONFIG)
+    sizes |= {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "rope_parameters": None}
+    model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes)).eval()
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(TOKENS).long()).logits.numpy()
+    assert apart(tmp_path, expected, TOKENS) < 2e-5
