@@ -375,7 +375,7 @@ def _propagate(recurrence: _Recurrence, start: Array, reverse: bool = False) -> 
         return (y if more is None else y + more, starts, added), None
 
     over = jnp.arange(len(numbers)), *recurrence
-    begin = start, vary(empty(start), varying(start)), empty(recurrence.given)
+    begin: Any = start, vary(empty(start), varying(start)), empty(recurrence.given)
     (end, starts, new), _ = lax.scan(one, begin, over, reverse=reverse)
     return _States(starts, new, end)
 

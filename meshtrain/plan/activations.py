@@ -411,8 +411,8 @@ def _block_of_scores(config: Config, w: Widths) -> float:
 # 64 and 128.
 PAIRS = 3
 KEYS = 7
-VALUES = 5
-STATES = 3
+VALUES = 4
+STATES = 2
 
 
 def _rule(config: Config) -> float:
