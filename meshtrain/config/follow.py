@@ -164,7 +164,9 @@ def loss_chunk(config: Config, tokens: int, rows: int) -> int | None:
         return None  # one label each
     chunk = config.train.loss_chunk
     if chunk == "auto":
-        chunk = CHUNK if 4 * tokens * rows > ROOM else tokens
+        chunk = tokens
+        if 4 * tokens * rows > ROOM:
+            chunk = CHUNK
     return chunk if chunk < tokens else None
 
 

@@ -220,7 +220,10 @@ def _fill_from_weights(config: Config, model_keys: Set[str]) -> Config:
 
 def _read_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        node = compose(yaml.dump(dict(values), Dumper=_Dumper)) if values else None
+        if values:
+            node = compose(yaml.dump(dict(values), Dumper=_Dumper))
+        else:
+            node = None
     except yaml.representer.RepresenterError as error:
         data = error.args[-1]
         sentence = f"{GIVEN} hold {short(repr(data))}; they may be texts, paths, numbers, switches and lists."
@@ -231,7 +234,9 @@ def _read_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
             )
         raise ConfigError(sentence) from None
     except (yaml.YAMLError, RecursionError) as error:
-        reason = problem(error)[1] if isinstance(error, yaml.YAMLError) else TOO_DEEP
+        reason = TOO_DEEP
+        if isinstance(error, yaml.YAMLError):
+            reason = problem(error)[1]
         raise ConfigError(f"{GIVEN} are no config: {reason}.") from None
     if node is None:
         return {}
@@ -437,7 +442,10 @@ def _composed(path: str | Path, what: str, flag: str, example: str) -> tuple[yam
 
 def _section(kind: Any, node: yaml.Node, prefix: str, source: str, what: str) -> dict[str, Any]:
     if not isinstance(node, yaml.MappingNode):
-        shown = f"section {prefix[:-1]!r}" if prefix else f"a {what}"
+        if prefix:
+            shown = f"section {prefix[:-1]!r}"
+        else:
+            shown = f"a {what}"
         raise ConfigError(
             f"{_locate(source, node)}: {shown} must be a mapping of keys to values, not {shape(node)}."
         )
@@ -535,7 +543,9 @@ def _unknown(kind: type, prefix: str, name: str) -> str:
         return f"there is no key {prefix}{short(name)}; {secret}."
     if path := meant(name):
         return f"there is no key {prefix}{short(name)}; did you mean {path.removeprefix(prefix)}?"
-    what = "section" if all(map(dataclasses.is_dataclass, hints.values())) else "key"
+    what = "key"
+    if all(map(dataclasses.is_dataclass, hints.values())):
+        what = "section"
     shown = short(name if name.isidentifier() else repr(name))
     return f"there is no {what} {prefix}{shown}" + (
         nearest(name, hints) or f"; legal are {', '.join(hints)}."

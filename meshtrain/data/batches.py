@@ -112,30 +112,36 @@ class BatchesOfRows:
         parts = [read_part(portion.rows, portion.places, columns) for portion in portions]
         if len(portions[0].at) == count:
             return parts[0]
-        first = parts[0].items()
-        batch = {name: np.zeros((count, *x.shape[1:]), x.dtype) for name, x in first}
+        batch = {}
+        for name, x in parts[0].items():
+            shape = (count, *x.shape[1:])
+            batch[name] = np.zeros(shape, x.dtype)
         for portion, part in zip(portions, parts, strict=True):
             for name, x in part.items():
                 batch[name][portion.at] = x
         return batch
 
     def tokens(self, k: int) -> int:
-        return sum(portion.tokens for portion in self._portions(k, slice(None))[0])
+        portions, _ = self._portions(k, slice(None))
+        return sum(portion.tokens for portion in portions)
 
     def _portions(self, k: int, rows: slice) -> tuple[list[Portion], int]:
         """Returns where these rows of batch k lie, and how many they are with padding."""
         begin, end, step = rows.indices(self.size)
         count = len(range(begin, end, step))
-        many = min(AHEAD_LABELS // max(count * self.sources[0].length, 1), AHEAD_BATCHES) or 1
-        return self._located(k // many, many, begin, end, step)[k % many], count
+        labels = max(count * self.sources[0].length, 1)
+        many = min(AHEAD_LABELS // labels, AHEAD_BATCHES) or 1
+        block, place = divmod(k, many)
+        batches = self._located(block, many, begin, end, step)
+        return batches[place], count
 
     def _locate(
         self, block: int, many: int, begin: int, end: int, step: int
     ) -> list[list[Portion]]:
         """The portions of each of `many` batches: no empty one, but for a batch without any row."""
-        sources, items = self.choose(
-            (block * many + np.arange(many))[:, None], np.arange(begin, end, step)
-        )
+        ks = block * many + np.arange(many)
+        rows = np.arange(begin, end, step)
+        sources, items = self.choose(ks[:, None], rows)
         batches: list[list[Portion]] = [[] for _ in range(many)]
         for number, source in enumerate(self.sources):
             own = sources == number
@@ -143,10 +149,11 @@ class BatchesOfRows:
             ends = np.cumsum(own.sum(1)).tolist()
             for portions, mask, first, last in zip(batches, own, [0, *ends], ends, strict=False):
                 portions.append(Portion(source, places[first:last], np.flatnonzero(mask)))
-        return [
-            [portion for portion in portions if len(portion.at)] or portions[:1]
-            for portions in batches
-        ]
+        filled = []
+        for portions in batches:
+            nonempty = [portion for portion in portions if len(portion.at)]
+            filled.append(nonempty or portions[:1])
+        return filled
 
 
 class RowBatches(BatchesOfRows):
@@ -156,9 +163,11 @@ class RowBatches(BatchesOfRows):
         super().__init__([rows], size)
         self.rows = rows
         self.pad = pad
-        self.batches_per_epoch = self.batches_once = (
-            -(-rows.count // size) if pad else rows.count // size
-        )
+        batches = rows.count // size
+        if pad:
+            batches = -(-rows.count // size)
+        self.batches_per_epoch = batches
+        self.batches_once = batches
 
     @property
     def tokens_per_batch(self) -> float:
@@ -170,7 +179,9 @@ class RowBatches(BatchesOfRows):
     def choose(self, ks: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         epochs, indices = np.divmod(ks, self.batches_per_epoch)
         positions = indices * self.size + rows
-        return np.where(positions < self.rows.count, 0, -1), epochs * self.rows.count + positions
+        sources = np.where(positions < self.rows.count, 0, -1)
+        items = epochs * self.rows.count + positions
+        return sources, items
 
 
 @dataclass(frozen=True, repr=False)
@@ -196,13 +207,16 @@ class SplitBatches:
 
         A pure function of (seed, k): the whole state of the data is k.
         """
-        (real, _), (total, _) = self.batches.batch_shape(k), self.batch_shape(k)
+        real, _ = self.batches.batch_shape(k)
+        total, _ = self.batch_shape(k)
         if real == total:
             return self.batches.batch(k, rows, columns)
         begin, end, step = rows.indices(total)
-        batch = self.batches.batch(k, slice(min(begin, real), min(end, real), step), columns)
+        real_rows = slice(min(begin, real), min(end, real), step)
+        batch = self.batches.batch(k, real_rows, columns)
         # All processes must yield the same arrays, those that hold no padding too.
-        return pad_rows(batch, len(range(begin, end, step)) - len(batch[LABELS]))
+        count = len(range(begin, end, step))
+        return pad_rows(batch, count - len(batch[LABELS]))
 
     def batch_shape(self, k: int) -> tuple[int, int]:
         """(rows, T) of global batch k, with its padding rows; T positions of a row."""
@@ -316,6 +330,8 @@ class TextBatches(SplitBatches):
         shapes = ""
         if len(self.shapes) > 1:
             shapes = f" in {len(self.shapes)} shapes"
-        padding = f", {self.padding:.1%} padding" if self.padding >= 0.0005 else ""
+        padding = ""
+        if self.padding >= 0.0005:
+            padding = f", {self.padding:.1%} padding"
         epoch = f"{self.batches_per_epoch:,} batches an epoch of {self.tokens_per_batch:,.0f} tokens{shapes}{padding}"
         return f"{self.source}: " + "; ".join((epoch, *self.notes))

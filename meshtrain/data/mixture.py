@@ -27,6 +27,7 @@ from meshtrain.data.batches import (
 )
 from meshtrain.data.cache import cache_directory, open_path
 from meshtrain.data.grouping import Grouped, budget_rows, choose_lengths, make_groups
+from meshtrain.data.hub_datasets import files_of
 from meshtrain.data.loader import Batch
 from meshtrain.data.manifest import are_prepared, is_preparation
 from meshtrain.data.packing import Packed
@@ -86,8 +87,6 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
     path = Path(os.path.expanduser(name))
     try:
         if is_dataset(name):
-            from meshtrain.data.hub_datasets import files_of
-
             return open_path(files_of(name, data.format, data.text_field), name, data, tokenizer)
         if is_address(name):
             if are_prepared(listing(name)):

@@ -43,6 +43,7 @@ from meshtrain.data.manifest import (
     ShardManifest,
     read_manifest,
 )
+from meshtrain.data.template import find_template
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError, short
 from meshtrain.files import refuse_passing, retried
@@ -386,15 +387,15 @@ def open_shards(
             f"the shards in {name} hold {manifest.contents}, but data.format is {data.format}; set data.format to "
             f"{manifest.contents}."
         )
-    if data.template is not None:
-        from meshtrain.data.template import find_template
-
-        if find_template(data.template, data.tokenizer).digest != manifest.template_digest:
-            raise ConfigError(
-                f"the shards in {name} were made with another chat template than data.template "
-                f"{short(data.template)}; leave the key out, or "
-                "prepare them again."
-            )
+    if (
+        data.template is not None
+        and find_template(data.template, data.tokenizer).digest != manifest.template_digest
+    ):
+        raise ConfigError(
+            f"the shards in {name} were made with another chat template than data.template "
+            f"{short(data.template)}; leave the key out, or "
+            "prepare them again."
+        )
     if data.validation is not None and data.validation != manifest.validation_fraction:
         raise ConfigError(
             f"data.validation is {data.validation}, but the shards in {name} were prepared with "

@@ -65,17 +65,25 @@ class Stretches:
         """Returns the labels in these places of each row, ascending: rows of as many labels, where one stretch may
         become several.
         """
-        runs = np.split(columns, np.flatnonzero(np.diff(columns) > 1) + 1)
-        row, begins = np.divmod(np.cumsum(self.lengths) - self.lengths, self.length)
-        low = np.maximum(begins, np.array([[run[0]] for run in runs]))
-        high = np.minimum(begins + self.lengths, np.array([[run[-1] + 1] for run in runs]))
+        gaps = np.flatnonzero(np.diff(columns) > 1)
+        runs = np.split(columns, gaps + 1)
+        run_begins = np.array([[run[0]] for run in runs])
+        run_ends = np.array([[run[-1] + 1] for run in runs])
+        row, begins = np.divmod(self._begins, self.length)
+        low = np.maximum(begins, run_begins)
+        high = np.minimum(begins + self.lengths, run_ends)
         which, run = np.nonzero((high > low).T)
+        lengths = (high - low)[run, which]
         skipped = low[run, which] - begins[which]
-        first = np.where(self.first[which] == PADDING, PADDING, self.first[which] + skipped)
+        first = self.first[which]
+        first = np.where(first == PADDING, PADDING, first + skipped)
         edges = np.searchsorted(row[which], np.arange(len(self.edges)))
-        return Stretches(
-            len(columns), first, (high - low)[run, which], self.segments[which], edges, skipped
-        )
+        return Stretches(len(columns), first, lengths, self.segments[which], edges, skipped)
+
+    @property
+    def _begins(self) -> np.ndarray:
+        """The places before each stretch, in its row and in the rows above."""
+        return np.cumsum(self.lengths) - self.lengths
 
     def read(self, corpus: "Corpus") -> Batch:
         """tokens, labels: int32 [rows, length]; of conversations also weights, of pairs also segments, positions and
@@ -93,11 +101,13 @@ class Stretches:
         }
         weights = ((labels & LEARNED) > 0).astype(np.int32)
         if corpus.contents == "pairs":
-            second = ((tokens & REJECTED) > 0).astype(np.int32)
-            weights *= 1 - 2 * second
-            arrays["pairs"] = np.repeat(self.segments.astype(np.int32), self.lengths)
-            arrays["segments"] = (2 * arrays["pairs"] - 1 + second) * (arrays["pairs"] > 0)
-            arrays["positions"] = self._restarting(arrays["segments"])
+            rejected = ((tokens & REJECTED) > 0).astype(np.int32)
+            weights *= 1 - 2 * rejected
+            pairs = np.repeat(self.segments.astype(np.int32), self.lengths)
+            segments = (2 * pairs - 1 + rejected) * (pairs > 0)
+            arrays["pairs"] = pairs
+            arrays["segments"] = segments
+            arrays["positions"] = self._restarting(segments)
         arrays["weights"] = weights.astype(np.float32)
         return {name: self._rows(flat) for name, flat in arrays.items()}
 
@@ -109,7 +119,8 @@ class Stretches:
         """
         places = np.arange(len(segments), dtype=np.int32)
         begins = np.append(True, segments[1:] != segments[:-1])
-        return (places - np.maximum.accumulate(np.where(begins, places, 0))) * (segments > 0)
+        first_places = np.maximum.accumulate(np.where(begins, places, 0))
+        return (places - first_places) * (segments > 0)
 
     @property
     def labels(self) -> int:
@@ -118,7 +129,8 @@ class Stretches:
 
     def weights(self) -> np.ndarray:
         """1 where a label stands, 0 in the padding: float32 [rows, length]."""
-        return self._rows(np.repeat((self.segments > 0).astype(np.float32), self.lengths))
+        is_real = (self.segments > 0).astype(np.float32)
+        return self._rows(np.repeat(is_real, self.lengths))
 
     def segments_and_positions(self) -> tuple[np.ndarray, np.ndarray]:
         """The number of its stretch in the row, and its place in the stretch, of each label; 0 in the padding: int32
@@ -126,9 +138,8 @@ class Stretches:
         """
         segments = np.repeat(self.segments.astype(np.int32), self.lengths)
         positions = np.arange(len(segments), dtype=np.int32)
-        positions -= np.repeat(
-            (np.cumsum(self.lengths) - self.lengths - self.skipped).astype(np.int32), self.lengths
-        )
+        begins = (self._begins - self.skipped).astype(np.int32)
+        positions -= np.repeat(begins, self.lengths)
         positions *= segments > 0
         return self._rows(segments), self._rows(positions)
 
@@ -147,15 +158,16 @@ def arrange_rows(
     real = np.arange(len(first)) + np.repeat(rows, counts)
     columns = np.zeros((3, len(first) + len(rows)), np.int64)
     columns[0, padding] = PADDING
-    columns[1, padding] = length - np.diff(np.cumsum(lengths)[ends - 1], prepend=0)
+    filled = np.diff(np.cumsum(lengths)[ends - 1], prepend=0)
+    columns[1, padding] = length - filled
     columns[0, real] = first
     columns[1, real] = lengths
     columns[2, real] = within(counts) + 1
     nonempty = columns[1] > 0
     starts, sizes, segments = columns[:, nonempty]
-    return Stretches(
-        length, starts, sizes, segments, np.concatenate([[0], np.cumsum(nonempty)[padding]])
-    )
+    behind = np.cumsum(nonempty)[padding]
+    edges = np.concatenate([[0], behind])
+    return Stretches(length, starts, sizes, segments, edges)
 
 
 def read_part(rows: Any, places: Any, columns: np.ndarray | None) -> Batch:
@@ -174,7 +186,9 @@ def read_part(rows: Any, places: Any, columns: np.ndarray | None) -> Batch:
 def within(counts: np.ndarray) -> np.ndarray:
     """0 .. count for each count, one behind another."""
     ends = np.cumsum(counts)
-    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+    total = ends[-1] if len(ends) else 0
+    begins = np.repeat(ends - counts, counts)
+    return np.arange(total) - begins
 
 
 class Windows:
@@ -189,16 +203,19 @@ class Windows:
         self.length = length
         self.pad = pad
         self.seed = seed
-        self.count = corpus.labels // length + (pad and corpus.labels % length > 0)
-        self.labels = corpus.labels if pad else self.count * length  # an epoch's labels
+        self.count = corpus.labels // length
+        self.labels = self.count * length  # an epoch's labels
+        if pad:
+            self.count = -(-corpus.labels // length)
+            self.labels = corpus.labels
 
     def locate(self, items: np.ndarray) -> Stretches:
         epochs, positions = np.divmod(items, self.count)
-        first = permute(positions, self.count, keys_of(epochs, self.seed, "windows")) * self.length
-        return arrange_rows(
-            self.length,
-            *self.corpus.cut(first, np.minimum(self.length, self.corpus.labels - first)),
-        )
+        keys = keys_of(epochs, self.seed, "windows")
+        windows = permute(positions, self.count, keys)
+        first = windows * self.length
+        lengths = np.minimum(self.length, self.corpus.labels - first)
+        return arrange_rows(self.length, *self.corpus.cut(first, lengths))
 
     def read(self, places: Stretches) -> Batch:
         batch = places.read(self.corpus)

@@ -97,7 +97,10 @@ class Evaluation:
             program.place(data.batch(k, *program.part(data.batch_shape(k)))) for k in indices
         )
         means, _ = averages(batches, measured)
-        samples = {"samples": self._samples.draw(params)} if self._samples else {}
+        if self._samples:
+            samples = {"samples": self._samples.draw(params)}
+        else:
+            samples = {}
         return dict(zip(names, means, strict=True)) | samples
 
     def is_best(self, step: int, loss: float) -> bool:

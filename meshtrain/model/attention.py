@@ -144,13 +144,17 @@ def attend(
         of_tokens = segments_BT, counted
         return collectives.attend_by_heads(attend_heads, given, of_tokens, dropout, sinks)
     drops = dropout.rate > 0
-    words = dropout.words(collectives.first_head(heads), heads) if drops else None
-    window = window if window < length * collectives.context else 0
+    words = None
+    if drops:
+        words = dropout.words(collectives.first_head(heads), heads)
+    if window >= length * collectives.context:
+        window = 0
     if window and not causal:
         raise ValueError(
             "a window reaches back from a query, which attention both ways has no use for"
         )
-    scale = width**-0.5 if scale is None else scale
+    if scale is None:
+        scale = width**-0.5
     scoring = Scoring(dropout.rate, window, scale, cap, causal, counted is not None)
     masks = MaskArrays(segments_BT, words, local if window else None)
     kernel = attention_kernel(
@@ -170,8 +174,11 @@ def attend(
     if kernel == "blocks" and collectives.context == 1:
         rows, top_BHT = blockwise(scoring, given, masks, sinks)
     else:
-        shared = vary(masks._replace(local=None), varying(q_BTHK))._replace(local=masks.local)
-        run = collectives.attend_in_zigzag if collectives.context > 1 else run_kernel
+        varied = vary(masks._replace(local=None), varying(q_BTHK))
+        shared = varied._replace(local=masks.local)
+        run = run_kernel
+        if collectives.context > 1:
+            run = collectives.attend_in_zigzag
         rows, top_BHT = run(kernel, scoring, given, shared, sinks)
     if counted is None or top_BHT is None:
         return rows
@@ -199,12 +206,11 @@ def sink_gradients(
     """Returns the cotangent of sinks from the result of `add_sinks` and its output's cotangent."""
     if sinks_H is None:
         return None
-    p = jnp.exp(sinks_H.astype(jnp.float32)[:, None] - outputs.log_sum)
-    rows = jnp.sum((outputs.out * cotangent_BTHK).astype(jnp.float32), axis=-1)
-    return vary(
-        -jnp.einsum("bht,bth->h", p, rows, precision="highest").astype(sinks_H.dtype),
-        varying(sinks_H),
-    )
+    p_BHT = jnp.exp(sinks_H.astype(jnp.float32)[:, None] - outputs.log_sum)
+    products = (outputs.out * cotangent_BTHK).astype(jnp.float32)
+    rows_BTH = jnp.sum(products, axis=-1)
+    gradient_H = -jnp.einsum("bht,bth->h", p_BHT, rows_BTH, precision="highest")
+    return vary(gradient_H.astype(sinks_H.dtype), varying(sinks_H))
 
 
 def within(cap: float, x: jax.Array) -> jax.Array:
@@ -232,9 +238,9 @@ def run_windowed(
     """Returns `run(scoring, *args)`, without the window where `local` is false on the device."""
     if local is None:
         return run(scoring, *args)
-    return jax.lax.cond(
-        local, partial(run, scoring), partial(run, scoring._replace(window=0)), *args
-    )
+    run_local = partial(run, scoring)
+    run_global = partial(run, scoring._replace(window=0))
+    return jax.lax.cond(local, run_local, run_global, *args)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -288,7 +294,8 @@ def output_shape(q: jax.Array, v: jax.Array) -> tuple[int, ...]:
 def forward(kernel: Kernel, scoring: Scoring, heads: Heads, masks: MaskArrays) -> Outputs:
     """Returns the outputs of any kernel."""
     if kernel == "blocks":
-        return _join_groups(heads, *_forward_blocks(scoring, *_group_heads(scoring, heads), masks))
+        grouped = _group_heads(scoring, heads)
+        return _join_groups(heads, *_forward_blocks(scoring, *grouped, masks))
     width = heads.v.shape[-1]
     wide = Heads(*_widen(kernel, *heads))
     out, *of_queries = _imported(kernel).forward(scoring, wide, masks)
@@ -312,13 +319,13 @@ def backward(
         grouped = _group_heads(scoring, heads)
         rows = out.reshape(out.shape[0] * out.shape[1], -1)
         sums = log_sum.reshape(grouped[0].shape[:-1])
-        return _backward_blocks(
-            scoring, Residuals(*grouped, rows, sums), masks, cotangent.reshape(rows.shape)
-        )
+        residuals = Residuals(*grouped, rows, sums)
+        return _backward_blocks(scoring, residuals, masks, cotangent.reshape(rows.shape))
     *given, out, d_out = _widen(kernel, *heads, outputs.out, cotangent)
     outputs = Outputs(out, outputs.log_sum)
     cotangents = _imported(kernel).backward(scoring, Heads(*given), masks, outputs, d_out)
-    return tuple(_cut(d, x.shape[-1]) for d, x in zip(cotangents, heads, strict=True))
+    pairs = zip(cotangents, heads, strict=True)
+    return tuple(_cut(cotangent, array.shape[-1]) for cotangent, array in pairs)
 
 
 def _widen(kernel: Kernel, *arrays: jax.Array) -> list[jax.Array]:
@@ -381,8 +388,12 @@ def _forward(
         out = total.out.reshape(out.shape)
         log_sum = total.log_sum.reshape(log_sum.shape)
     out, log_sum = (checkpoint_name(a, "attention") for a in (out, log_sum))
-    by_head = jax.tree.map(lambda x: x.reshape(len(x), -1, x.shape[-1]), top)
-    return (out, by_head), (Residuals(q, k, v, out, log_sum), masks, sinks)
+    top_by_head = None
+    if top is not None:
+        batch, _, _, length = top.shape
+        top_by_head = top.reshape(batch, -1, length)
+    residuals = Residuals(q, k, v, out, log_sum)
+    return (out, top_by_head), (residuals, masks, sinks)
 
 
 def _join_groups(heads: Heads, out: jax.Array, *of_queries: jax.Array | None) -> Outputs:
@@ -397,12 +408,12 @@ def _group_heads(scoring: Scoring, heads: Heads) -> tuple[jax.Array, jax.Array, 
     q, k, v = heads
     batch, length, queries, width = q.shape
     groups = k.shape[2]
-    q = (
-        (q * scoring.scale)
-        .reshape(batch, length, groups, queries // groups, width)
-        .transpose(0, 2, 3, 1, 4)
-    )
-    return q, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    scaled = q * scoring.scale
+    grouped = scaled.reshape(batch, length, groups, queries // groups, width)
+    q = grouped.transpose(0, 2, 3, 1, 4)
+    k = k.transpose(0, 2, 1, 3)
+    v = v.transpose(0, 2, 1, 3)
+    return q, k, v
 
 
 def _forward_blocks(
@@ -417,24 +428,28 @@ def _forward_blocks(
     tops = []
     for start, stop in _blocks(length):
         seen = _seen(start, stop, length, scoring)
-        scores = _scores(start, seen, scoring, q[..., start:stop, :], k[:, :, seen], masks)
+        q_block = q[..., start:stop, :]
+        scores = _scores(start, seen, scoring, q_block, k[:, :, seen], masks)
         top = jnp.max(scores, axis=-1, keepdims=True)
         p = jnp.exp(scores - top)
         total = jnp.sum(p, axis=-1, keepdims=True)
         dropped = _drop(start, seen, scoring, p, masks).astype(v.dtype)
-        out = (
-            jnp.einsum(
-                "bgrqs,bgsk->bgrqk", dropped, v[:, :, seen], preferred_element_type=jnp.float32
-            )
-            / total
+        weighted = jnp.einsum(
+            "bgrqs,bgsk->bgrqk", dropped, v[:, :, seen], preferred_element_type=jnp.float32
         )
+        out = weighted / total
+        log_sum = top + jnp.log(total)
         outs.append(out.astype(v.dtype))
-        sums.append((top + jnp.log(total))[..., 0])
+        sums.append(log_sum[..., 0])
         if scoring.tops:
             tops.append(top[..., 0])
-    out = jnp.concatenate(outs, axis=3).transpose(0, 3, 1, 2, 4).reshape(batch * length, -1)
-    top_scores = jnp.concatenate(tops, axis=3) if tops else None
-    return out, jnp.concatenate(sums, axis=3), top_scores
+    by_query = jnp.concatenate(outs, axis=3).transpose(0, 3, 1, 2, 4)
+    rows = by_query.reshape(batch * length, -1)
+    log_sums = jnp.concatenate(sums, axis=3)
+    top_scores = None
+    if tops:
+        top_scores = jnp.concatenate(tops, axis=3)
+    return rows, log_sums, top_scores
 
 
 def _backward(
@@ -446,7 +461,9 @@ def _backward(
     parts, masks, sinks = residuals
     d_heads = run_windowed(scoring, masks.local, _backward_blocks, parts, masks, cotangent)
     batch, groups, repeats, length, _ = parts.q.shape
-    out, d_out = (x.reshape(batch, length, groups * repeats, -1) for x in (parts.out, cotangent))
+    shape = (batch, length, groups * repeats, -1)
+    out = parts.out.reshape(shape)
+    d_out = cotangent.reshape(shape)
     outputs = Outputs(out, parts.log_sum.reshape(batch, -1, length))
     return Heads(*d_heads), None, sink_gradients(sinks, outputs, d_out)
 
@@ -458,10 +475,9 @@ def _backward_blocks(
     q, k, v, out, log_sum = residuals
     batch, groups, _, length, width = q.shape
     values = v.shape[-1]
-    rows = jnp.sum(
-        (out * cotangent).astype(jnp.float32).reshape(batch, length, -1, values), axis=-1
-    )  # [B, T, H]
-    rows = rows.transpose(0, 2, 1).reshape(log_sum.shape)
+    products = (out * cotangent).astype(jnp.float32)
+    rows_BTH = jnp.sum(products.reshape(batch, length, -1, values), axis=-1)
+    rows = rows_BTH.transpose(0, 2, 1).reshape(log_sum.shape)
     d_out = cotangent.reshape(batch, length, groups, -1, values).transpose(0, 2, 3, 1, 4)
     dq: list[jax.Array] = []
     dk = dv = jnp.zeros(())
@@ -474,27 +490,37 @@ def _backward_blocks(
         dp = jnp.einsum(
             "bgrqk,bgsk->bgrqs", d_block, v[:, :, seen], preferred_element_type=jnp.float32
         )
-        ds = p * (_drop(start, seen, scoring, dp, masks) - rows[..., start:stop, None])
-        ds = (ds * cap_slope(scoring.cap, scores) if scoring.cap else ds).astype(q.dtype)
+        dropped_dp = _drop(start, seen, scoring, dp, masks)
+        ds = p * (dropped_dp - rows[..., start:stop, None])
+        if scoring.cap:
+            ds = ds * cap_slope(scoring.cap, scores)
+        ds = ds.astype(q.dtype)
         dropped = _drop(start, seen, scoring, p, masks).astype(v.dtype)
         dq.append(jnp.einsum("bgrqs,bgsk->bgrqk", ds, k[:, :, seen]))
         more_k = jnp.einsum("bgrqs,bgrqk->bgsk", ds, q_block)
         more_v = jnp.einsum("bgrqs,bgrqk->bgsk", dropped, d_block)
-        if (
-            stop == length
-        ):  # the others add to what the last block leaves, which sees all keys where no window is
-            unseen = ((0, 0), (0, 0), (seen.start, 0), (0, 0))
-            dk, dv = (jnp.pad(more, unseen) if seen.start else more for more in (more_k, more_v))
+        # The others add to what the last block leaves, which sees all keys where no window is.
+        if stop == length:
+            dk = _pad_unseen(more_k, seen)
+            dv = _pad_unseen(more_v, seen)
         else:
             dk = dk.at[:, :, seen].add(more_k)
             dv = dv.at[:, :, seen].add(more_v)
-    d_q = (
-        jnp.concatenate(dq[::-1], axis=3).transpose(0, 3, 1, 2, 4).reshape(batch, length, -1, width)
-    )
-    return d_q * scoring.scale, dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
+    by_query = jnp.concatenate(dq[::-1], axis=3).transpose(0, 3, 1, 2, 4)
+    d_q = by_query.reshape(batch, length, -1, width) * scoring.scale
+    d_k = dk.transpose(0, 2, 1, 3)
+    d_v = dv.transpose(0, 2, 1, 3)
+    return d_q, d_k, d_v
 
 
 blockwise.defvjp(_forward, _backward)
+
+
+def _pad_unseen(gradient: jax.Array, seen: slice) -> jax.Array:
+    """Returns a block's gradient [B, G, S, K] with zeros for the keys before those that it has `seen`."""
+    if not seen.start:
+        return gradient
+    return jnp.pad(gradient, ((0, 0), (0, 0), (seen.start, 0), (0, 0)))
 
 
 def _blocks(length: int) -> list[tuple[int, int]]:
@@ -506,7 +532,9 @@ def _seen(start: int, stop: int, length: int, scoring: Scoring) -> slice:
     """Returns the keys that any of the queries from `start` to `stop` sees."""
     if not scoring.causal:
         return slice(0, length)
-    return slice(max(0, start - scoring.window + 1) if scoring.window else 0, stop)
+    if not scoring.window:
+        return slice(0, stop)
+    return slice(max(0, start - scoring.window + 1), stop)
 
 
 def _scores(
@@ -514,24 +542,30 @@ def _scores(
 ) -> jax.Array:
     """Queries from `start` on, [B, G, R, Q, K], against the keys `seen` by any of them: float32 [B, G, R, Q, S]."""
     scores = jnp.einsum("bgrqk,bgsk->bgrqs", q, k, preferred_element_type=jnp.float32)
-    scores = within(scoring.cap, scores) if scoring.cap else scores
+    if scoring.cap:
+        scores = within(scoring.cap, scores)
     stop = start + q.shape[3]
+    queries = jnp.arange(start, stop)
+    keys = jnp.arange(seen.start, seen.stop)
     visible: jax.Array | None = None
     if scoring.causal:
-        back = jnp.arange(start, stop)[:, None] - jnp.arange(seen.start, seen.stop)
+        distance = queries[:, None] - keys
+        visible = distance >= 0
         if scoring.window:
-            visible = (back >= 0) & (back < scoring.window)
-        else:
-            visible = back >= 0
+            visible = visible & (distance < scoring.window)
     elif scoring.window:
-        query, key = _first(masks)
-        queries = jnp.arange(start, stop)
-        keys = jnp.arange(seen.start, seen.stop)
-        visible = (query + queries)[:, None] - (key + keys) < scoring.window
+        first_query, first_key = _first(masks)
+        distance = (first_query + queries)[:, None] - (first_key + keys)
+        visible = distance < scoring.window
     if masks.segments is not None:
         assert masks.of_keys is not None
-        same = (masks.segments[:, start:stop, None] == masks.of_keys[:, None, seen])[:, None, None]
-        visible = same if visible is None else visible & same
+        query_segments = masks.segments[:, start:stop, None]
+        key_segments = masks.of_keys[:, None, seen]
+        same = (query_segments == key_segments)[:, None, None]
+        if visible is None:
+            visible = same
+        else:
+            visible = visible & same
     if visible is None:
         return scores
     return jnp.where(visible, scores, MASKED)
@@ -544,10 +578,9 @@ def _drop(start: int, seen: slice, scoring: Scoring, p: jax.Array, masks: MaskAr
     if masks.words is None:
         return p
     by_head = p.reshape(p.shape[0], -1, *p.shape[3:])
-    (query, key) = _first(masks)
-    return drop(scoring.rate, masks.words, by_head, query + start, key + seen.start).reshape(
-        p.shape
-    )
+    query, key = _first(masks)
+    dropped = drop(scoring.rate, masks.words, by_head, query + start, key + seen.start)
+    return dropped.reshape(p.shape)
 
 
 def _first(masks: MaskArrays) -> tuple[jax.Array | int, jax.Array | int]:

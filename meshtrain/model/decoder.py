@@ -11,6 +11,7 @@ and `Head` are called one by one, since a pipeline puts them on different device
 """
 
 import itertools
+import operator
 from functools import partial
 from typing import Any
 
@@ -62,7 +63,8 @@ class Embedding(nnx.Module):
         local, mine = _own(tokens_BT, table, collectives)
         # In float32, and so its transpose: in bfloat16 the sum of a frequent token's gradients would stand still after
         # some hundred.
-        x = jnp.where(mine[..., None], table.astype(jnp.float32)[local], 0).astype(table.dtype)
+        rows = table.astype(jnp.float32)[local]
+        x = jnp.where(mine[..., None], rows, 0).astype(table.dtype)
         return self.stream(x, positions, collectives, dropout)
 
     def stream(
@@ -99,7 +101,8 @@ def add_rows(
 ) -> jax.Array:
     """Adds the gradient of the table: `total_VD` with each token's cotangent in its row."""
     local, mine = _own(tokens_BT, total_VD, collectives)
-    return total_VD.at[local].add(jnp.where(mine[..., None], g_BTD, 0).astype(total_VD.dtype))
+    own_BTD = jnp.where(mine[..., None], g_BTD, 0)
+    return total_VD.at[local].add(own_BTD.astype(total_VD.dtype))
 
 
 def _own(
@@ -177,7 +180,10 @@ class Head(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.norm = Norm("head.norm", config, rngs)
         self.cap = config.logit_cap
-        self.pool = config.pool if FAMILIES[config.family].images else None
+        if FAMILIES[config.family].images:
+            self.pool = config.pool
+        else:
+            self.pool = None
         make_parameters(self, "head", config, rngs)
 
     def read(self, x_BTD: jax.Array) -> jax.Array:
@@ -261,12 +267,9 @@ class Block(nnx.Module):
         self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives, dropout: Dropout
     ) -> jax.Array:
         first = collectives.first_position(x_BTD.shape[1])
-        a = self.attention(
-            enter(self.attention_norm(x_BTD), collectives, self.attention),
-            sequence,
-            collectives,
-            dropout.at(0),
-        )
+        normed = self.attention_norm(x_BTD)
+        h = enter(normed, collectives, self.attention)
+        a = self.attention(h, sequence, collectives, dropout.at(0))
         if self.attention_post_norm is not None:
             a = self.attention_post_norm(a, collectives.share_stream)
         x_BTD = x_BTD + dropout.at(1).stream(a, first)
@@ -282,7 +285,8 @@ class Block(nnx.Module):
         else:
             m = jnp.zeros_like(x_BTD)
         if self.experts is not None:
-            m = m + self.experts(normed if parts else unrounded(h), sequence, for_experts)
+            tokens = normed if parts else unrounded(h)
+            m = m + self.experts(tokens, sequence, for_experts)
         if self.mlp_post_norm is not None:
             m = self.mlp_post_norm(m, collectives.share_stream)
         return x_BTD + dropout.at(2).stream(m, first)
@@ -327,19 +331,24 @@ class Decoder(nnx.Module):
         for stack, run in itertools.groupby(stack_of_layers(self.config)):
             count = len(list(run))
             graph, weights = nnx.split(getattr(self, stack))
-            at = taken[stack]
-            weights = jax.tree.map(lambda a, at=at, to=at + count: a[at:to], weights)
+            here = slice(taken[stack], taken[stack] + count)
+            weights = jax.tree.map(operator.itemgetter(here), weights)
 
             def layer(
                 x: jax.Array, given: tuple[nnx.State, jax.Array], graph: Any = graph
             ) -> tuple[jax.Array, None]:
-                block, index = given
-                return nnx.merge(graph, block)(x, sequence_of(index), collectives, NO_DROPOUT), None
+                weights, index = given
+                block = nnx.merge(graph, weights)
+                return block(x, sequence_of(index), collectives, NO_DROPOUT), None
 
-            x, _ = jax.lax.scan(layer, x, (weights, jnp.arange(first, first + count)))
+            indices = jnp.arange(first, first + count)
+            x, _ = jax.lax.scan(layer, x, (weights, indices))
             first += count
             taken[stack] += count
-        tied = self.embedding.tokens[...] if isinstance(self.embedding, Embedding) else None
+        if isinstance(self.embedding, Embedding):
+            tied = self.embedding.tokens[...]
+        else:
+            tied = None
         return self.head(self.head.read(x), tied, collectives)
 
 

@@ -48,7 +48,8 @@ class Dropout:
         """Drops attention probabilities of heads that start at `first_head`, of all queries and all keys."""
         if self.rate == 0.0:
             return p_BHQK
-        return drop(self.rate, self.words(first_head, p_BHQK.shape[1]), p_BHQK, 0)
+        words = self.words(first_head, p_BHQK.shape[1])
+        return drop(self.rate, words, p_BHQK, 0)
 
     def rows_of(
         self,
@@ -71,13 +72,17 @@ class Dropout:
 
     def words(self, first_head: Array | int, heads: int) -> Array:
         """uint32 [B, heads, 2] from which `keep_mask` draws for heads that start at `first_head`."""
-        draw = lambda row, head: jax.random.bits(self._key_of(row, head), (2,))
+
+        def draw(row: Array, head: Array) -> Array:
+            return jax.random.bits(self._key_of(row, head), (2,))
+
         draw_row = jax.vmap(draw, (None, 0))
         draw_rows = jax.vmap(draw_row, (0, None))
         return draw_rows(self.rows, first_head + jnp.arange(heads))
 
     def _key_of(self, row: Array, place: Array) -> Array:
-        return jax.random.fold_in(jax.random.fold_in(self.key, row), place)
+        row_key = jax.random.fold_in(self.key, row)
+        return jax.random.fold_in(row_key, place)
 
 
 NO_DROPOUT = Dropout(0.0, None, None)
@@ -125,15 +130,18 @@ def keep_mask(rate: float, word: Array, other: Array, queries: Array, keys: Arra
     def turn(n: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         x, y, a, b, c = carry
         for even, odd in zip(ROTATIONS[:4], ROTATIONS[4:], strict=True):
-            by = (even + (n & 1) * (odd - even)).astype(jnp.uint32)
+            left = (even + (n & 1) * (odd - even)).astype(jnp.uint32)
+            right = jnp.uint32(32) - left
             x = x + y
-            y = x ^ (y << by | y >> (jnp.uint32(32) - by))
-        return x + b, y + c + (n + 1).astype(jnp.uint32), b, c, a
+            y = x ^ (y << left | y >> right)
+        number = (n + 1).astype(jnp.uint32)
+        return x + b, y + c + number, b, c, a
 
     x, y = jnp.broadcast_arrays(
         queries.astype(jnp.uint32) + word,
         keys.astype(jnp.uint32) + other,
     )
-    x, y, *_ = jax.lax.fori_loop(0, 5, turn, (x, y, word, other, third))
+    begin = (x, y, word, other, third)
+    x, y, *_ = jax.lax.fori_loop(0, 5, turn, begin)
     threshold = min(round(rate * 2**32), 2**32 - 1)
     return (x ^ y) >= jnp.uint32(threshold)

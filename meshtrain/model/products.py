@@ -40,7 +40,10 @@ def make_adapters(
     module: Any, name: str, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None
 ) -> None:
     """Makes LoRA's parameters likewise, from random numbers of their own, so that the model is the one without them."""
-    module.lora_scale = lora_scale(lora) if lora is not None and lora.rank else 0.0
+    if lora is not None and lora.rank:
+        module.lora_scale = lora_scale(lora)
+    else:
+        module.lora_scale = 0.0
     module.lora_drop = None
     if lora is not None and lora.rank:
         for weight in adapters(config, lora):
@@ -140,13 +143,18 @@ def project(module: Any, name: str, x_ND: Any) -> jax.Array:
     if float8 is None:
         y = linear(x_ND, weight)
     else:
-        rows = float8.round(x_ND) if isinstance(x_ND, jax.Array) else x_ND
+        rows = x_ND
+        if isinstance(x_ND, jax.Array):
+            rows = float8.round(x_ND)
         y = float8.linear(name, rows, weight)
         x_ND = float8.values(rows)
     if getattr(module, f"{name}_lora_a", None) is None or not module.lora_scale:
         return y
     a, b = (getattr(module, f"{name}_lora_{which}")[...] for which in "ab")
-    dropped = x_ND if module.lora_drop is None else module.lora_drop(name, x_ND)
+    if module.lora_drop is None:
+        dropped = x_ND
+    else:
+        dropped = module.lora_drop(name, x_ND)
     return y + linear(_times(module.lora_scale, linear(dropped, a)), b)
 
 

@@ -443,5 +443,7 @@ def trained_text(model: ModelConfig, lora: LoraConfig, trainable: Sequence[str])
     trained = [weight for weight in weights if is_trained(weight, lora, trainable)]
     if len(trained) == len(weights):
         return ""
-    of = f" (adapters of rank {lora.rank})" if lora.rank and not trainable else ""
+    of = ""
+    if lora.rank and not trainable:
+        of = f" (adapters of rank {lora.rank})"
     return f", {sum(weight.size for weight in trained):,} trained{of}"

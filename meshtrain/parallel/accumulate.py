@@ -40,8 +40,7 @@ def accumulate(
 
         seeded, vjp, totals = jax.vjp(loss, weights.differentiated, has_aux=True)
         (gradients,) = vjp(vary(jnp.ones(()), varying(seeded)))
-        gradients = jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
-        return LossAndGradients(totals, gradients)
+        return LossAndGradients(totals, _to_float32(gradients))
 
     def step(sums: LossAndGradients, batch: Batch) -> tuple[LossAndGradients, None]:
         return added(sums, microbatch(batch)), None
@@ -52,6 +51,10 @@ def accumulate(
     totals = jax.eval_shape(microbatch, first).totals
     sums, _ = lax.scan(step, _zeros(forward, weights, totals), batches)
     return sums
+
+
+def _to_float32(gradients: Tree) -> Tree:
+    return jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
 
 
 def _zeros(forward: Forward, weights: Weights, totals: Totals) -> LossAndGradients:
@@ -76,19 +79,22 @@ def accumulate_overlapped(
         sums = accumulate(forward, weights, earlier, key, seed)
         # One after the other, so that the activations of two microbatches are never alive together.
         tokens, zero_fill = after((tokens, zero_fill), sums.totals)
-    stage = Stage(forward, 1, weights, {**batches, input_name(batches): tokens}, key)
+    batches = {**batches, input_name(batches): tokens}
+    stage = Stage(forward, 1, weights, batches, key)
     totals, edge, cotangent, stash, slot = _run_to_loss(stage, last, seed, zero_fill)
     if len(tokens) > 1:
         blocks = {stack: sums.gradients[stack] for stack in stacks}
         edge_before = {part: sums.gradients[part] for part in edge}
-        totals, edge = added((sums.totals, edge_before), (totals, edge))
+        totals = added(sums.totals, totals)
+        edge = added(edge_before, edge)
     else:
-        edge = jax.tree.map(lambda g: g.astype(jnp.float32), edge)
-    head = forward.zero.reduce_early({"head": after(edge["head"], cotangent)})
+        edge = _to_float32(edge)
     reduce_early = forward.zero.reduce_early
+    head_gradient = after(edge["head"], cotangent)
+    head = reduce_early({"head": head_gradient})
     gx, blocks = stage.backward_sending(stash, cotangent, blocks, slot, reduce_early)
-    embedding = stage.add_embedding_gradient(edge, last, gx)["embedding"]
-    return LossAndGradients(totals, {**edge, "embedding": embedding, **blocks, **head})
+    edge = stage.add_embedding_gradient(edge, last, gx)
+    return LossAndGradients(totals, {**edge, **blocks, **head})
 
 
 def accumulate_in_place(
@@ -103,12 +109,16 @@ def accumulate_in_place(
         totals, edge, cotangent, stash, slot = _run_to_loss(stage, microbatch, seed, 0)
         before = {stack: sums.gradients[stack] for stack in forward.layout.stacks}
         gx, blocks = stage.backward(stash, cotangent, before, slot)
-        edge = added({part: sums.gradients[part] for part in edge}, edge)
+        edge_before = {part: sums.gradients[part] for part in edge}
+        edge = added(edge_before, edge)
         edge = stage.add_embedding_gradient(edge, microbatch, gx)
-        return LossAndGradients(added(sums.totals, totals), {**edge, **blocks}), None
+        totals = added(sums.totals, totals)
+        return LossAndGradients(totals, {**edge, **blocks}), None
 
-    here = jnp.array(True)
-    loss = lambda x: stage.loss(x, jnp.int32(0), here, seed)[0]
+    def loss(x: Array) -> Totals:
+        totals, _, _ = stage.loss(x, jnp.int32(0), jnp.array(True), seed)
+        return totals
+
     totals = jax.eval_shape(loss, stage.zeros())
     microbatches = jnp.arange(len(inputs(batches)), dtype=jnp.int32)
     sums, _ = lax.scan(step, _zeros(forward, weights, totals), microbatches)
@@ -124,9 +134,12 @@ def _run_to_loss(
     here = jnp.array(True)
     zero = jnp.int32(0)
     slot = Slot(here, microbatch, zero, zero)
-    stash = stage.buffers(1, stage.stash_shapes(split=False)[0], zero_fill)
-    y, stash = stage.forward(stage.embed(microbatch), stash, slot)
-    return *stage.loss(y, microbatch, here, seed), stash, slot
+    stashed, _ = stage.stash_shapes(split=False)
+    stash = stage.buffers(1, stashed, zero_fill)
+    x = stage.embed(microbatch)
+    y, stash = stage.forward(x, stash, slot)
+    totals, edge, cotangent = stage.loss(y, microbatch, here, seed)
+    return totals, edge, cotangent, stash, slot
 
 
 def label_losses(forward: Forward, weights: Weights, batches: Batch) -> LabelLosses:

@@ -83,14 +83,13 @@ class Forward:
         self.skips = skips_idle_work(layout.config, collectives.platform)
         # A CPU waits for a collective at once.
         self.overlaps = collectives.platform != "cpu"
-        self.decoder = nnx.eval_shape(
-            lambda: Decoder(layout.config.model, nnx.Rngs(0), layout.config.lora)
-        )
-        self.embedding_graph, _ = nnx.split(self.decoder.embedding)
+        model = layout.config.model
+        self.decoder = nnx.eval_shape(lambda: Decoder(model, nnx.Rngs(0), layout.config.lora))
+        self.embedding_graph = nnx.graphdef(self.decoder.embedding)
         self.block_graphs = {
-            stack: nnx.split(getattr(self.decoder, stack))[0] for stack in layout.stacks
+            stack: nnx.graphdef(getattr(self.decoder, stack)) for stack in layout.stacks
         }
-        self.head_graph, _ = nnx.split(self.decoder.head)
+        self.head_graph = nnx.graphdef(self.decoder.head)
 
     def disable_adapters(self) -> "Forward":
         """Returns the same with LoRA's adapters off."""
@@ -140,7 +139,10 @@ class Forward:
         to the table's rows, so that no gradient of the whole table is made.
         """
         if self.of_images:
-            embed = lambda w: self.embed(weights._replace(differentiated=w), batch, key)
+
+            def embed(differentiated: Tree) -> Array:
+                return self.embed(weights._replace(differentiated=differentiated), batch, key)
+
             _, vjp = jax.vjp(embed, weights.differentiated)
             (gradient,) = vjp(gx)
             return added(total, gradient["embedding"])
@@ -164,7 +166,10 @@ class Forward:
         table = self.layout.weights["embedding"]["tokens"]
         if not table.trained:
             return {**totals, "tokens": None}
-        add = lambda total: add_rows(total, tokens, gradient, self.collectives)
+
+        def add(total: Array) -> Array:
+            return add_rows(total, tokens, gradient, self.collectives)
+
         return {**totals, "tokens": self.zero.add_gradient(table, total["tokens"], add)}
 
     def _embedding(self, weights: Weights) -> Any:
@@ -205,14 +210,18 @@ class Forward:
             return vary(y, varying(x))
 
         def layer_or_padding(differentiated: Tree, x: Array, constant: Tree, index: Array) -> Array:
-            if self.skips:
-                run = lambda x: layer(differentiated, x, constant, index)
-                return lax.cond(index >= 0, run, lambda x: x, x)
-            return jnp.where(index >= 0, layer(differentiated, x, constant, index), x)
+            def run(x: Array) -> Array:
+                return layer(differentiated, x, constant, index)
 
-        named = jax.named_scope(xla.LAYER)(
-            layer_or_padding if kind.padded and not kind.skipped else layer
-        )
+            is_layer = index >= 0
+            if self.skips:
+                return lax.cond(is_layer, run, lambda x: x, x)
+            return jnp.where(is_layer, run(x), x)
+
+        function = layer
+        if kind.padded and not kind.skipped:
+            function = layer_or_padding
+        named = jax.named_scope(xla.LAYER)(function)
         gathers = self.zero.gathers_at_use or self.collectives.sequence_parallel
         looped = all(len(segment.period) == 1 for segment in self.layout.segments)
         return checkpointed(named, self.config.parallel, gathers, self.config.lora.rank, looped)
@@ -226,7 +235,8 @@ class Forward:
             for stack, layers in self.layout.stacks.items()
         }
         some = {stack: self.layout.wide_places(stack, 1) for stack in stacked}
-        for segment, part in zip(segments, split_layers(stacked, segments, some), strict=True):
+        parts = split_layers(stacked, segments, some)
+        for segment, part in zip(segments, parts, strict=True):
             layers = [self.layer(batch, key, kind) for kind in segment.period]
 
             def step(
@@ -236,7 +246,7 @@ class Forward:
                     x = layer(weights.differentiated, x, weights.constant, index)
                 return x, None
 
-            x = lax.scan(step, x, part)[0]
+            x, _ = lax.scan(step, x, part)
         return x
 
     def logits(self, weights: Weights, x: Array, here: Array) -> Array:
@@ -319,13 +329,16 @@ class Forward:
             counts = seed * batch.get(WEIGHTS, jnp.ones(batch[LABELS].shape))
         seeded, losses = self._losses(head, x, batch, here, counts)
         total, measured = self.total(losses, batch)
-        return seed * total if seeded is None else seeded, total, measured
+        if seeded is None:
+            seeded = seed * total
+        return seeded, total, measured
 
     @jax.named_scope(xla.HEAD)
     def label_losses(self, weights: Weights, x: Array, batch: Batch, here: Array) -> LabelLosses:
         """Returns the loss of each label; of an image also whether the argmax is its class."""
         if not self.of_images:
-            return _where(here, self._losses(self.head_weights(weights), x, batch, here)[1])
+            _, losses = self._losses(self.head_weights(weights), x, batch, here)
+            return _where(here, losses)
         logits = self.logits(weights, x, here)
         losses = self.parts.loss(logits, batch[LABELS], _mixed(batch))
         correct = self.parts.vocabulary.argmax(logits) == batch[LABELS]
@@ -343,7 +356,9 @@ class Forward:
         if self.config.train.objective == "grpo":
             loss, measured = policy_loss(labels.losses, batch, self.config.rl, self.collectives)
             return loss, {**measured, ROW_GAPS: self._row_gaps(labels.losses, batch)}
-        measured = {} if labels.nll is None else {"nll": weighted(labels.nll, batch)}
+        measured = {}
+        if labels.nll is not None:
+            measured["nll"] = weighted(labels.nll, batch)
         return weighted(labels.losses, batch), measured
 
     def _row_gaps(self, losses: Array, batch: Batch) -> Array:
@@ -417,14 +432,15 @@ def split_layers(
     """
     pieces = {}
     for stack, stacked in stacks.items():
-        counts = [[kind.stack for kind in s.period].count(stack) * s.turns for s in segments]
-        pieces[stack] = iter(_split(stacked, [count for count in counts if count], some[stack]))
+        counts = [s.stacks.count(stack) * s.turns for s in segments]
+        sizes = [count for count in counts if count]
+        pieces[stack] = iter(_split(stacked, sizes, some[stack]))
     parts = []
     for segment in segments:
-        names = [kind.stack for kind in segment.period]
-        by_stack = {
-            stack: _dealt(next(pieces[stack]), names.count(stack)) for stack in dict.fromkeys(names)
-        }
+        names = segment.stacks
+        by_stack = {}
+        for stack in dict.fromkeys(names):
+            by_stack[stack] = _dealt(next(pieces[stack]), names.count(stack))
         parts.append([by_stack[name].pop(0) for name in names])
     return parts
 
@@ -433,17 +449,17 @@ def _split(stacked: Tree, sizes: list[int], some: np.ndarray) -> list[Tree]:
     if len(sizes) == 1:
         return [stacked]
     leaves, tree = jax.tree.flatten(stacked)
+    count = sum(sizes)
 
     def split(leaf: Array) -> list[Array]:
-        if len(leaf) == sum(sizes):
+        if len(leaf) == count:
             # its gradient is one concatenation
             return list(lax.split(leaf, sizes))
-        of_pieces = np.split(np.isin(np.arange(sum(sizes)), some), np.cumsum(sizes)[:-1])
+        has_layer = np.isin(np.arange(count), some)
+        of_pieces = np.split(has_layer, np.cumsum(sizes)[:-1])
         ends = np.cumsum([has.sum() for has in of_pieces])
-        return [
-            _spread(part, has)
-            for part, has in zip(jnp.split(leaf, ends[:-1]), of_pieces, strict=True)
-        ]
+        parts = jnp.split(leaf, ends[:-1])
+        return [_spread(part, has) for part, has in zip(parts, of_pieces, strict=True)]
 
     pieces = [split(leaf) for leaf in leaves]
     return [jax.tree.unflatten(tree, piece) for piece in zip(*pieces, strict=True)]
@@ -453,10 +469,11 @@ def _spread(layers: Array, has: np.ndarray) -> Array:
     """Returns an array with those layers where it `has` them, and zeros elsewhere."""
     if has.all():
         return layers
-    zeros = vary(jnp.zeros((len(has), *layers.shape[1:]), layers.dtype), varying(layers))
-    if has.any():
-        return zeros.at[np.flatnonzero(has)].set(layers)
-    return zeros
+    shape = (len(has), *layers.shape[1:])
+    zeros = vary(jnp.zeros(shape, layers.dtype), varying(layers))
+    if not has.any():
+        return zeros
+    return zeros.at[np.flatnonzero(has)].set(layers)
 
 
 def _dealt(stacked: Tree, count: int) -> list[Tree]:
@@ -489,10 +506,13 @@ def group_stacks(segment: Segment, of_places: list[Tree]) -> dict[str, Tree]:
     def interleave(*arrays: Array) -> Array:
         return jnp.stack(arrays, 1).reshape(-1, *arrays[0].shape[1:])
 
-    return {
-        stack: trees[0] if len(trees) == 1 else jax.tree.map(interleave, *trees)
-        for stack, trees in places.items()
-    }
+    grouped = {}
+    for stack, trees in places.items():
+        if len(trees) == 1:
+            grouped[stack] = trees[0]
+        else:
+            grouped[stack] = jax.tree.map(interleave, *trees)
+    return grouped
 
 
 # --- buffers
@@ -510,10 +530,10 @@ def sum_at_once(sum_of: Callable[[Array], Array], scalars: Tree) -> Tree:
     if len(leaves) == 1:
         return jax.tree.unflatten(tree, [sum_of(leaves[0])])
     together = sum_of(jnp.concatenate([leaf.ravel() for leaf in leaves]))
-    parts = jnp.split(together, np.cumsum([leaf.size for leaf in leaves])[:-1])
-    return jax.tree.unflatten(
-        tree, [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
-    )
+    ends = np.cumsum([leaf.size for leaf in leaves])
+    parts = jnp.split(together, ends[:-1])
+    sums = [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
+    return jax.tree.unflatten(tree, sums)
 
 
 def _mixed(batch: Batch) -> Mixed | None:
@@ -531,4 +551,10 @@ def weighted(values: Array, batch: Batch) -> Array:
 
 def _where(here: Array, values: Tree) -> Tree:
     """Returns the values on the stage where `here`, zeros on others; values common to all stages stay as they are."""
-    return jax.tree.map(lambda x: jnp.where(here, x, 0.0) if PIPELINE in varying(x) else x, values)
+
+    def mask(x: Array) -> Array:
+        if PIPELINE not in varying(x):
+            return x
+        return jnp.where(here, x, 0.0)
+
+    return jax.tree.map(mask, values)

@@ -115,6 +115,11 @@ class Segment(NamedTuple):
     def turns(self) -> int:
         return (self.behind - self.first) // len(self.period)
 
+    @property
+    def stacks(self) -> list[str]:
+        """The stack of each layer of its period."""
+        return [kind.stack for kind in self.period]
+
     def turn(self, slot: int) -> int:
         """Returns the turn that begins at a slot, counted from the first slot on."""
         return self.first + (slot - self.first) // len(self.period)

@@ -220,11 +220,16 @@ def _choose_zero_dim(local: Mapping[int, int], ways: Sequence[int], degree: int)
     """Returns the dimension that `degree` ranks shard: the longest that divides, else the one that padding lengthens
     least; None if there is none. `local`: lengths on a device, `ways`: the devices that split each.
     """
-    if exact := [d for d in local if local[d] % degree == 0]:
+    exact = [d for d in local if local[d] % degree == 0]
+    if exact:
         return max(exact, key=lambda d: local[d])
     # Padding inside a tensor rank's share would tear it apart.
     free = [d for d in local if ways[d] == 1]
-    return min(free, key=lambda d: round_up(local[d], degree) / local[d], default=None)
+
+    def lengthening(d: int) -> float:
+        return round_up(local[d], degree) / local[d]
+
+    return min(free, key=lengthening, default=None)
 
 
 def part(placed: Placed, dims: Sequence[int], more: int = 0) -> Placed:
@@ -232,21 +237,25 @@ def part(placed: Placed, dims: Sequence[int], more: int = 0) -> Placed:
     divides.
     """
     live = tuple(placed.unpadded[d] for d in dims)
-    divides = [n % placed.ways[d] == 0 for d, n in zip(dims, live, strict=True)]
-    over = tuple(placed.over[d] if fits else () for d, fits in zip(dims, divides, strict=True))
-    ways = tuple(placed.ways[d] if fits else 1 for d, fits in zip(dims, divides, strict=True))
+    over: tuple[tuple[str, ...], ...] = ()
+    ways: tuple[int, ...] = ()
+    for d, length in zip(dims, live, strict=True):
+        divides = length % placed.ways[d] == 0
+        over += (placed.over[d] if divides else (),)
+        ways += (placed.ways[d] if divides else 1,)
     zero_dim = None
     if placed.zero_dim is not None and placed.zero_dim in dims:
         at = dims.index(placed.zero_dim)
-        if live[at] % (placed.ways[placed.zero_dim] * placed.zero_degree) == 0:
+        shards = placed.ways[placed.zero_dim] * placed.zero_degree
+        if live[at] % shards == 0:
             zero_dim = at
     ones = (1,) * more
-    axes = tuple(placed.axes[d] for d in dims) + ("one",) * more
-    shape = tuple(placed.shape[d] for d in dims) + ones
+    axes = tuple(placed.axes[d] for d in dims)
+    shape = tuple(placed.shape[d] for d in dims)
     return Placed(
         placed.name,
-        axes,
-        shape,
+        axes + ("one",) * more,
+        shape + ones,
         live + ones,
         live + ones,
         over + ((),) * more,
@@ -281,16 +290,19 @@ def placed(
     for pattern in trainable:
         if not any(is_trained(weight, lora, (pattern,)) for weight in weights(model)):
             names = [weight.name for weight in weights(model)]
+            ending = nearest(pattern, names) or "."
             raise ConfigError(
                 f"train.trainable has {short(repr(pattern))}, which no weight is called; they are {names[0]}, "
-                f"{names[1]} ... {names[-1]}" + (nearest(pattern, names) or ".")
+                f"{names[1]} ... {names[-1]}{ending}"
             )
-    trained = {weight: is_trained(weight, lora, trainable) for weight in every}
     by_stack = dict(places)
-    return tuple(
-        place(w, over, mesh, by_stack.get(stack_of(w.name), 0), zero_stage >= (1 if t else 3), t)
-        for w, t in trained.items()
-    )
+    weights_placed = []
+    for weight in every:
+        trained = is_trained(weight, lora, trainable)
+        sharded = zero_stage >= (1 if trained else 3)
+        layers = by_stack.get(stack_of(weight.name), 0)
+        weights_placed.append(place(weight, over, mesh, layers, sharded, trained))
+    return tuple(weights_placed)
 
 
 @dataclass(frozen=True)
@@ -339,7 +351,9 @@ def stages(config: Config) -> Stages:
     period = len(model.pattern) or 1
     kinds = stack_of_layers(model)
     # in float8 some layers of a stack have arrays that others lack, chunk by chunk
-    placement = "loop" if config.precision.matmul == "compute" else None
+    placement = None
+    if config.precision.matmul == "compute":
+        placement = "loop"
     if placement and pipeline > 1 and parallel.virtual_stages > 1 and not is_uniform(model):
         named = SCHEDULES.get(parallel.schedule)
         sizes = pipeline, parallel.microbatches, parallel.virtual_stages
@@ -369,8 +383,12 @@ def _stages(
     if len({*kinds}) == 1:
         counts = layer_split or even
         return Stages(counts, chunks, kinds[: max(counts)])
-    splits = [layer_split] if layer_split else [even, even[::-1]]
-    stacks = min((_stacks_of(kinds, counts) for counts in splits), key=lambda s: len(_slots_of(s)))
+    if layer_split:
+        splits = [layer_split]
+    else:
+        splits = [even, even[::-1]]
+    candidates = [_stacks_of(kinds, counts) for counts in splits]
+    stacks = min(candidates, key=lambda stacks: len(_slots_of(stacks)))
     slots = _slots_of(stacks)
     if placement is None:
         return Stages(tuple(map(len, stacks)), chunks, slots)
@@ -394,16 +412,17 @@ def _slots_of(stacks: list[tuple[str, ...]]) -> tuple[str, ...]:
 def _slots_of_both(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the shortest sequence of kinds that has both in it, in their order: a common supersequence."""
     best: dict[tuple[int, int], tuple[str, ...]] = {}
-    for i, j in itertools.product(range(len(one), -1, -1), range(len(other), -1, -1)):
+    last_first = itertools.product(range(len(one), -1, -1), range(len(other), -1, -1))
+    for i, j in last_first:
         if i == len(one) or j == len(other):
             best[i, j] = one[i:] + other[j:]
         elif one[i] == other[j]:
-            best[i, j] = (one[i], *best[i + 1, j + 1])
+            rest = best[i + 1, j + 1]
+            best[i, j] = (one[i], *rest)
         else:
-            shortest = min(
-                (best[i + 1, j], one[i]), (best[i, j + 1], other[j]), key=lambda x: len(x[0])
-            )
-            best[i, j] = (shortest[1], *shortest[0])
+            from_one = (one[i], *best[i + 1, j])
+            from_other = (other[j], *best[i, j + 1])
+            best[i, j] = min(from_one, from_other, key=len)
     return best[0, 0]
 
 

@@ -19,7 +19,9 @@ def validate(table: Table) -> None:
 
 
 def _word(table: Table, slot: int, virtual: int, microbatch: int) -> str:
-    chunk = f".{table.chunk_of(virtual)}" if table.chunks > 1 else ""
+    chunk = ""
+    if table.chunks > 1:
+        chunk = f".{table.chunk_of(virtual)}"
     return f"{table.letters[slot]}{microbatch}{chunk}"
 
 

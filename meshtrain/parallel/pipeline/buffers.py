@@ -46,7 +46,12 @@ def empty(shape: tuple[int, ...], like: Tree, zero: Array | float = 0) -> Tree:
 
 def read(buffers: Tree, *at: Array) -> Tree:
     """Returns the values at the place whose first indices are `at`."""
-    return jax.tree.map(lambda buffer: _slice(buffer, at).reshape(buffer.shape[len(at) :]), buffers)
+
+    def read_place(buffer: Array) -> Array:
+        shape = buffer.shape[len(at) :]
+        return _slice(buffer, at).reshape(shape)
+
+    return jax.tree.map(read_place, buffers)
 
 
 def write(buffers: Tree, values: Tree, *at: Array, active: Array | None = None) -> Tree:
@@ -82,7 +87,8 @@ def _update(
     """
 
     def update(buffer: Array, value: Array) -> Array:
-        value = value.reshape((*(1 for _ in at), *value.shape))
+        ones = [1] * len(at)
+        value = value.reshape((*ones, *value.shape))
         combined = combine(_slice(buffer, at), value)
         return lax.dynamic_update_slice(buffer, combined, _start(buffer, at))
 
@@ -90,12 +96,14 @@ def _update(
 
 
 def _slice(buffer: Array, at: tuple[Array, ...]) -> Array:
-    sizes = (*(1 for _ in at), *buffer.shape[len(at) :])
+    ones = [1] * len(at)
+    sizes = (*ones, *buffer.shape[len(at) :])
     return lax.dynamic_slice(buffer, _start(buffer, at), sizes)
 
 
 def _start(buffer: Array, at: tuple[Array, ...]) -> tuple[Array, ...]:
-    return (*at, *(jnp.zeros((), jnp.int32) for _ in buffer.shape[len(at) :]))
+    zeros = [jnp.zeros((), jnp.int32)] * (buffer.ndim - len(at))
+    return (*at, *zeros)
 
 
 # --- collectives that travel while the device computes
@@ -125,4 +133,8 @@ def after(values: Tree, *others: Tree) -> Tree:
 
 def zeros_like(like: Tree) -> Tree:
     """Returns zeros of a result that is not computed."""
-    return jax.tree.map(lambda a: vary(jnp.zeros(a.shape, a.dtype), varying(a)), like)
+
+    def zeros(a: Array) -> Array:
+        return vary(jnp.zeros(a.shape, a.dtype), varying(a))
+
+    return jax.tree.map(zeros, like)

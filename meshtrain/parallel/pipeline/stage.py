@@ -24,6 +24,7 @@ turn: a layer of each place of its period (`layout.Segment`). The layers of a pl
 """
 
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -85,7 +86,9 @@ class StackedLayer(NamedTuple):
 
     def at(self, offset: Array | int, i: Array) -> Array:
         """Returns the place in its stack of turn i, where the segment's first turn has it at `offset`."""
-        return offset + (i if self.step == 1 else self.step * i)
+        if self.step == 1:
+            return offset + i
+        return offset + self.step * i
 
 
 class LayerTrace(NamedTuple):
@@ -107,9 +110,13 @@ class LayerTrace(NamedTuple):
         """Returns the vjp with residuals from the stash; the forward pass that was traced for it is dead code."""
         saved = iter(stashed)
         pairs = zip(residuals(self.vjp), self.is_stashed, strict=True)
-        return with_residuals(
-            self.vjp, [next(saved) if is_stashed else r for r, is_stashed in pairs]
-        )
+        values = [next(saved) if is_stashed else r for r, is_stashed in pairs]
+        return with_residuals(self.vjp, values)
+
+
+def _on_stage(numbers: np.ndarray) -> Array:
+    """Returns this stage's part [chunks * slots] of numbers [pipeline, chunks, slots]."""
+    return read(jnp.asarray(numbers), lax.axis_index(PIPELINE)).reshape(-1)
 
 
 class Stage:
@@ -130,9 +137,8 @@ class Stage:
         self.batches = batches
         self.key = key
         # embedding and head
-        self.edge = weights._replace(
-            differentiated={part: weights.differentiated[part] for part in forward.edge_parts}
-        )
+        edge = {part: weights.differentiated[part] for part in forward.edge_parts}
+        self.edge = weights._replace(differentiated=edge)
         layout = forward.layout
         self.blocks = weights.parts(layout.stacks)  # stacked layers by stack, chunk after chunk
         self.layers = layout.layer_at.shape[-1]  # slots of a chunk
@@ -140,16 +146,20 @@ class Stage:
         self.segments = layout.segments
         assert chunks == layout.chunks
         # index in the model of the layer in each slot, and its place in its stack where that is another
-        on_stage = lambda array: read(jnp.asarray(array), lax.axis_index(PIPELINE)).reshape(-1)
-        self.index_at = {stack: on_stage(s.in_slots) for stack, s in layout.stacks.items()}
-        shared = {stack: s for stack, s in layout.stacks.items() if s.place_of is not None}
-        self.place_of = {stack: on_stage(s.place_of) for stack, s in shared.items()}
+        self.index_at = {}
+        self.place_of = {}
+        for stack, layers in layout.stacks.items():
+            self.index_at[stack] = _on_stage(layers.in_slots)
+            if layers.place_of is not None:
+                self.place_of[stack] = _on_stage(layers.place_of)
 
     def zeros(self) -> Array:
         """Returns a residual stream of one microbatch, all zeros."""
         config = self.model.config
         rows = inputs(self.batches).shape[1]
-        shards = config.mesh.tensor if self.model.collectives.sequence_parallel else 1
+        shards = 1
+        if self.model.collectives.sequence_parallel:
+            shards = config.mesh.tensor
         tokens = self.model.length(self.batches) // shards
         x = jnp.zeros((rows, tokens, config.model.d_model), self.model.zero.compute)
         return vary(x, self.model.stream_axes)
@@ -170,9 +180,11 @@ class Stage:
         """Returns the loss from the last stage's output y, zeros unless `here`, and two gradients of `seed` times it:
         that of the embedding's and the head's weights, and that of y.
         """
-        seeded_loss = lambda w, y: self.model.loss(
-            self.edge._replace(differentiated=w), y, self._batch(microbatch), here, seed
-        )
+
+        def seeded_loss(differentiated: Tree, y: Array) -> tuple[Array, Totals]:
+            weights = self.edge._replace(differentiated=differentiated)
+            return self.model.loss(weights, y, self._batch(microbatch), here, seed)
+
         seeded, vjp, totals = jax.vjp(seeded_loss, self.edge.differentiated, y, has_aux=True)
         edge, gy = vjp(vary(jnp.ones(()), varying(seeded)))
         return totals, edge, gy
@@ -185,7 +197,8 @@ class Stage:
 
     def run(self, x: Array, slot: Slot) -> Array:
         """Returns the chunk's output; no residuals are saved."""
-        return self._loop_over_layers(self._run_layer, x, slot)[0]
+        y, _ = self._loop_over_layers(self._run_layer, x, slot)
+        return y
 
     def forward_only(self, x: Array, stash: list[Tree], slot: Slot) -> tuple[Array, list[Tree]]:
         """Returns the chunk's output, and the stash as it was: for an F with no B to come."""
@@ -205,9 +218,9 @@ class Stage:
         """
         step = partial(self.backward_layer, slot.active)
         sources = [self._stashed(stash, slot)]
-        return self._loop_over_layers(
-            step, (cotangent, gradients), slot, read_from=sources, reverse=True
-        )[0]
+        carry = (cotangent, gradients)
+        carry, _ = self._loop_over_layers(step, carry, slot, read_from=sources, reverse=True)
+        return carry
 
     def input_gradient(
         self,
@@ -236,7 +249,8 @@ class Stage:
         step = partial(self.weight_layer, slot.active)
         left = BufferSlot(w_residuals, lambda i: (place, i))
         sources = [self._stashed(stash, slot), left]
-        return self._loop_over_layers(step, gradients, slot, read_from=sources, reverse=True)[0]
+        total, _ = self._loop_over_layers(step, gradients, slot, read_from=sources, reverse=True)
+        return total
 
     def _loop_over_layers(
         self,
@@ -257,7 +271,9 @@ class Stage:
         if write_to:
             written = list(write_to.buffers)
         numbered = list(enumerate(self.segments))
-        for n, segment in reversed(numbered) if reverse else numbered:
+        if reverse:
+            numbered = numbered[::-1]
+        for n, segment in numbered:
             layers = self._offset_layers(slot, segment)
             if reverse:
                 layers = layers[::-1]
@@ -272,9 +288,11 @@ class Stage:
                 carry, buffers = state
                 for p, layer, offset in layers:
                     inputs = [read(source.buffers[n][p], *source.at(i)) for source in read_from]
-                    carry, output = step(layer, layer.at(offset, i), carry, *inputs)
+                    at = layer.at(offset, i)
+                    carry, output = step(layer, at, carry, *inputs)
                     if write_to:
-                        buffers = put(buffers, p, write(buffers[p], output, *write_to.at(i)))
+                        buffer = write(buffers[p], output, *write_to.at(i))
+                        buffers = put(buffers, p, buffer)
                 return (carry, buffers), None
 
             (carry, written[n]), _ = lax.scan(body, (carry, written[n]), indices, reverse=reverse)
@@ -303,7 +321,8 @@ class Stage:
         """
         if not layer.skipped:
             return run(*operands)
-        return lax.cond(self.index_at[layer.stack][at] >= 0, run, same, *operands)
+        is_layer = self.index_at[layer.stack][at] >= 0
+        return lax.cond(is_layer, run, same, *operands)
 
     def forward_layer(self, layer: StackedLayer, at: Array, x: Array) -> tuple[Array, Tree]:
         """Returns a layer's output, and its input and residuals for the stash."""
@@ -312,7 +331,10 @@ class Stage:
             trace = self._trace(layer, at, x)
             return trace.output, (x, trace.stashed_residuals())
 
-        same = lambda x: (x, (x, zeros_like(jax.eval_shape(run, x)[1][1])))
+        def same(x: Array) -> tuple[Array, Tree]:
+            _, (_, saved) = jax.eval_shape(run, x)
+            return x, (x, zeros_like(saved))
+
         return self._unless_padding(layer, at, run, same, x)
 
     def backward_layer(
@@ -342,7 +364,10 @@ class Stage:
             (gx,), for_w = halves.first(x, saved, cotangent)
             return gx, for_w
 
-        same = lambda gx: (gx, zeros_like(jax.eval_shape(run, gx)[1]))
+        def same(gx: Array) -> tuple[Array, list[Array]]:
+            _, for_w = jax.eval_shape(run, gx)
+            return gx, zeros_like(for_w)
+
         return self._unless_padding(layer, at, run, same, cotangent)
 
     def weight_layer(
@@ -372,7 +397,8 @@ class Stage:
         """Returns the gradient sums with that of a layer added if `active`."""
         if layer.stack in self.place_of:  # where padding has no place
             active = active & (self.index_at[layer.stack][at] >= 0)
-        total = add(gradients[layer.stack], gradient, self.place(layer.stack, at), active=active)
+        place = self.place(layer.stack, at)
+        total = add(gradients[layer.stack], gradient, place, active=active)
         return {**gradients, layer.stack: total}
 
     # --- a backward that sends its weight gradients while it goes on
@@ -402,17 +428,15 @@ class Stage:
             for segment, turn_back in last_first[::-1]:
                 start = max(first, segment.first)
                 stop = min(behind, segment.behind)
-                if start < stop:
-                    indices = jnp.arange(segment.turn(start), segment.turn(stop), dtype=jnp.int32)
-                    gx, gradient = lax.scan(turn_back, gx, indices, reverse=True)
-                    parts.append(group_stacks(segment, gradient))
+                if start >= stop:
+                    continue
+                indices = jnp.arange(segment.turn(start), segment.turn(stop), dtype=jnp.int32)
+                gx, gradient = lax.scan(turn_back, gx, indices, reverse=True)
+                parts.append(group_stacks(segment, gradient))
             bucket = joined_stacks(parts[::-1])
             if gradients is None:
                 return gx, jax.tree.map(lambda g: g.astype(jnp.float32), bucket)
-            sums = {
-                stack: self._between(gradients[stack], stack, first, behind) for stack in bucket
-            }
-            return gx, added(sums, bucket)
+            return gx, added(self._between(gradients, first, behind), bucket)
 
         last, *earlier = self._buckets()[::-1]
         gx, complete = backward_bucket(cotangent, *last)
@@ -433,11 +457,16 @@ class Stage:
 
         def turn_back(cotangent: Array, turn: Array) -> tuple[Array, list[Tree]]:
             # turns of a segment are counted from its first slot on
-            i = turn - segment.first if segment.first else turn
+            i = turn
+            if segment.first:
+                i = turn - segment.first
             of_places = []
             for p, layer in layers[::-1]:
                 follows = layer.step == 1 and layer.before == segment.first
-                at = turn if follows else layer.at(layer.before, i)
+                if follows:
+                    at = turn
+                else:
+                    at = layer.at(layer.before, i)
                 stashed = read(stash[p], *self.stashed_at(slot, i))
                 cotangent, gradient = self._gradients(layer, at, stashed, cotangent)
                 of_places.append(gradient)
@@ -445,10 +474,15 @@ class Stage:
 
         return turn_back
 
-    def _between(self, stacked: Tree, stack: str, first: int, behind: int) -> Tree:
-        """Returns the layers of a stack from slot `first` on, before slot `behind`."""
-        layers = slice(self.slots_before(stack, first), self.slots_before(stack, behind))
-        return jax.tree.map(lambda a: a[layers], stacked)
+    def _between(self, stacks: dict[str, Tree], first: int, behind: int) -> dict[str, Tree]:
+        """Returns the layers of each stack that has some from slot `first` on, before slot `behind`."""
+        between = {}
+        for stack, stacked in stacks.items():
+            start = self.slots_before(stack, first)
+            stop = self.slots_before(stack, behind)
+            if start < stop:
+                between[stack] = jax.tree.map(operator.itemgetter(slice(start, stop)), stacked)
+        return between
 
     def _buckets(self) -> list[tuple[int, int]]:
         """Returns the slots (first, one behind the last) of each bucket, which ends where a turn does."""
@@ -488,22 +522,19 @@ class Stage:
             return (x, saved), for_w
 
         x = self.zeros()
-        shapes = [
-            [
-                jax.eval_shape(partial(run_layer, segment, place), x)
-                for place in range(len(segment.period))
-            ]
-            for segment in self.segments
-        ]
-        stashed, for_w = ([[kept[i] for kept in places] for places in shapes] for i in range(2))
-        return stashed, for_w
+        stashed = []
+        left = []
+        for segment in self.segments:
+            places = range(len(segment.period))
+            kept = [jax.eval_shape(partial(run_layer, segment, place), x) for place in places]
+            stashed.append([of_layer for of_layer, _ in kept])
+            left.append([for_w for _, for_w in kept])
+        return stashed, left
 
     def buffers(self, places: int, of_layers: list[Tree], zero: Array | float = 0) -> list[Tree]:
         """Returns a buffer of `empty` places for what the layers of each segment have; no trees if there is nothing."""
-        return [
-            empty((places, segment.turns), like, zero)
-            for segment, like in zip(self.segments, of_layers, strict=bool(of_layers))
-        ]
+        pairs = zip(self.segments, of_layers, strict=bool(of_layers))
+        return [empty((places, segment.turns), like, zero) for segment, like in pairs]
 
     # --- one layer
 
@@ -530,7 +561,7 @@ class Stage:
         kind = segment.period[place]
         run = self.model.layer(self._batch(slot.microbatch), self.key, kind, slot.active)
         before = self.slots_before(kind.stack, segment.first + place)
-        step = [other.stack for other in segment.period].count(kind.stack)
+        step = segment.stacks.count(kind.stack)
         return StackedLayer(run, kind.stack, before, step, kind.skipped)
 
     def _weights(self, layer: StackedLayer, at: Array) -> tuple[Weights, Array]:
@@ -541,8 +572,14 @@ class Stage:
         wide = self.model.layout.wide_places(layer.stack, self.chunks)
         # arrays of some layers only
         among = jnp.asarray(np.searchsorted(wide, np.arange(len(index_at))))
-        own = lambda a: read(a, place if len(a) == count else among[at])
-        return jax.tree.map(own, self.blocks.part(layer.stack)), index_at[at]
+
+        def read_layer(stacked: Array) -> Array:
+            if len(stacked) == count:
+                return read(stacked, place)
+            return read(stacked, among[at])
+
+        weights = jax.tree.map(read_layer, self.blocks.part(layer.stack))
+        return weights, index_at[at]
 
     def place(self, stack: str, at: Array) -> Array:
         """Returns the place in its stack of the layer in a slot."""
@@ -556,7 +593,10 @@ class Stage:
         y, vjp = jax.vjp(run, weights.differentiated, x)
         constant = {id(w) for w in jax.tree.leaves(weights.constant)}
         # Whatever depends on the microbatch varies over data.
-        is_stashed = [DATA in varying(r) and id(r) not in constant for r in residuals(vjp)]
+        is_stashed = []
+        for residual in residuals(vjp):
+            is_constant = id(residual) in constant
+            is_stashed.append(DATA in varying(residual) and not is_constant)
         return LayerTrace(y, vjp, is_stashed)
 
     def _gradients(
@@ -578,5 +618,7 @@ class Stage:
         """
         from meshtrain.parallel.pipeline.split_backward import split_backward
 
-        gradients = lambda x, saved, cotangent: self._gradients(layer, at, (x, saved), cotangent)
+        def gradients(x: Array, saved: list[Array], cotangent: Array) -> tuple[Array, Tree]:
+            return self._gradients(layer, at, (x, saved), cotangent)
+
         return split_backward(gradients, (False, False, True), x, saved, x)
