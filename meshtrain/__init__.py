@@ -97,9 +97,9 @@ if not TYPE_CHECKING:
                 schedule = importlib.import_module(f"{__name__}.schedule")
             else:
                 schedule = None
-            there = ""
-            if name in getattr(schedule, "__all__", ()):
-                there = f"; it is mt.schedule.{name}"
+            there = (
+                f"; it is mt.schedule.{name}" if name in getattr(schedule, "__all__", ()) else ""
+            )
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{there}")
         home = importlib.import_module(f"{__name__}.{_HOMES[name] or name}")
         globals()[name] = home

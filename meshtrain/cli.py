@@ -344,10 +344,7 @@ class Parser(argparse.ArgumentParser):
             self.error(f"a command is missing; legal are {', '.join(commands)}.")
 
     def error(self, message: str) -> NoReturn:
-        if message.endswith((".", "?")):
-            ending = ""
-        else:
-            ending = f"; see {self.prog} --help."
+        ending = "" if message.endswith((".", "?")) else f"; see {self.prog} --help."
         say(f"{short(message)}{ending}")
         self.exit(USAGE)
 

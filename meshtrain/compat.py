@@ -61,10 +61,7 @@ def with_residuals(vjp: Callable, kept: list[Any]) -> Callable:
 def bind(equation: JaxprEqn, values: list[Any]) -> list[Any]:
     """One equation of a jaxpr on other values, in the named scopes that it was made in."""
     params = equation.primitive.get_bind_params(equation.params)
-    if isinstance(params, tuple):
-        functions, params = params
-    else:
-        functions, params = ((), params)
+    functions, params = params if isinstance(params, tuple) else ((), params)
     with equation.ctx.manager, scopes_of(equation):
         outs = equation.primitive.bind(*functions, *values, **params)
     if equation.primitive.multiple_results:

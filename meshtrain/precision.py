@@ -142,10 +142,9 @@ class NumbersCheck(RunHook):
                 f"the {bad[0].replace('grad_', 'gradient ')} of step {step} is {metrics[bad[0]]}"
             )
         else:
-            if metrics["loss_scale"] == SMALLEST_SCALE:
-                self.at_smallest = self.at_smallest + 1
-            else:
-                self.at_smallest = 0
+            self.at_smallest = (
+                self.at_smallest + 1 if metrics["loss_scale"] == SMALLEST_SCALE else 0
+            )
             if self.at_smallest > SKIPS:
                 raise _past_saving(
                     f"no step after step {self.taken} could be taken in float16, even at a loss scale of 1"

@@ -136,10 +136,7 @@ def train(
             newest = None
             with suppress(Unreadable):
                 newest = max(committed_in(directory / CHECKPOINTS), default=None)
-            if isinstance(error, PLAIN):
-                failure = error
-            else:
-                failure = explained(error, newest)
+            failure = error if isinstance(error, PLAIN) else explained(error, newest)
             if supervision.supervised is not None:
                 supervision.fail(failure, PLAIN)
             # All processes raise these, so none is left waiting for this one.
@@ -392,10 +389,7 @@ class Loop:
 
     def pause(self, step: int, state: State, metrics: dict[str, Any], saves: bool) -> None:
         """Waits for a step; evaluates and saves its state where that is due, or the state is the best so far."""
-        if self.evaluation.due(step):
-            evaluated = self.evaluate(state)
-        else:
-            evaluated = {}
+        evaluated = self.evaluate(state) if self.evaluation.due(step) else {}
         eval_loss = evaluated.get("eval_loss")
         is_best = eval_loss is not None and self.evaluation.is_best(step, eval_loss)
         row = self.log(step, metrics, evaluated)

@@ -420,10 +420,11 @@ def _remat_problems(config: Config) -> Iterator[str]:
         yield f"parallel.remat_keep and parallel.remat_offload both have {both[0]}; name it in one of them."
     if parallel.remat_offload and runs_table(config):
         stages = config.mesh.pipeline
-        if stages > 1:
-            but = f"but mesh.pipeline is {stages}"
-        else:
-            but = f"but parallel.schedule is {parallel.schedule}"
+        but = (
+            f"but mesh.pipeline is {stages}"
+            if stages > 1
+            else f"but parallel.schedule is {parallel.schedule}"
+        )
         kept = "stages keep what is in flight on the device, so leave it out, or keep less with parallel.remat_keep"
         yield f"parallel.remat_offload is given, {but}; {kept}."
 

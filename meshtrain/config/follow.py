@@ -164,9 +164,7 @@ def loss_chunk(config: Config, tokens: int, rows: int) -> int | None:
         return None  # one label each
     chunk = config.train.loss_chunk
     if chunk == "auto":
-        chunk = tokens
-        if 4 * tokens * rows > ROOM:
-            chunk = CHUNK
+        chunk = CHUNK if 4 * tokens * rows > ROOM else tokens
     return chunk if chunk < tokens else None
 
 

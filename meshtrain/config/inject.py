@@ -96,9 +96,7 @@ def parse(text: str, where: str = "survive.inject") -> list[FaultRequest]:
         raise ConfigError(
             f"{where} has {short(repr(text))}, but there is no fault {short(name)}{ending}"
         )
-    ranks = [rank]
-    if name == "kill-two":
-        ranks.append(rank + 1)
+    ranks = (rank, rank + 1) if name == "kill-two" else (rank,)
     # the name of the second says whom it is for
     return [
         FaultRequest(text if r == rank else f"{text}+{r - rank}", KINDS[name], step, r)

@@ -220,10 +220,7 @@ def _fill_from_weights(config: Config, model_keys: Set[str]) -> Config:
 
 def _read_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        if values:
-            node = compose(yaml.dump(dict(values), Dumper=_Dumper))
-        else:
-            node = None
+        node = compose(yaml.dump(dict(values), Dumper=_Dumper)) if values else None
     except yaml.representer.RepresenterError as error:
         data = error.args[-1]
         sentence = f"{GIVEN} hold {short(repr(data))}; they may be texts, paths, numbers, switches and lists."
@@ -234,9 +231,7 @@ def _read_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
             )
         raise ConfigError(sentence) from None
     except (yaml.YAMLError, RecursionError) as error:
-        reason = TOO_DEEP
-        if isinstance(error, yaml.YAMLError):
-            reason = problem(error)[1]
+        reason = problem(error)[1] if isinstance(error, yaml.YAMLError) else TOO_DEEP
         raise ConfigError(f"{GIVEN} are no config: {reason}.") from None
     if node is None:
         return {}
@@ -442,10 +437,7 @@ def _composed(path: str | Path, what: str, flag: str, example: str) -> tuple[yam
 
 def _section(kind: Any, node: yaml.Node, prefix: str, source: str, what: str) -> dict[str, Any]:
     if not isinstance(node, yaml.MappingNode):
-        if prefix:
-            shown = f"section {prefix[:-1]!r}"
-        else:
-            shown = f"a {what}"
+        shown = f"section {prefix[:-1]!r}" if prefix else f"a {what}"
         raise ConfigError(
             f"{_locate(source, node)}: {shown} must be a mapping of keys to values, not {shape(node)}."
         )
@@ -543,9 +535,7 @@ def _unknown(kind: type, prefix: str, name: str) -> str:
         return f"there is no key {prefix}{short(name)}; {secret}."
     if path := meant(name):
         return f"there is no key {prefix}{short(name)}; did you mean {path.removeprefix(prefix)}?"
-    what = "key"
-    if all(map(dataclasses.is_dataclass, hints.values())):
-        what = "section"
+    what = "section" if all(map(dataclasses.is_dataclass, hints.values())) else "key"
     shown = short(name if name.isidentifier() else repr(name))
     return f"there is no {what} {prefix}{shown}" + (
         nearest(name, hints) or f"; legal are {', '.join(hints)}."

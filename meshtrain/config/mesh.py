@@ -185,10 +185,9 @@ def problems(mesh: MeshConfig) -> Iterator[str]:
             yield f"mesh.order has {short(repr(axis))}; {must_be}{nearest(axis, ORDER) or '.'}"
     ranks = mesh.data // mesh.islands
     if mesh.folds_experts and (mesh.expert % mesh.context or ranks % mesh.ways(EXPERT)):
-        if mesh.islands > 1:
-            of_island = f"the {ranks} data ranks of an island"
-        else:
-            of_island = f"mesh.data {ranks}"
+        of_island = (
+            f"the {ranks} data ranks of an island" if mesh.islands > 1 else f"mesh.data {ranks}"
+        )
         legal = listed_divisors(ranks)
         if mesh.context > 1:
             legal += f", and mesh.context {mesh.context} times one of them"

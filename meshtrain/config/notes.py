@@ -153,10 +153,7 @@ def chosen(config: Config) -> list[str]:
     if (stages > 1 or pairs) and followed(config, "parallel.schedule"):
         schedule = config.parallel.schedule
         chunks = config.parallel.virtual_stages if stages > 1 else 1
-        if pairs:
-            name, why = planned_schedule(config)
-        else:
-            name, why = (schedule, "")
+        name, why = planned_schedule(config) if pairs else (schedule, "")
         if name != schedule:
             why = f"CPU devices hide no messages, for which it would be {name} on accelerators"
         choice = f"schedule: {AUTO} -> {'no pairs' if schedule == AUTO else schedule}"

@@ -97,10 +97,7 @@ class Evaluation:
             program.place(data.batch(k, *program.part(data.batch_shape(k)))) for k in indices
         )
         means, _ = averages(batches, measured)
-        if self._samples:
-            samples = {"samples": self._samples.draw(params)}
-        else:
-            samples = {}
+        samples = {"samples": self._samples.draw(params)} if self._samples else {}
         return dict(zip(names, means, strict=True)) | samples
 
     def is_best(self, step: int, loss: float) -> bool:

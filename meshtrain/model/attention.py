@@ -176,7 +176,7 @@ def attend(
     else:
         varied = vary(masks._replace(local=None), varying(q_BTHK))
         shared = varied._replace(local=masks.local)
-        run = run_kernel
+        run: Callable[..., tuple[jax.Array, jax.Array | None]] = run_kernel
         if collectives.context > 1:
             run = collectives.attend_in_zigzag
         rows, top_BHT = run(kernel, scoring, given, shared, sinks)

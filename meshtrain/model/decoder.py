@@ -180,10 +180,7 @@ class Head(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.norm = Norm("head.norm", config, rngs)
         self.cap = config.logit_cap
-        if FAMILIES[config.family].images:
-            self.pool = config.pool
-        else:
-            self.pool = None
+        self.pool = config.pool if FAMILIES[config.family].images else None
         make_parameters(self, "head", config, rngs)
 
     def read(self, x_BTD: jax.Array) -> jax.Array:

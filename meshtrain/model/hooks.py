@@ -172,10 +172,7 @@ class ModelParts:
             cross_entropies, label_smoothing=train.label_smoothing, z_loss=train.z_loss
         )
         # Answers are learned from at the temperature that they were drawn at.
-        if train.objective == "grpo":
-            self.temperature = config.rl.temperature
-        else:
-            self.temperature = 1.0
+        self.temperature = config.rl.temperature if train.objective == "grpo" else 1.0
         self.block: BlockHook = hooks.block or FAMILIES[config.model.family].block or Block.__call__
         self._loss: Callable[..., Any] = hooks.loss or built_in
         # the built-in one as a hook means no hook

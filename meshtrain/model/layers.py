@@ -128,10 +128,7 @@ class Attention(nnx.Module):
         self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives, dropout: Dropout
     ) -> jax.Array:
         (shape, rows) = rows_of(self, x_BTD)
-        if self.sinks is None:
-            more = {}
-        else:
-            more = {"sinks": self.sinks[...]}
+        more = {} if self.sinks is None else {"sinks": self.sinks[...]}
         if sequence.maxima is not None:
             more["counted"] = sequence.maxima.counted_BT
         a = self.attended(shape, rows, sequence, collectives, dropout, local=sequence.local, **more)

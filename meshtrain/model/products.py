@@ -40,12 +40,10 @@ def make_adapters(
     module: Any, name: str, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None
 ) -> None:
     """Makes LoRA's parameters likewise, from random numbers of their own, so that the model is the one without them."""
-    if lora is not None and lora.rank:
-        module.lora_scale = lora_scale(lora)
-    else:
-        module.lora_scale = 0.0
+    module.lora_scale = 0.0
     module.lora_drop = None
     if lora is not None and lora.rank:
+        module.lora_scale = lora_scale(lora)
         for weight in adapters(config, lora):
             _make(module, name, weight, rngs)
 

@@ -17,7 +17,15 @@ from jax import Array, lax
 
 from meshtrain.compat import vary, varying
 from meshtrain.inputs import input_name, inputs
-from meshtrain.parallel.forward import Batch, Forward, LabelLosses, LossAndGradients, Totals, added
+from meshtrain.parallel.forward import (
+    Batch,
+    Forward,
+    LabelLosses,
+    LossAndGradients,
+    Totals,
+    added,
+    to_float32,
+)
 from meshtrain.parallel.pipeline.buffers import after
 from meshtrain.parallel.pipeline.stage import Slot, Stage
 from meshtrain.parallel.zero import Weights
@@ -40,7 +48,7 @@ def accumulate(
 
         seeded, vjp, totals = jax.vjp(loss, weights.differentiated, has_aux=True)
         (gradients,) = vjp(vary(jnp.ones(()), varying(seeded)))
-        return LossAndGradients(totals, _to_float32(gradients))
+        return LossAndGradients(totals, to_float32(gradients))
 
     def step(sums: LossAndGradients, batch: Batch) -> tuple[LossAndGradients, None]:
         return added(sums, microbatch(batch)), None
@@ -51,10 +59,6 @@ def accumulate(
     totals = jax.eval_shape(microbatch, first).totals
     sums, _ = lax.scan(step, _zeros(forward, weights, totals), batches)
     return sums
-
-
-def _to_float32(gradients: Tree) -> Tree:
-    return jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
 
 
 def _zeros(forward: Forward, weights: Weights, totals: Totals) -> LossAndGradients:
@@ -88,7 +92,7 @@ def accumulate_overlapped(
         totals = added(sums.totals, totals)
         edge = added(edge_before, edge)
     else:
-        edge = _to_float32(edge)
+        edge = to_float32(edge)
     reduce_early = forward.zero.reduce_early
     head_gradient = after(edge["head"], cotangent)
     head = reduce_early({"head": head_gradient})

@@ -523,6 +523,10 @@ def added(totals: Tree, more: Tree) -> Tree:
     return jax.tree.map(lambda total, x: total + x.astype(total.dtype), totals, more)
 
 
+def to_float32(gradients: Tree) -> Tree:
+    return jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
+
+
 def sum_at_once(sum_of: Callable[[Array], Array], scalars: Tree) -> Tree:
     """Returns the sums of arrays that vary over the same axes, by one call of `sum_of`: one collective."""
     leaves, tree = jax.tree.flatten(scalars)

@@ -383,10 +383,7 @@ def _stages(
     if len({*kinds}) == 1:
         counts = layer_split or even
         return Stages(counts, chunks, kinds[: max(counts)])
-    if layer_split:
-        splits = [layer_split]
-    else:
-        splits = [even, even[::-1]]
+    splits = [layer_split] if layer_split else [even, even[::-1]]
     candidates = [_stacks_of(kinds, counts) for counts in splits]
     stacks = min(candidates, key=lambda stacks: len(_slots_of(stacks)))
     slots = _slots_of(stacks)

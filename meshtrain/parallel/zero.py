@@ -151,9 +151,7 @@ class Zero:
     def _resident(self, weight: Placed, shard: Any) -> Weights:
         """Returns a weight that is gathered for a whole step, from this rank's shard."""
         rounded = self.layout.storage.round_once(self.layout, weight, shard, True)
-        full = rounded
-        if rounded is None:
-            full = self.gathered(weight, shard)
+        full = self.gathered(weight, shard) if rounded is None else rounded
         if not weight.trained:
             return Weights(None, full)
         if self.scatters_at_use and weight.zero_dim is not None:
@@ -188,9 +186,7 @@ class Zero:
         `feedback` is what compression kept of the last step.
         """
         nothing = self.layout.map(lambda weight: None)
-        residuals, qs = feedback
-        if feedback is None:
-            residuals, qs = (nothing, nothing)
+        residuals, qs = (nothing, nothing) if feedback is None else feedback
 
         def reduce(
             weight: Placed,
@@ -213,10 +209,7 @@ class Zero:
         axes = tuple(axis for axis in self.axes if axis != ISLAND or self.reduction.islands)
         measured = statistics(squares, axes, scale, self.layout.config.parallel.reduce.feedback)
         shards = self.layout.map(lambda weight, x: x and x.shard, reduced)
-        if self.feedback is None:
-            state = None
-        else:
-            state = self.feedback.next_state(reduced, scale)
+        state = None if self.feedback is None else self.feedback.next_state(reduced, scale)
         return ReducedGradients(shards, state, measured)
 
     def reduce_early(self, gradients: Tree) -> Tree:

@@ -302,9 +302,7 @@ def check_is_table(given: object, taker: str) -> None:
 
 def _file_named(given: object) -> str:
     """Returns a path, or a text that ends as the name of a table's file, as Python writes it; nothing for all else."""
-    text = given
-    if isinstance(given, os.PathLike):
-        text = os.fspath(given)
+    text = os.fspath(given) if isinstance(given, os.PathLike) else given
     named = text is not given or (
         isinstance(text, str) and text.endswith(".csv") and not text.startswith("#")
     )

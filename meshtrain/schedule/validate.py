@@ -19,9 +19,7 @@ def validate(table: Table) -> None:
 
 
 def _word(table: Table, slot: int, virtual: int, microbatch: int) -> str:
-    chunk = ""
-    if table.chunks > 1:
-        chunk = f".{table.chunk_of(virtual)}"
+    chunk = f".{table.chunk_of(virtual)}" if table.chunks > 1 else ""
     return f"{table.letters[slot]}{microbatch}{chunk}"
 
 

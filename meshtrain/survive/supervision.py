@@ -45,10 +45,7 @@ class Supervision(RunHook):
     def __init__(self, config: Config) -> None:
         self.heartbeat = begun() or Heartbeat()
         self.supervised = self.heartbeat.supervised
-        if config.log.batches:
-            self._batches = self.heartbeat.log_batches()
-        else:
-            self._batches = None
+        self._batches = self.heartbeat.log_batches() if config.log.batches else None
         self._compiled: jax.stages.Compiled | None = None  # the newest step's program
         if self.supervised is not None:
             from meshtrain.survive.injector import Injector

@@ -45,6 +45,7 @@ from meshtrain.parallel.forward import (
     added,
     group_stacks,
     joined_stacks,
+    to_float32,
 )
 from meshtrain.parallel.layout import Segment
 from meshtrain.parallel.pipeline.buffers import (
@@ -428,14 +429,13 @@ class Stage:
             for segment, turn_back in last_first[::-1]:
                 start = max(first, segment.first)
                 stop = min(behind, segment.behind)
-                if start >= stop:
-                    continue
-                indices = jnp.arange(segment.turn(start), segment.turn(stop), dtype=jnp.int32)
-                gx, gradient = lax.scan(turn_back, gx, indices, reverse=True)
-                parts.append(group_stacks(segment, gradient))
+                if start < stop:
+                    indices = jnp.arange(segment.turn(start), segment.turn(stop), dtype=jnp.int32)
+                    gx, gradient = lax.scan(turn_back, gx, indices, reverse=True)
+                    parts.append(group_stacks(segment, gradient))
             bucket = joined_stacks(parts[::-1])
             if gradients is None:
-                return gx, jax.tree.map(lambda g: g.astype(jnp.float32), bucket)
+                return gx, to_float32(bucket)
             return gx, added(self._between(gradients, first, behind), bucket)
 
         last, *earlier = self._buckets()[::-1]
