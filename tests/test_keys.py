@@ -54,7 +54,7 @@ def test_all_keys_are_listed_those_of_a_section_and_as_json_and_markdown(capsys)
     rows = [
         line.split(" | ")
         for line in said(capsys, "--markdown").splitlines()
-        if line.startswith("| `")
+        if line.startswith("| [`")
     ]
     assert len(rows) == len(paths) and {len(row) for row in rows} == {5}
 

@@ -78,8 +78,9 @@ PARTS: dict[str, tuple[tuple[Kind, ...], tuple[str, ...]]] = {
     "schedule": (("schedule",), ()),
     "host": (("host",), ("host", "checkpoint")),
     "other": (("idle", "unknown"), ("stragglers",)),
-    # drawn outside the step that is traced
+    # outside the step that is traced
     "rollout": ((), ("synchronise", "draw")),
+    "evaluation": ((), ("evaluation",)),
 }
 
 
