@@ -250,6 +250,8 @@ def kept(
             MemoryItem("inputs of the layers, again", "activations", again),
             reference,
         ]
+    if cpu:
+        layer += _under_conditional(config)
     # On CPU idle slots are skipped, and all is carried through all clocks. Elsewhere what only forwards take is gone in
     # backwards after them.
     spare = facts.spare
@@ -277,6 +279,17 @@ def _alike(config: Config) -> bool:
     precision = config.precision
     skips = precision.matmul != "compute" and any(precision.float8_skip)
     return len(stack_configs(config)) == 1 and not skips
+
+
+def _under_conditional(config: Config) -> float:
+    """Bytes more that a layer keeps where CPUs skip padding by a conditional: its weights and its input leave the
+    branch that is taken.
+    """
+    counts = stages(config).counts
+    if config.parallel.remat != "none" or len(set(counts)) == 1 or len(stack_configs(config)) > 1:
+        return 0.0
+    elements = shapes.resident(config).block.full + shapes.stream(config)
+    return _itemsize(config) * elements
 
 
 def passing(

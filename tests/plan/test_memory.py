@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from experiments.adopt import stash
 from meshtrain.compat import residuals, vary, varying
 from meshtrain.config import load, replaced
+from meshtrain.config.follow import as_run_on
 from meshtrain.mesh import AXES, DATA, make_mesh
 from meshtrain.model.weights import parameters
 from meshtrain.parallel.layout import Layout
@@ -462,6 +463,38 @@ def test_weights_that_are_held_in_float8_are_counted(cell):
     compare_with_program(SMALL | {"precision": {"matmul": "float8", **precision}}, mesh, parallel)
 
 
+DROPS = {"model": SMALL["model"] | {"family": "gpt2", "kv_heads": None, "dropout": 0.1}}
+ADAPTERS = {"lora": {"rank": 8}}
+SPLIT = {"microbatches": 2, "sequence_parallel": True}
+OFFLOADS = {"remat": "names", "remat_keep": ["attention"], "remat_offload": ["qkv", "mlp_in"]}
+ODD: list[Any] = [
+    (DROPS, (1, 1, 1), {"microbatches": 4, "remat": "none"}),
+    (DROPS, (2, 2, 1), {"remat": "none", **SPLIT}),
+    (ADAPTERS, (1, 1, 1), {"microbatches": 4, "remat": "none"}),
+    (ADAPTERS, (1, 1, 1), {"microbatches": 4, "remat": "full"}),
+    (ADAPTERS, (2, 2, 1), {"remat": "none", **SPLIT}),
+    (ADAPTERS, (2, 1, 1), {"microbatches": 1}),
+    ({}, (1, 1, 1), {"microbatches": 1, **OFFLOADS}),
+    ({}, (1, 1, 2), {"microbatches": 4, "schedule": "1f1b", "layer_split": [0, 8]}),
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("cell", slow_but(ODD, [ODD[2], ODD[6]]), ids=str)
+def test_dropout_adapters_offloads_and_stages_without_layers_are_counted(cell):
+    sections, mesh, parallel = cell
+    compare_with_program(SMALL | sections, mesh, parallel)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("remat", ["none", "dots", "selective", "full"])
+def test_a_layer_keeps_more_where_cpus_skip_padding_by_a_conditional(remat):
+    keys = {"schedule": "zb_h1", "microbatches": 2, "layer_split": [1, 6], "remat": remat}
+    config = layer("llama", stages=2, **keys)
+    planned = activations.kept(config, remat) + memory._under_conditional(config)
+    assert planned == pytest.approx(traced_stage(config)[0], rel=0.03)
+
+
 def compare_with_program(sections, mesh, parallel, most=1.08):
     config = load(sections | {"mesh": dict(zip(AXES, mesh, strict=True)), "parallel": parallel})
     compiled = Program(config, make_mesh(config)).lower().compile().memory_analysis()
@@ -470,6 +503,7 @@ def compare_with_program(sections, mesh, parallel, most=1.08):
         + compiled.output_size_in_bytes
         - compiled.alias_size_in_bytes
     )
+    config = as_run_on("cpu", config)
     planned = memory.total(memory.items(config, pipeline.facts(config), platform="cpu"))
     assert 0.95 < planned / (held + compiled.temp_size_in_bytes) < most
 
