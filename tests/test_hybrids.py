@@ -198,6 +198,17 @@ def test_first_loss_and_gradients_are_those_of_one_device_to_a_millionth(
     assert max(jax.tree.leaves(errors)) < 1e-6, errors
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("pattern", [["linear", "full"], ["linear"]])
+def test_layers_of_a_period_are_computed_again_one_by_one(pattern):
+    """Else XLA makes the activations of all of them again before the backward of the last."""
+    program = Program(config({}, {"pattern": pattern}, remat="full"))
+    placed = program.place(batch(packed=False))
+    run = jax.jit(program.gradients)
+    text = run.lower(program.init().params, placed, jnp.int32(0), jnp.float32(1)).as_text()
+    assert ("optimization_barrier" in text) == (len(pattern) > 1)
+
+
 @functools.cache
 def three_steps(cross: str, split: bool):
     """Returns the losses and gradient norms of three steps, and how far they move each weight."""

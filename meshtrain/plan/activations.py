@@ -416,10 +416,13 @@ STATES = 2
 
 
 def _rule(config: Config) -> float:
-    """Bytes a token that the backward of linear attention has at hand, float32."""
+    """Bytes a token that the backward of linear attention has at hand, float32; on several context ranks the columns
+    of its pieces' maps beside those of the states.
+    """
     sizes = config.model.linear
-    states = sizes.key_dim * sizes.value_dim / sizes.chunk
-    within = PAIRS * sizes.chunk + KEYS * sizes.key_dim + VALUES * sizes.value_dim
+    maps = sizes.key_dim if config.mesh.context > 1 else 0
+    states = sizes.key_dim * (sizes.value_dim + maps) / sizes.chunk
+    within = PAIRS * sizes.chunk + KEYS * sizes.key_dim + VALUES * sizes.value_dim + 2 * maps
     numbers = within + STATES * states
     return FLOAT32 * numbers * sizes.value_heads / config.mesh.tensor
 
