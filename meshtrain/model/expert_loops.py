@@ -62,11 +62,11 @@ def looped(
     )
 
 
-def weighted_hidden(hidden: Hidden, into: jax.Array, weights: jax.Array) -> jax.Array:
-    """Returns what goes into the last product, of gate beside up [S, 2 F]: hidden activations [S, F] times the weights
-    [S, 1] of their slots.
+def weighted_hidden(hidden: Hidden, weights: jax.Array, *into: jax.Array) -> jax.Array:
+    """Returns what goes into the last product, of gate beside up [S, 2 F], or of each: hidden activations [S, F] times
+    the weights [S, 1] of their slots.
     """
-    gate, up = jnp.split(into, 2, axis=1)
+    gate, up = into if len(into) > 1 else jnp.split(into[0], 2, axis=1)
     return hidden(gate, up) * weights.astype(gate.dtype)
 
 
@@ -117,7 +117,7 @@ def _looped(
         expert = _one(own)
         weight = blocks.weight(i)
         y = dot(
-            weighted_hidden(hidden, _into(expert, blocks.take_rows(rows, i)), weight),
+            weighted_hidden(hidden, weight, _into(expert, blocks.take_rows(rows, i))),
             expert.down,
             1,
             0,
@@ -139,8 +139,8 @@ def _backward(
         expert = _one(own)
         g = blocks.take_rows(g_ND, i)
         into = _into(expert, blocks.take_rows(rows, i))
-        h, between_vjp = jax.vjp(partial(weighted_hidden, hidden), into, blocks.weight(i))
-        to_into, to_weight = between_vjp(dot(g, expert.down, 1, 1).astype(g.dtype))
+        h, between_vjp = jax.vjp(partial(weighted_hidden, hidden), blocks.weight(i), into)
+        to_weight, to_into = between_vjp(dot(g, expert.down, 1, 1).astype(g.dtype))
         if expert.down_bias is not None:
             to_weight = to_weight + jnp.sum(g * expert.down_bias, 1, keepdims=True)
         return (

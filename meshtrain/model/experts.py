@@ -34,7 +34,7 @@ from meshtrain.model.grouped import grouped
 from meshtrain.model.products import hidden, keeping_arguments, make_parameters
 from meshtrain.model.rope import Routing, Sequence
 from meshtrain.model.slots import ExpertSlots, collected, slots_of, spread
-from meshtrain.model.weights import COUNTED
+from meshtrain.model.weights import COUNTED, lie_side_by_side
 
 
 class RouterChoice(NamedTuple):
@@ -237,17 +237,22 @@ class Experts(nnx.Module):
         block_of = slots.expert_of_block, slots.blocks, collectives.platform
         source = slots.pairs // weights_NK.shape[1]
         x = self.rows(checkpoint_name(spread(rows_ND, source, slots.places), "dispatched"))
-        if self.float8 is None:
-            into = grouped(x, (self.gate[...], self.up[...]), *block_of)
+        experts, _, width = self.gate[...].shape
+        if self.float8 is None and lie_side_by_side(len(source), experts, width):
+            branches = [grouped(x, (self.gate[...], self.up[...]), *block_of)]
         else:
-            into = jnp.concatenate([self.product(name, x, *block_of) for name in ("gate", "up")], 1)
+            branches = [self.product(name, x, *block_of) for name in ("gate", "up")]
         if self.gate_bias is not None and self.up_bias is not None:
-            biases = jnp.concatenate([self.gate_bias[...], self.up_bias[...]], 1)
-            into = into + slot_biases(biases, slots)
+            both = jnp.concatenate([self.gate_bias[...], self.up_bias[...]], 1)
+            biases = jnp.split(both, len(branches), axis=1)
+            branches = [
+                b + slot_biases(bias, slots) for b, bias in zip(branches, biases, strict=True)
+            ]
         weights = spread(weights_NK.reshape(-1, 1), slots.pairs, slots.places.reshape(-1, 1))
         # weights before the last product, so that its output is not kept for their gradient
         weighted = keeping_arguments(partial(weighted_hidden, self.hidden))
-        h = checkpoint_name(weighted(checkpoint_name(into, "mlp_in"), weights), "mlp_hidden")
+        branches = [checkpoint_name(b, "mlp_in") for b in branches]
+        h = checkpoint_name(weighted(weights, *branches), "mlp_hidden")
         y = self.product("down", self.rows(h), *block_of)
         if self.down_bias is not None:
             y = y + (slot_biases(collectives.share(self.down_bias[...]), slots) * weights).astype(

@@ -37,6 +37,13 @@ COUNTED = 2
 GOLDEN_RATIO = 0.5 * (5**0.5 - 1)
 
 
+def lie_side_by_side(slots: int, experts: int, width: int) -> bool:
+    """Returns whether gate and up of `experts` are one product of so many slots on GPUs: to put the weights side by
+    side, forward and backward, moves less than the sum of two gradients of the rows, three passes.
+    """
+    return 8 * experts * width < 3 * slots
+
+
 @dataclass(frozen=True)
 class Weight:
     """One weight of the canonical layout."""

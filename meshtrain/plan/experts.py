@@ -23,7 +23,7 @@ from meshtrain.config.follow import expert_room, round_up
 from meshtrain.config.mesh import EXPERT, TENSOR
 from meshtrain.config.model import MoeConfig
 from meshtrain.families import FAMILIES
-from meshtrain.model.weights import EXPERT_BLOCK
+from meshtrain.model.weights import EXPERT_BLOCK, lie_side_by_side
 from meshtrain.parallel.placement import expert_axes, expert_nodes, expert_ranks, stages
 from meshtrain.plan import shapes
 from meshtrain.plan.compute import FrameworkProfile, Layer, Seconds, product
@@ -117,14 +117,24 @@ def add_experts(config: Config, layer: Layer, cluster: Cluster, profile: Framewo
     )
 
 
-def rows_back(config: Config, cluster: Cluster) -> Seconds:
-    """Returns what the backward of rows to slots and back takes less than twice its forward, a negative time: our
-    program moves as much again.
+def own_passes(config: Config, cluster: Cluster) -> tuple[Seconds, Seconds]:
+    """Returns what our program on GPUs takes, forward and backward, beside one and two times the passes of
+    `add_experts`, as seen in it (`experiments.plan.timed`).
+
+    Rows to slots and back move as much backward as forward, which is less than twice. The weights of gate and up are
+    put side by side, or two gradients of the rows are added up.
     """
+    d = config.model.d_model
+    f = width(config)
+    slots = rows(config).slots
+    local = config.model.moe.experts // expert_ranks(config)
+    second = shapes.itemsize(config.precision.compute) * d / cluster.accelerator.memory_rate
     sent = config.mesh.expert > 1 and config.parallel.experts.dispatch == "all_to_all"
-    elements = (7 if sent else 3) * rows(config).slots * config.model.d_model
-    nbytes = elements * shapes.itemsize(config.precision.compute)
-    return Seconds(memory=-nbytes / cluster.accelerator.memory_rate)
+    less = (7 if sent else 3) * slots
+    if config.precision.matmul == "float8" or not lie_side_by_side(slots, local, f):
+        return Seconds(), Seconds(memory=second * (3 * slots - less))
+    joined = 4 * local * f
+    return Seconds(memory=second * joined), Seconds(memory=second * (joined - less))
 
 
 def kept(config: Config, remat: str, names: tuple[str, ...], taken: float) -> float:

@@ -23,7 +23,7 @@ from meshtrain.plan import activations, compute, float8, shapes
 from meshtrain.plan.by_stack import averaged, stack_configs
 from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile, Layer, LayerShape, Seconds
 from meshtrain.plan.context import context_seconds
-from meshtrain.plan.experts import EXPOSED, add_experts, expert_seconds, rows_back
+from meshtrain.plan.experts import EXPOSED, add_experts, expert_seconds, own_passes
 from meshtrain.plan.traffic import layer_transfers, practised_count
 
 
@@ -187,11 +187,11 @@ def _layer_parts(
     adapters = compute.adapters(config, device)
     rounding = float8.differences(config, device, profile)
     copies = Seconds(), Seconds()
-    moved = Seconds()
+    moved = copies
     if _is_ours_on_gpus(device, profile):
         copies = _copies(config, device)
         if config.model.moe.experts:
-            moved = rows_back(config, cluster)
+            moved = own_passes(config, cluster)
     backward = compute.layer_backward(
         layer.forward,
         device,
@@ -208,7 +208,7 @@ def _layer_parts(
         LayerPart("layer", layer.forward, backward),
         LayerPart("adapters", adapters, adapters * 2),
         LayerPart("copies", *copies),
-        LayerPart("experts", backward=moved),
+        LayerPart("experts", *moved),
         LayerPart("weights", backward=compute.weight_passes(config, device, profile)),
         LayerPart("recompute", backward=recompute),
         LayerPart("float8", rounding.forward, rounding.backward),

@@ -142,7 +142,9 @@ def layer_of(family: str, dtype):
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype, within", [("float32", 2e-6), ("bfloat16", 2e-2)])
-def test_loops_give_what_products_of_all_slots_do(family, dtype, within):
+@pytest.mark.parametrize("beside", [False, True])
+def test_loops_give_what_products_of_all_slots_do(monkeypatch, family, dtype, within, beside):
+    monkeypatch.setattr("meshtrain.model.experts.lie_side_by_side", lambda *_: beside)
     vjp, cotangent = layer_of(family, dtype)
     for got, want in zip(
         *(jax.tree.leaves((out, of(cotangent))) for out, of in (vjp(False), vjp(True))), strict=True
