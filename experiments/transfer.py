@@ -32,7 +32,7 @@ HEAD = 16  # the width of a head, at every size
 STEPS = 4
 RATE = 4e-3
 SWEEP_WIDTHS = (64, 128, 512)
-RATES = tuple(2.0**n for n in range(-11, -3))
+RATES = tuple(2.0**n for n in range(-13, -6))
 
 
 def config_of(width: int, depth: int, rate: float, transfer: bool, **sections: Any) -> Config:

@@ -6,18 +6,27 @@
     embedding, positions                1               1              m
     matrices of a layer                 1 / sqrt m      1 / m          m k
       that lead into the stream         1 / (k sqrt m)  1 / (m k)      m
-      that lead to experts' scores      1 / m           1 / m          m k
+      that lead to experts' scores      1 / m           1 / m          k
     norms and biases of a layer         1               1              m k
     norm of the head                    1 / m           1 / m          1
     weight of the head                  1               1              m
 
-By width this is muP (Yang et al. 2022, "Tensor Programs V", table 8) for Adam; by depth CompleteP with alpha 1 (Dey et
-al. 2025, "Don't be lazy: CompleteP enables compute-efficient deep transformers", table 1): each branch of a layer is
-added with 1 / k. Decoupled weight decay is not multiplied, which is CompleteP's rule. No factor stands in the model, so
-that a file of weights says all: weights that lead into the stream hold 1 / k (under `post_norms` these norms do), and
-the head's norm holds the logits' 1 / m. A step of Adam is then as much smaller as the weight is. Gradients are
-multiplied for `optimizer.eps` alone, beside which they would shrink. Where heads are wider than `transfer.head_dim`,
-scores are divided by their width and not by its root: queries hold that factor.
+By width this is muP for Adam (Yang et al. 2022, "Tensor Programs V", table 8, in the form with a multiplier at the
+head; table 3, without, for experts' scores, whose number does not grow). By depth it is CompleteP with alpha 1 (Dey et
+al. 2025, "Don't be lazy: CompleteP enables compute-efficient deep transformers", table 1; m there m_N, k there m_L):
+
+    table 1                                   here
+    hidden init. var. / m_N                   begins times 1 / sqrt m
+    hidden LR / m_N, its WD times m_N         steps times 1 / m, and decoupled decay, rate x weight_decay, is as it was
+    LRs times m_L^(alpha - 1)                 1
+    residual branches times m_L^-alpha        weights that lead into the stream (under `post_norms` these norms) hold 1 / k
+    unembedding forward / m_N                 the norm of the head holds 1 / m
+    eps / m_N, hidden ones / (m_N m_L^alpha)  gradients times m, and times m k (equation 40)
+
+No factor stands in the model, so that a file of weights says all. A step of Adam is then as much smaller as the weight
+is, and its gradient as much larger. Gradients are multiplied for `optimizer.eps` alone, beside which they would shrink.
+Table 8's scores are divided by the heads' width and not by its root: where heads are wider than `transfer.head_dim`,
+queries hold that factor. The widths of MLPs and experts are taken to grow as the model's does.
 
 Without JAX.
 """
@@ -51,7 +60,9 @@ def factors(config: Config, weight: Any) -> TransferFactors:
     scaled = _scaled(model, transfer.head_dim, weight, depth)
     if not weight.decayed:
         return TransferFactors(scaled, scaled, width * depth * scaled)
-    begin = scaled * width ** -(1.0 if weight.axes[-1] in SCORES else 0.5)
+    if weight.axes[-1] in SCORES:
+        return TransferFactors(scaled / width, scaled / width, depth * scaled)
+    begin = scaled * width**-0.5
     # The table has its beginning for as many layers as there are.
     begin *= depth**0.5 if weight.axes[-1] == "embed" else 1.0
     return TransferFactors(begin, scaled / width, width * depth * scaled)

@@ -65,6 +65,37 @@ def test_factors_are_those_of_the_table():
     assert found["blocks.mlp.down"] == out
 
 
+def test_factors_are_those_of_the_papers():
+    """Table 1 of CompleteP at alpha 1 (Dey et al. 2025), and the order of its code: with a multiplier in the forward
+    folded into a weight, its gradient is as much larger.
+    """
+    m = 4.0
+    k = 8.0
+    sizes = {"layers": 8, "d_model": 64, "heads": 8, "kv_heads": 8, "d_ff": 128}
+    config = config_of(sizes)
+    table = {weight.name: weight for weight in weights(config.model)}
+    base = {w.name: w for w in weights(config_of(sizes | {"layers": 1}, None).model)}
+    # (init. std, LR, eps, and the multiplier of the forward that is folded in)
+    hidden = (m**-0.5, 1 / m, 1 / (m * k), 1.0)
+    rules = {
+        "embedding.tokens": (1.0, 1.0, 1 / m, 1.0),
+        "head.weight": (1.0, 1.0, 1 / m, 1.0),
+        "head.norm.scale": (1.0, 1.0, 1 / m, 1 / m),
+        "blocks.attention_norm.scale": (1.0, 1.0, 1 / (m * k), 1.0),
+        "blocks.attention.k": hidden,
+        "blocks.mlp.up": hidden,
+        "blocks.attention.out": (*hidden[:3], 1 / k),
+        "blocks.mlp.down": (*hidden[:3], 1 / k),
+    }
+    for name, (begin, rate, eps, forward) in rules.items():
+        found = factors(config, table[name])
+        times = table[name].std / base[name].std if table[name].std else 1.0
+        assert found.begin * times == pytest.approx(begin * forward), name
+        assert found.step == pytest.approx(rate * forward), name
+        # g / (sqrt(g^2) + eps) is the same with g times a factor and eps times it
+        assert found.gradient == pytest.approx(forward / eps), name
+
+
 def test_norms_behind_branches_wide_heads_experts_and_scaled_embeddings_have_their_own():
     gemma = by_name(config_of({"family": "gemma2", "tied_head": True}))
     assert gemma["blocks.mlp_post_norm.scale"] == TransferFactors(0.5, 0.5, 2)
@@ -77,7 +108,7 @@ def test_norms_behind_branches_wide_heads_experts_and_scaled_embeddings_have_the
     experts = by_name(
         config_of({"family": "mixtral", "d_ff": 0, "moe": {"experts": 4, "top_k": 2, "d_ff": 16}})
     )
-    assert experts["blocks.experts.router"] == TransferFactors(0.5, 0.5, 4)
+    assert experts["blocks.experts.router"] == TransferFactors(0.5, 0.5, 2)
     assert experts["blocks.experts.down"].step == 0.25
 
 
