@@ -29,7 +29,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
 }
-PICTURES = {"experiments/interleaved.svg": "experiments/interleaved.svg"}
+PICTURES = {name: name for name in ("experiments/interleaved.svg", "experiments/transfer.svg")}
 ALONE = ("LICENSE", "CITATION.cff")  # linked to in the repository, but no pages
 served = False
 

@@ -19,7 +19,7 @@ al. 2025, "Don't be lazy: CompleteP enables compute-efficient deep transformers"
     hidden init. var. / m_N                   begins times 1 / sqrt m
     hidden LR / m_N, its WD times m_N         steps times 1 / m, and decoupled decay, rate x weight_decay, is as it was
     LRs times m_L^(alpha - 1)                 1
-    residual branches times m_L^-alpha        weights that lead into the stream (under `post_norms` these norms) hold 1 / k
+    residual branches times m_L^-alpha        weights that lead into the stream, or their `post_norms`, hold 1 / k
     unembedding forward / m_N                 the norm of the head holds 1 / m
     eps / m_N, hidden ones / (m_N m_L^alpha)  gradients times m, and times m k (equation 40)
 
