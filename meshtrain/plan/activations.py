@@ -422,7 +422,7 @@ def _rule(config: Config) -> float:
     sizes = config.model.linear
     maps = sizes.key_dim if config.mesh.context > 1 else 0
     states = sizes.key_dim * (sizes.value_dim + maps) / sizes.chunk
-    within = PAIRS * sizes.chunk + KEYS * sizes.key_dim + VALUES * sizes.value_dim + 2 * maps
+    within = PAIRS * sizes.chunk + KEYS * sizes.key_dim + VALUES * sizes.value_dim
     numbers = within + STATES * states
     return FLOAT32 * numbers * sizes.value_heads / config.mesh.tensor
 
