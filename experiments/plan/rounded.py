@@ -16,7 +16,7 @@ from meshtrain.plan.estimate import estimate
 
 from . import dgxc
 
-EVERY_LAYER = {"matmul": "float8", "float8_skip": [0, 0]}
+EVERY_LAYER = {"matmul": "float8", "float8_skip": (0, 0)}
 # model, batch, mesh, keys of `parallel`: those that a search picks in bfloat16, in more microbatches
 LAYOUTS: tuple[tuple[str, int, dict[str, int], dict[str, Any]], ...] = (
     ("8B", 512, {"data": 64}, {"zero_stage": 2, "microbatches": 4}),
