@@ -19,6 +19,8 @@ How they send rows to experts, and what else their profiles have:
     overlap        beside the products of another microbatch; of the seconds of messages 44% are hidden in both (24.7 s less 21.1 of 8.3, as its
                    profile has them, and 41.3 less 31.3 of 22.8, as planned), as many as of tensor parallelism's:
                    `Efficiency.exposed_tensor`
+    waits          by all-to-all the host copies the counts of rows from the device and waits for them before a layer's
+                   experts (megatron/core/transformer/moe/token_dispatcher.py); 0.2 ms is assumed
     biases         Megatron adds gpt-oss's to the experts' outputs by kernels of their own, expert by expert, in float32: 32 bytes of an element
                    forward (b p, its sum with the output, all of them joined, and rounded), 36 backward
                    (megatron/core/transformer/moe/experts.py)
@@ -43,8 +45,8 @@ from .dgxc import NEMO
 from .published import Run
 from .tpu import MAXTEXT
 
-ALL_TO_ALL = replace(NEMO, imbalance=1.0, bias_bytes=(0.0, (32 + 36) / 3))
-HYBRID_EP = replace(ALL_TO_ALL, token_per_node=True)
+ALL_TO_ALL = replace(NEMO, imbalance=1.0, bias_bytes=(0.0, (32 + 36) / 3), expert_wait=2e-4)
+HYBRID_EP = replace(ALL_TO_ALL, token_per_node=True, expert_wait=0.0)
 DEEP_EP = replace(HYBRID_EP, execution="asynchronous", overlap_data=True)
 GRUG = FrameworkProfile(overlap_data=True, imbalance=1.0, norm_bytes=19.0)
 OF_TPU = replace(MAXTEXT, imbalance=1.0)

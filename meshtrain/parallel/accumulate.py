@@ -24,7 +24,7 @@ from meshtrain.parallel.forward import (
     LossAndGradients,
     Totals,
     added,
-    to_float32,
+    widen_gradients,
 )
 from meshtrain.parallel.pipeline.buffers import after
 from meshtrain.parallel.pipeline.stage import Slot, Stage
@@ -48,7 +48,7 @@ def accumulate(
 
         seeded, vjp, totals = jax.vjp(loss, weights.differentiated, has_aux=True)
         (gradients,) = vjp(vary(jnp.ones(()), varying(seeded)))
-        return LossAndGradients(totals, to_float32(gradients))
+        return LossAndGradients(totals, widen_gradients(gradients))
 
     def step(sums: LossAndGradients, batch: Batch) -> tuple[LossAndGradients, None]:
         return added(sums, microbatch(batch)), None
@@ -92,7 +92,7 @@ def accumulate_overlapped(
         totals = added(sums.totals, totals)
         edge = added(edge_before, edge)
     else:
-        edge = to_float32(edge)
+        edge = widen_gradients(edge)
     reduce_early = forward.zero.reduce_early
     head_gradient = after(edge["head"], cotangent)
     head = reduce_early({"head": head_gradient})

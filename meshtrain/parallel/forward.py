@@ -523,7 +523,7 @@ def added(totals: Tree, more: Tree) -> Tree:
     return jax.tree.map(lambda total, x: total + x.astype(total.dtype), totals, more)
 
 
-def to_float32(gradients: Tree) -> Tree:
+def widen_gradients(gradients: Tree) -> Tree:
     return jax.tree.map(lambda g: g.astype(jnp.float32), gradients)
 
 

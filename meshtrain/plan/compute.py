@@ -89,6 +89,8 @@ class FrameworkProfile:
     # a row of several experts is sent to each node once, and there to each device once, by kernels that put it where
     # its experts take it (DeepEP, HybridEP)
     token_per_node: bool = False
+    # in which the host waits for the counts of rows before it launches a layer's experts
+    expert_wait: float = 0.0
     # to add a bias to a 16-bit element of what goes into an expert's activation, and of its output: XLA reads it and
     # writes it
     bias_bytes: tuple[float, float] = (4.0, 4.0)

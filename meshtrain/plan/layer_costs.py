@@ -187,10 +187,11 @@ def _layer_parts(
     adapters = compute.adapters(config, device)
     rounding = float8.differences(config, device, profile)
     copies = Seconds(), Seconds()
-    moved = copies
+    experts = bool(config.model.moe.experts)
+    moved = Seconds(memory=profile.expert_wait * experts), Seconds()
     if _is_ours_on_gpus(device, profile):
         copies = _copies(config, device)
-        if config.model.moe.experts:
+        if experts:
             moved = own_passes(config, cluster)
     backward = compute.layer_backward(
         layer.forward,

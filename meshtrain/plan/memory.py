@@ -251,7 +251,7 @@ def kept(
             reference,
         ]
     if cpu:
-        layer += _under_conditional(config)
+        layer += _conditional_bytes(config)
     # On CPU idle slots are skipped, and all is carried through all clocks. Elsewhere what only forwards take is gone in
     # backwards after them.
     spare = facts.spare
@@ -281,7 +281,7 @@ def _alike(config: Config) -> bool:
     return len(stack_configs(config)) == 1 and not skips
 
 
-def _under_conditional(config: Config) -> float:
+def _conditional_bytes(config: Config) -> float:
     """Bytes more that a layer keeps where CPUs skip padding by a conditional: its weights and its input leave the
     branch that is taken.
     """

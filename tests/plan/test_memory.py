@@ -491,7 +491,7 @@ def test_dropout_adapters_offloads_and_stages_without_layers_are_counted(cell):
 def test_a_layer_keeps_more_where_cpus_skip_padding_by_a_conditional(remat):
     keys = {"schedule": "zb_h1", "microbatches": 2, "layer_split": [1, 6], "remat": remat}
     config = layer("llama", stages=2, **keys)
-    planned = activations.kept(config, remat) + memory._under_conditional(config)
+    planned = activations.kept(config, remat) + memory._conditional_bytes(config)
     assert planned == pytest.approx(traced_stage(config)[0], rel=0.03)
 
 

@@ -45,7 +45,7 @@ from meshtrain.parallel.forward import (
     added,
     group_stacks,
     joined_stacks,
-    to_float32,
+    widen_gradients,
 )
 from meshtrain.parallel.layout import Segment
 from meshtrain.parallel.pipeline.buffers import (
@@ -115,7 +115,7 @@ class LayerTrace(NamedTuple):
         return with_residuals(self.vjp, values)
 
 
-def _on_stage(numbers: np.ndarray) -> Array:
+def _stage_row(numbers: np.ndarray) -> Array:
     """Returns this stage's part [chunks * slots] of numbers [pipeline, chunks, slots]."""
     return read(jnp.asarray(numbers), lax.axis_index(PIPELINE)).reshape(-1)
 
@@ -150,9 +150,9 @@ class Stage:
         self.index_at = {}
         self.place_of = {}
         for stack, layers in layout.stacks.items():
-            self.index_at[stack] = _on_stage(layers.in_slots)
+            self.index_at[stack] = _stage_row(layers.in_slots)
             if layers.place_of is not None:
-                self.place_of[stack] = _on_stage(layers.place_of)
+                self.place_of[stack] = _stage_row(layers.place_of)
 
     def zeros(self) -> Array:
         """Returns a residual stream of one microbatch, all zeros."""
@@ -435,7 +435,7 @@ class Stage:
                     parts.append(group_stacks(segment, gradient))
             bucket = joined_stacks(parts[::-1])
             if gradients is None:
-                return gx, to_float32(bucket)
+                return gx, widen_gradients(bucket)
             return gx, added(self._between(gradients, first, behind), bucket)
 
         last, *earlier = self._buckets()[::-1]
