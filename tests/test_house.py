@@ -14,13 +14,13 @@ import house
 import pytest
 
 TESTS = Path(__file__).parent
-LONGEST_FILE = 560  # lines
+LONGEST_FILE = 630  # lines
 
 LIMITS = {
     "files": 441,
-    "thousand nodes": 620.2,
+    "thousand nodes": 624.3,
     "nodes a code line": 9.82,
-    "thousand nodes of the core": 141.0,
+    "thousand nodes of the core": 142.8,
     "nodes a code line of the core": 9.48,
     "a, b = x, y, % of assignments": 0.25,
     "circles of files": 0,
