@@ -237,11 +237,7 @@ class Experts(nnx.Module):
         block_of = slots.expert_of_block, slots.blocks, collectives.platform
         source = slots.pairs // weights_NK.shape[1]
         x = self.rows(checkpoint_name(spread(rows_ND, source, slots.places), "dispatched"))
-        experts, _, width = self.gate[...].shape
-        if self.float8 is None and lie_side_by_side(len(source), experts, width):
-            branches = [grouped(x, (self.gate[...], self.up[...]), *block_of)]
-        else:
-            branches = [self.product(name, x, *block_of) for name in ("gate", "up")]
+        branches = self._products_in(x, len(source), block_of)
         if self.gate_bias is not None and self.up_bias is not None:
             both = jnp.concatenate([self.gate_bias[...], self.up_bias[...]], 1)
             biases = jnp.split(both, len(branches), axis=1)
@@ -259,6 +255,13 @@ class Experts(nnx.Module):
                 y.dtype
             )
         return collected(y, source, slots.places)
+
+    def _products_in(self, x: Any, slots: int, block_of: tuple[Any, ...]) -> list[jax.Array]:
+        """Returns the products of slots with gate and up: [S, 2 F] where they lie side by side, else two [S, F]."""
+        experts, _, width = self.gate[...].shape
+        if self.float8 is None and lie_side_by_side(slots, experts, width):
+            return [grouped(x, (self.gate[...], self.up[...]), *block_of)]
+        return [self.product(name, x, *block_of) for name in ("gate", "up")]
 
     def rows(self, x_SD: jax.Array) -> Any:
         """Slots as `product` takes them."""
