@@ -87,14 +87,9 @@ def put(config: AnyConfig, **sections: Any) -> AnyConfig:
 
 def _put_values(section: Any, values: Mapping[str, Any]) -> Any:
     before = vars(section)
-    changed = {**before, **values}
-    for name, value in values.items():
-        # A dict is for a section: no key takes one. Any mapping's class would be asked for a third of the time.
-        if isinstance(value, dict):
-            changed[name] = _put_values(before[name], value)
-        elif isinstance(value, list):
-            changed[name] = tuple(value)  # a config is hashed
-    return type(section)(**changed)
+    # A dict is for a section: no key takes one. Any mapping's class would be asked for a third of the time.
+    inner = {n: _put_values(before[n], v) for n, v in values.items() if isinstance(v, dict)}
+    return type(section)(**{**before, **values, **inner})
 
 
 def followed(config: Config, path: str) -> bool:

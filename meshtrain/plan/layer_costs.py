@@ -6,7 +6,6 @@
 `LayerCost` holds both sums.
 """
 
-import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -66,8 +65,6 @@ class LayerPart(NamedTuple):
 
 
 @averaged
-# the layers of a stage, further predictions and their mean ask for the same one after the other
-@functools.lru_cache(maxsize=256)
 def layer_cost(
     config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE
 ) -> LayerCost:
@@ -187,12 +184,8 @@ def _layer_parts(
     adapters = compute.adapters(config, device)
     rounding = float8.differences(config, device, profile)
     copies = Seconds(), Seconds()
-    experts = bool(config.model.moe.experts)
-    moved = Seconds(memory=profile.expert_wait * experts), Seconds()
     if _is_ours_on_gpus(device, profile):
         copies = _copies(config, device)
-        if experts:
-            moved = own_passes(config, cluster)
     backward = compute.layer_backward(
         layer.forward,
         device,
@@ -209,11 +202,19 @@ def _layer_parts(
         LayerPart("layer", layer.forward, backward),
         LayerPart("adapters", adapters, adapters * 2),
         LayerPart("copies", *copies),
-        LayerPart("experts", *moved),
+        *_expert_parts(config, cluster, profile),
         LayerPart("weights", backward=compute.weight_passes(config, device, profile)),
         LayerPart("recompute", backward=recompute),
         LayerPart("float8", rounding.forward, rounding.backward),
     ]
+
+
+def _expert_parts(config: Config, cluster: Cluster, profile: FrameworkProfile) -> list[LayerPart]:
+    if not config.model.moe.experts:
+        return []
+    if _is_ours_on_gpus(cluster.accelerator, profile):
+        return [LayerPart("experts", *own_passes(config, cluster))]
+    return [LayerPart("experts", Seconds(memory=profile.expert_wait))]
 
 
 def _is_ours_on_gpus(device: Accelerator, profile: FrameworkProfile) -> bool:

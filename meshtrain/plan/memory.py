@@ -490,7 +490,9 @@ def _predictions(config: Config, platform: str, head: list[MemoryItem]) -> list[
 def _logits(config: Config, size: int) -> float:
     chunk = shapes.loss_chunk(config)
     # chunks are of one head after the other; else XLA joins the sums of all heads, which then are there together
-    heads = 1 if shapes.loss_chunks(config) > 1 else 1 + config.model.mtp
+    heads = 1
+    if config.model.mtp and shapes.loss_chunks(config) == 1:
+        heads += config.model.mtp
     return heads * size * chunk * shapes.vocabulary_rows(config)
 
 

@@ -217,9 +217,9 @@ def read(model: ModelConfig, tokens: int) -> int:
 
 def loss_chunk(config: Config) -> int:
     """Labels of a microbatch whose logits are alive at once."""
-    return follow.loss_chunk(config, tokens(config), vocabulary_rows(config)) or labels(
-        config.model, tokens(config)
-    )
+    every = tokens(config)
+    chunk = follow.loss_chunk(config, every, vocabulary_rows(config))
+    return chunk or labels(config.model, every)
 
 
 def loss_chunks(config: Config) -> int:
