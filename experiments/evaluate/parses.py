@@ -12,16 +12,15 @@ FILE` writes prompts for reinforcement learning: signatures of the standard libr
 import ast
 import importlib.util
 import json
-import queue
 import runpy
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from experiments import bench
 from experiments.bench import Table
 from meshtrain.data.cache import stdlib_files
 from meshtrain.draw import svg
+from meshtrain.generate.command import PrintedAnswer
 from meshtrain.generate.engine import Engine
 from meshtrain.generate.opened import open_model
 from meshtrain.generate.request import Request
@@ -72,20 +71,12 @@ def greedy_answers(run: Path, prompts: list[str], step: int) -> list[str]:
     """Returns how a checkpoint of a run goes on with each prompt."""
     opened = open_model(run, slots=SLOTS, step=step)
     tokens = [text_tokens(opened.tokenizer, prompt) for prompt in prompts]
-    heard: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in prompts]
+    answers = [PrintedAnswer() for _ in prompts]
     length = max(map(len, tokens)) + TOKENS
     with Engine(opened, SLOTS, length, waiting=len(prompts), keep=False) as engine:
-        for prompt, pieces in zip(tokens, heard, strict=True):
-            engine.submit(Request(prompt, TOKENS), pieces.put)
-        return ["".join(_texts(pieces)) for pieces in heard]
-
-
-def _texts(pieces: "queue.SimpleQueue[Any]") -> Iterator[str]:
-    finish = None
-    while finish is None:
-        piece = pieces.get()
-        yield piece.text
-        finish = piece.finish
+        for prompt, answer in zip(tokens, answers, strict=True):
+            engine.submit(Request(prompt, TOKENS), answer.hear)
+        return ["".join(answer) for answer in answers]
 
 
 def score(prompts: list[str], answers: list[str]) -> Score:

@@ -63,7 +63,6 @@ DTYPES = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
-    "float8": fp8.NUMPY,
 }
 DTYPE_NAMES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 PART = 5 * 10**9  # bytes of a file, at most, as transformers has it
@@ -217,9 +216,12 @@ def export(
     extra_files.check_tokenizer(tokenizer or {}, config.model.vocab_size)
     first = jax.process_index() == 0
     with written_aside(to) if first else contextlib.nullcontext() as aside:
-        dtype_of = lambda name: DTYPES[
-            dtype if blocks and fp8.is_quantized(name) else (dtypes or {}).get(name, others)
-        ]
+
+        def dtype_of(name: str) -> np.dtype:
+            if blocks and fp8.is_quantized(name):
+                return fp8.NUMPY
+            return DTYPES[(dtypes or {}).get(name, others)]
+
         _write_tensors(config.model, source, aside, dtype_of, part)
         if aside is not None:
             (aside / CONFIG).write_text(extra_files.merged_config(fields, hf_config or {}))

@@ -74,9 +74,12 @@ def _config_of(config: Config, stack: str) -> Config:
     trainable = config.train.trainable and _trainable(
         config.model, config.lora, config.train.trainable, stack
     )
-    train = {"trainable": trainable} if trainable else config.train
-    model = model_of_stack(config.model, stack)
-    return put(config, train=train, parallel={"layer_split": None}, model=model)
+    return put(
+        config,
+        model=model_of_stack(config.model, stack),
+        train={"trainable": trainable},
+        parallel={"layer_split": None},
+    )
 
 
 @functools.lru_cache(maxsize=256)
@@ -110,8 +113,7 @@ def averaged(
         assigned = stages(config)
         counts = [count(assigned, stack) for stack, _ in known.stacks]
         shares = [n / sum(counts) for n in counts]
-        values = tuple(function(one, *more, **named) for _, one in known.stacks)
-        result = _known_mean(tuple(shares), values)
+        result = _mean(shares, [function(one, *more, **named) for _, one in known.stacks])
         if not (more or named):
             known.means[mean] = result
         return result
@@ -122,12 +124,6 @@ def averaged(
 def held(function: Callable[..., Result]) -> Callable[..., Result]:
     """Returns a function of a config, and more, as the mean over the layers that a device has places for."""
     return averaged(function, Stages.places)
-
-
-# many configs have the same weights on a device, and the same layers
-@functools.lru_cache(maxsize=4096)
-def _known_mean(shares: tuple[float, ...], values: tuple[Any, ...]) -> Any:
-    return _mean(shares, values)
 
 
 def _mean(shares: Sequence[float], values: Sequence[Any]) -> Any:

@@ -25,7 +25,7 @@ from meshtrain.parallel.placement import Stages
 from meshtrain.parallel.placement import stages as stages_of
 from meshtrain.plan import choices, memory, pipeline, rollouts, shapes
 from meshtrain.plan.by_stack import stack_configs
-from meshtrain.plan.compute import DEFAULT_PROFILE, Seconds
+from meshtrain.plan.compute import Seconds
 from meshtrain.plan.estimate import PART_NAMES, Plan, estimate, outside_seconds
 from meshtrain.plan.layer_costs import LayerCost, layer_cost, stage_layers
 from meshtrain.plan.memory import spared
@@ -320,7 +320,7 @@ class _Group:
             scheduled = put(self.config, parallel=self.tables.keys[i])
             stage = self.tables.stages[i]
             if (key := stage.slots if _varies_with_depth(self.config) else ()) not in layers:
-                layers[key] = layer_cost(scheduled, self.cluster, DEFAULT_PROFILE)
+                layers[key] = layer_cost(scheduled, self.cluster)
             if (counts := (stage.slots, stage.counts)) not in longest:
                 longest[counts] = max(stage_layers(scheduled, self.cluster))
             costs = MicrobatchCosts(

@@ -123,7 +123,8 @@ def edge_cost(
 ) -> EdgeCost:
     """Costs of a microbatch in embedding and loss head."""
     model = config.model
-    head = _head_seconds(config, cluster, profile)
+    sizes = _head_sizes(config, cluster)
+    head = _head_seconds(config, sizes, cluster, profile)
     sends, forward = _edge_sends(config, cluster)
     if model.mtp:
         layer = layer_cost(last_config(config), cluster, profile)
@@ -137,26 +138,29 @@ def edge_cost(
         nbytes = logits * shapes.itemsize(config.precision.compute)
         links = cluster.axis("tensor", config.mesh)
         sends["tensor"] += best(ALL_GATHER, links, nbytes).seconds
-    forward += compute.head_forward(*_head_sizes(config, cluster)).total
     return EdgeCost(
         head=head,
         head_sends=sends["tensor"],
         vocab_sends=sends["pipeline"] + sends[BOTH],
-        forward=forward,
+        forward=forward + compute.head_forward(*sizes).total,
     )
 
 
-def _head_sizes(config: Config, cluster: Cluster) -> tuple[ModelConfig, Accelerator, str, int, int]:
+HeadSizes = tuple[ModelConfig, Accelerator, str, int, int]
+
+
+def _head_sizes(config: Config, cluster: Cluster) -> HeadSizes:
     """Returns the arguments that the times of embedding and head in `plan.compute` have in common."""
     dtype = config.precision.compute
     degree = shapes.vocabulary_degree(config)
     return config.model, cluster.accelerator, dtype, shapes.tokens(config), degree
 
 
-def _head_seconds(config: Config, cluster: Cluster, profile: FrameworkProfile) -> Seconds:
+def _head_seconds(
+    config: Config, sizes: HeadSizes, cluster: Cluster, profile: FrameworkProfile
+) -> Seconds:
     """Returns the compute time of embedding and loss head, without predictions of further tokens."""
     trained = shapes.trained(config)
-    sizes = _head_sizes(config, cluster)
     weight = (trained.tokens if config.model.tied_head else trained.output).full
     head = compute.head(*sizes, profile, bool(weight))
     head += compute.embedding(*sizes, bool(trained.embedding.full))
