@@ -146,18 +146,20 @@ class Execution:
 
     # --- one clock
 
-    def run(self, phases: Iterable[Phase], carry: Carry) -> Carry:
-        """Returns the carry after the clocks of the phases."""
-        return self.run_rows(((phase, rows_of(self.buffers, phase)) for phase in phases), carry)
-
-    def run_rows(self, phases: Iterable[tuple[Phase, list[Row]]], carry: Carry) -> Carry:
-        """The clocks of the phases; what the buffers hold after the last one is in the carry."""
-        for phase, rows in phases:
+    def run(
+        self, phases: Sequence[Phase], carry: Carry, rows: Iterable[list[Row]] | None = None
+    ) -> Carry:
+        """Returns the carry after the clocks of the phases, with what the buffers hold then; `rows` of each phase where
+        they are made already.
+        """
+        if rows is None:
+            rows = [rows_of(self.buffers, phase) for phase in phases]
+        for phase, of_phase in zip(phases, rows, strict=True):
             loops = [partial(self.run_clock, ops) for _, ops in phase.body]
             if phase.repeats > 1:
-                carry, _ = lax.scan(partial(_run_in_turn, loops), carry, rows)
+                carry, _ = lax.scan(partial(_run_in_turn, loops), carry, of_phase)
                 continue
-            for run_clock, row in zip(loops, rows, strict=True):
+            for run_clock, row in zip(loops, of_phase, strict=True):
                 carry, _ = lax.scan(run_clock, carry, jax.tree.map(lambda a: a[0], row))
         return carry
 

@@ -105,7 +105,7 @@ class Sending:
             gradients = self.reduced(after(complete, carry.gx))
             # Read before the clocks add to the others, or XLA would copy all chunks to have both.
             carry = carry._replace(blocks=after(carry.blocks, complete))
-        carry = self.replace_blocks(blocks).run_rows(zip(section.phases, rows, strict=True), carry)
+        carry = self.replace_blocks(blocks).run(section.phases, carry, rows)
         if section.gathers:
             # Something has to stand behind the loop that needs its result, else XLA waits before it (see `after`).
             carry = carry._replace(

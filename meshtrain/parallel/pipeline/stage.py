@@ -107,12 +107,15 @@ class LayerTrace(NamedTuple):
         pairs = zip(residuals(self.vjp), self.is_stashed, strict=True)
         return [r for r, is_stashed in pairs if is_stashed]
 
-    def vjp_over(self, stashed: list[Array]) -> Callable:
-        """Returns the vjp with residuals from the stash; the forward pass that was traced for it is dead code."""
+    def gradients(self, stashed: list[Array], cotangent: Array) -> tuple[Array, Tree]:
+        """Returns the input gradient and the weight gradient, with residuals from the stash; the forward pass that was
+        traced for them is dead code.
+        """
         saved = iter(stashed)
         pairs = zip(residuals(self.vjp), self.is_stashed, strict=True)
         values = [next(saved) if is_stashed else r for r, is_stashed in pairs]
-        return with_residuals(self.vjp, values)
+        gradient, gx = with_residuals(self.vjp, values)(cotangent)
+        return gx, gradient
 
 
 def _stage_row(numbers: np.ndarray) -> Array:
@@ -311,19 +314,19 @@ class Stage:
             weights, index = self._weights(layer, at)
             return layer.run(weights.differentiated, x, weights.constant, index)
 
-        return self._unless_padding(layer, at, run, lambda x: x, x), None
+        return self._unless_padding(layer, at, run, lambda x: x)(x), None
 
     def _unless_padding(
-        self, layer: StackedLayer, at: Array, run: Callable, same: Callable, *operands: Any
-    ) -> Any:
-        """Returns `run` of the operands, or `same` where the layer is padding that is skipped.
+        self, layer: StackedLayer, at: Array, run: Callable, same: Callable
+    ) -> Callable:
+        """Returns `run`, or a function that is `same` where the layer is padding that is skipped.
 
         All devices of a stage go the same way, so that collectives within it may stand in `run`.
         """
         if not layer.skipped:
-            return run(*operands)
+            return run
         is_layer = self.index_at[layer.stack][at] >= 0
-        return lax.cond(is_layer, run, same, *operands)
+        return partial(lax.cond, is_layer, run, same)
 
     def forward_layer(self, layer: StackedLayer, at: Array, x: Array) -> tuple[Array, Tree]:
         """Returns a layer's output, and its input and residuals for the stash."""
@@ -336,7 +339,7 @@ class Stage:
             _, (_, saved) = jax.eval_shape(run, x)
             return x, (x, zeros_like(saved))
 
-        return self._unless_padding(layer, at, run, same, x)
+        return self._unless_padding(layer, at, run, same)(x)
 
     def backward_layer(
         self,
@@ -347,12 +350,13 @@ class Stage:
         stashed: Tree,
     ) -> tuple[tuple[Array, Tree], None]:
         """Returns a layer's input gradient, and the gradient sums with its weight gradient added if `active`."""
+        x, saved = stashed
 
         def run(cotangent: Array, gradients: Tree) -> tuple[Array, Tree]:
-            gx, gradient = self._gradients(layer, at, stashed, cotangent)
+            gx, gradient = self._trace(layer, at, x).gradients(saved, cotangent)
             return gx, self._added(gradients, layer, gradient, at, active)
 
-        return self._unless_padding(layer, at, run, lambda *same: same, *carry), None
+        return self._unless_padding(layer, at, run, lambda *same: same)(*carry), None
 
     def input_layer(
         self, layer: StackedLayer, at: Array, cotangent: Array, stashed: Tree
@@ -369,7 +373,7 @@ class Stage:
             _, for_w = jax.eval_shape(run, gx)
             return gx, zeros_like(for_w)
 
-        return self._unless_padding(layer, at, run, same, cotangent)
+        return self._unless_padding(layer, at, run, same)(cotangent)
 
     def weight_layer(
         self,
@@ -390,7 +394,7 @@ class Stage:
             gradient = jax.tree.unflatten(tree, leaves)
             return self._added(gradients, layer, gradient, at, active)
 
-        return self._unless_padding(layer, at, run, lambda same: same, gradients), None
+        return self._unless_padding(layer, at, run, lambda same: same)(gradients), None
 
     def _added(
         self, gradients: Tree, layer: StackedLayer, gradient: Tree, at: Array, active: Array
@@ -467,8 +471,8 @@ class Stage:
                     at = turn
                 else:
                     at = layer.at(layer.before, i)
-                stashed = read(stash[p], *self.stashed_at(slot, i))
-                cotangent, gradient = self._gradients(layer, at, stashed, cotangent)
+                x, saved = read(stash[p], *self.stashed_at(slot, i))
+                cotangent, gradient = self._trace(layer, at, x).gradients(saved, cotangent)
                 of_places.append(gradient)
             return cotangent, of_places[::-1]
 
@@ -599,15 +603,6 @@ class Stage:
             is_stashed.append(DATA in varying(residual) and not is_constant)
         return LayerTrace(y, vjp, is_stashed)
 
-    def _gradients(
-        self, layer: StackedLayer, at: Array, stashed: Tree, cotangent: Array
-    ) -> tuple[Array, Tree]:
-        """Returns a layer's input gradient, and its weight gradient."""
-        x, saved = stashed
-        vjp = self._trace(layer, at, x).vjp_over(saved)
-        gradient, gx = vjp(cotangent)
-        return gx, gradient
-
     def _halves(self, layer: StackedLayer, at: Array, x: Array, saved: list[Array]) -> "Halves":
         """Returns the layer's vjp in two halves, of which the second has no cotangent any more.
 
@@ -619,6 +614,6 @@ class Stage:
         from meshtrain.parallel.pipeline.split_backward import split_backward
 
         def gradients(x: Array, saved: list[Array], cotangent: Array) -> tuple[Array, Tree]:
-            return self._gradients(layer, at, (x, saved), cotangent)
+            return self._trace(layer, at, x).gradients(saved, cotangent)
 
         return split_backward(gradients, (False, False, True), x, saved, x)
