@@ -10,6 +10,7 @@
               turns; processor time, user and system
     loader    tokens a second of batches of 32 x 1024 from shards in the page cache, beside Grain with its own prefetching
     memory    resident memory over a pass of the whole corpus
+    mixture   as loader, from 35 directories of shards mixed and from one, with the memory and the threads of each
 
 The corpus is the standard library over and over, each document with a number of its own, as JSON Lines; it and its
 shards (2.5 times --gigabytes in all) stay in DIR for the next run.
@@ -22,6 +23,7 @@ import json
 import mmap
 import multiprocessing
 import os
+import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -44,6 +46,7 @@ from meshtrain.data.tokenizer import load_tokenizer
 from meshtrain.data.unit import PrepareOptions, ShardWriter
 
 LENGTH, ROWS, WORKERS, ROUNDS = 1024, 32, 2, 3
+DOMAINS = 35
 
 
 def main() -> None:
@@ -54,6 +57,7 @@ def main() -> None:
         "floor": floors,
         "loader": loaders,
         "memory": memory,
+        "mixture": mixture,
     }
     parser = bench.parser(__doc__)
     parser.add_argument(
@@ -68,9 +72,13 @@ def main() -> None:
     parser.add_argument("--directory", type=Path, default=Path("/tmp/meshtrain-bench-data"))
     parser.add_argument("--only", default=",".join(sections))
     parser.add_argument("--pass-over", help=argparse.SUPPRESS)  # the child process of `memory`
+    parser.add_argument("--mix", type=int, help=argparse.SUPPRESS)  # that of `mixture`
     chosen = parser.parse_args()
     if chosen.pass_over:
         pass_over(chosen.directory / "shards", chosen.pass_over)
+        return
+    if chosen.mix:
+        mix(chosen)
         return
     chosen.directory.mkdir(parents=True, exist_ok=True)
     for section in chosen.only.split(","):
@@ -453,6 +461,63 @@ def memory(chosen: argparse.Namespace) -> None:
         seen = told["memory"]
         cells = [f"{mb:.0f}" for mb in (seen[0], max(seen), seen[-1])]
         made.row(batching, *cells, f"{max(seen) - seen[0]:+.0f}", f"{told['rate']:.1f}")
+
+
+# Mixtures
+
+
+def mixture(chosen: argparse.Namespace) -> None:
+    """Prints the loader's rate, memory and threads for one directory of shards and for many."""
+    prepare_domains(chosen)
+    title = f"batches of {ROWS} x {LENGTH}, packed, the better of {ROUNDS} turns"
+    made = Table("sources", "Mtokens/s", "MB resident", "threads", title=title)
+    turns: dict[int, list[dict[str, float]]] = {1: [], DOMAINS: []}
+    for _ in range(ROUNDS):
+        for number, found in turns.items():
+            words = ["--directory", chosen.directory, "--seconds", chosen.seconds]
+            found.append(bench.in_process("experiments.bench_data", *words, "--mix", number))
+    for number, found in turns.items():
+        best = max(found, key=lambda turn: turn["rate"])
+        made.row(number, f"{best['rate']:.1f}", f"{best['memory']:.0f}", f"{best['threads']:.0f}")
+
+
+def domains(directory: Path) -> list[Path]:
+    return [directory / f"domain-{number}" for number in range(DOMAINS)]
+
+
+def prepare_domains(chosen: argparse.Namespace) -> None:
+    """Writes the shards, and those of each part of the corpus, unless they are there."""
+    shards(chosen)
+    outputs = domains(chosen.directory)
+    if outputs[-1].exists():
+        return
+    text = chosen.directory / f"text-{chosen.gigabytes}.jsonl"
+    lines = text.read_text().splitlines(keepends=True)
+    for number, output in enumerate(outputs):
+        part = output.with_suffix(".jsonl")
+        part.write_text("".join(lines[number::DOMAINS]))
+        prepare(find([str(part)]).files, output, PrepareOptions(), WORKERS)
+        part.unlink()
+
+
+def mix(chosen: argparse.Namespace) -> None:
+    """Prints what reading from that many sources takes as JSON: a process of its own, for its memory and threads."""
+    mixed = chosen.mix > 1
+    source = "mixture" if mixed else str(chosen.directory / "shards")
+    parts = [str(directory) for directory in domains(chosen.directory)]
+    data: dict[str, Any] = {"mixture": parts, "weights": [1.0] * DOMAINS} if mixed else {}
+    most = 0
+
+    def batches() -> Iterator[int]:
+        nonlocal most
+        train, _ = open_data(config(source, "packed", verify=False, **data))
+        loader = Loader(train)
+        for _, batch in loader:
+            most = max(most, threading.active_count())
+            yield batch["tokens"].size
+
+    tokens, _ = rate(batches, chosen.seconds)
+    print(json.dumps({"rate": tokens, "memory": resident(), "threads": most}))
 
 
 def pass_over(shards: Path, batching: str) -> None:

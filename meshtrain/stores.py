@@ -13,6 +13,7 @@ import datetime
 import errno
 import hashlib
 import io
+import logging
 import os
 import random
 import shutil
@@ -21,6 +22,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from http.client import UNAUTHORIZED
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,8 +73,13 @@ def file_system(address: str) -> Any:
         raise not_installed(
             f"{short(address)} is read by fsspec and {LIBRARIES[scheme]}", "remote", libraries=2
         ) from None
+    # Other tries are ours.
     if scheme == "s3":
-        system.retries = 1  # the others are ours
+        system.retries = 1
+    if scheme == "gs":
+        system._request = partial(type(system)._request.__wrapped__, system)
+        # It prints tracebacks.
+        logging.getLogger(LIBRARIES[scheme]).setLevel(logging.CRITICAL)
     return system
 
 
@@ -137,7 +145,7 @@ def _ask(
         except Exception as error:
             said = getattr(error, "strerror", None) or str(error) or type(error).__name__
             reason = said.splitlines()[0].rstrip(".")
-            if isinstance(error, PermissionError):
+            if isinstance(error, PermissionError) or getattr(error, "code", None) == UNAUTHORIZED:
                 number = errno.EACCES
                 # A credential that has expired may have been renewed where it came from.
                 if fresh:

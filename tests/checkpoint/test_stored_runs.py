@@ -17,17 +17,21 @@ from meshtrain.data.unit import PrepareOptions
 pytest.importorskip("s3fs", reason="needs the extra remote")
 pytest.importorskip("moto", reason="needs moto's server")
 
-from store_server import BUCKET, StoreServer, store_server
+from store_server import BUCKET, SERVERS, StoreServer, store_server
 
-ROOT = f"s3://{BUCKET}/run"
 STEPS = 16
 ONE_MESH = ("mesh.data=2", "mesh.tensor=1")
 OTHER_MESH = ("mesh.data=1", "mesh.tensor=2")
 
 
+@pytest.fixture(scope="module", params=SERVERS)
+def scheme(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def server():
-    with store_server() as server:
+def server(scheme):
+    with store_server(scheme) as server:
         yield server
 
 
@@ -53,7 +57,10 @@ def finish(run: Path, *how) -> None:
 
 
 @pytest.mark.thorough
-def test_a_run_killed_twice_resumes_on_another_mesh_to_the_bit(tmp_path, server: StoreServer):
+def test_a_run_killed_twice_resumes_on_another_mesh_to_the_bit(
+    tmp_path, server: StoreServer, scheme
+):
+    root = f"{scheme}://{BUCKET}/run"
     (tmp_path / "text.txt").write_text("".join(f"line {i} of the text\n" for i in range(9000)))
     prepare(
         find([str(tmp_path / "text.txt")]).files,
@@ -62,31 +69,31 @@ def test_a_run_killed_twice_resumes_on_another_mesh_to_the_bit(tmp_path, server:
     )
     for path in (tmp_path / "shards").rglob("*"):
         if path.is_file() and not path.name.startswith("."):
-            stores.upload(path, f"{ROOT}/shards/{path.relative_to(tmp_path / 'shards')}")
+            stores.upload(path, f"{root}/shards/{path.relative_to(tmp_path / 'shards')}")
     run = tmp_path / "run"
-    stored = f"checkpoint.directory={ROOT}/checkpoints"
+    stored = f"checkpoint.directory={root}/checkpoints"
     for step in (6, 9):
-        killed = start(run, f"{ROOT}/shards", ONE_MESH, stored, "data.verify=false")
+        killed = start(run, f"{root}/shards", ONE_MESH, stored, "data.verify=false")
 
         def kill(method: str, path: str, step=step, killed=killed) -> str | None:
             """Kills in mid upload of a step, of which a part is there already."""
-            is_begun = any(f"/{step}/" in p for m, p in server.asked[:-1] if m == "PUT")
+            is_begun = any(f"/{step}/" in p for m, p in server.answered if m == "PUT")
             if method == "PUT" and is_begun and f"/checkpoints/{step}/arrays" in path:
                 killed.kill()
             return None
 
-        server.asked.clear()
+        server.answered.clear()
         server.fault = kill
         assert killed.wait(300) == -signal.SIGKILL
         server.fault = lambda method, path: None
-        names = stores.listing(f"{ROOT}/checkpoints")
+        names = stores.listing(f"{root}/checkpoints")
         assert [n for n in names if n.startswith(f"{step}/")] and f"{step}/COMMIT" not in names
         assert f"{step - 3}/COMMIT" in names
         time.sleep(0.1)
-    finish(run, f"{ROOT}/shards", OTHER_MESH, stored, "data.verify=false")
+    finish(run, f"{root}/shards", OTHER_MESH, stored, "data.verify=false")
     log = (tmp_path / "run.log").read_text()
-    assert f"removed {ROOT}/checkpoints/9, which a save or a removal left unfinished" in log
-    assert f"{STEPS}/COMMIT" in stores.listing(f"{ROOT}/checkpoints")
+    assert f"removed {root}/checkpoints/9, which a save or a removal left unfinished" in log
+    assert f"{STEPS}/COMMIT" in stores.listing(f"{root}/checkpoints")
 
     undisturbed = tmp_path / "undisturbed"
     finish(undisturbed, tmp_path / "shards", ONE_MESH, "checkpoint.keep=100")
