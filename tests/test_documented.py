@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -344,14 +345,19 @@ def test_the_thread_of_fine_tuning_ends_in_an_exported_model(directory):
 @pytest.mark.thorough
 def test_the_trained_model_of_the_guide_is_exported_and_trained_on(directory):
     short = ["--set", "train.steps=2"]
-    assert len(RESULT) == 8
+    assert len(RESULT) == 9
     for command in RESULT:
         words = COMMANDS[command][2:]
         if words[0].startswith("experiments"):
             continue  # a hundred answers: half a minute
         trains = words[0] == "meshtrain.train"
+        if words[0] == "meshtrain.evaluate":
+            if not find_spec("lm_eval"):
+                continue
+            words = [*(word if word != "200" else "2" for word in words), "--limit", "2"]
         printed = typed([*words, *(short if trains else [])], directory)
         assert not trains or "step 2/2" in printed, printed
+        assert words[0] != "meshtrain.evaluate" or re.search(r"parses +\|↑ +\|", printed), printed
     rows = (directory / "runs/python_rl/metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["rl/rewards_failed"] for row in rows] == [0, 0]
 
@@ -369,6 +375,8 @@ def test_the_guides_rewards_of_python_pay_for_code_that_parses():
     for answer, expected in answers.items():
         paid = [rewards[name]("def f():", answer) for name in ("parses", "code", "repeats")]
         assert paid == list(expected), answer
+        scores = rewards["process_results"]({"prompt": "def f():"}, [answer])
+        assert scores == {"parses": expected[0], "statements": 4 * expected[1]}
 
 
 @pytest.mark.thorough

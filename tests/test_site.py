@@ -51,6 +51,8 @@ def test_every_page_is_built_and_every_link_leads_somewhere(site):
             / "index.html"
         )
         assert page.resolve() in pages, name
+    # A blank line within a table ends it, and the rows behind it are shown as they are written.
+    assert not [path for path, page in pages.items() if "<p>| " in page]
     lost, followed = broken(pages, "data:", "https://")
     assert not lost and followed > 1000
     # Nothing that a reader's browser would fetch from elsewhere.
@@ -60,6 +62,13 @@ def test_every_page_is_built_and_every_link_leads_somewhere(site):
         for link in HtmlPage(page).found["src"]
         if link.startswith("http")
     ]
+
+
+@pytest.mark.thorough
+def test_a_record_that_is_wider_than_a_page_is_wrapped(site):
+    style = (site / "pages.css").read_text()
+    assert ".language-jsonl pre > code { white-space: pre-wrap; }" in style
+    assert 'class="language-jsonl ' in (site / "fine-tuning/index.html").read_text()
 
 
 @pytest.mark.thorough

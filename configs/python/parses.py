@@ -62,3 +62,9 @@ def repeats(prompt: str, answer: str, record: Any = None) -> float:
     """Returns the share of the lines that repeat an earlier one."""
     lines = [line for line in seen(answer).splitlines() if line.strip()]
     return 1 - len(set(lines)) / len(lines) if lines else 0.0
+
+
+def process_results(doc: dict[str, str], results: list[str]) -> dict[str, float]:
+    """Returns what lm-evaluation-harness averages: both scores of an answer."""
+    case = doc["prompt"], results[0]
+    return {"parses": parses(*case), "statements": MOST * code(*case)}

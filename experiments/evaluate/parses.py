@@ -5,8 +5,9 @@ The whole lines of its first 200 characters are kept, and stand or fall together
 (`configs/python/parses.py`, which is a reward too). An unfinished statement at the end is left out, if half of the
 text remains. The mean number of different statements stands beside it: comments parse too.
 
-`--every` scores all checkpoints that a run has kept. `--svg FILE` draws the losses of the run instead, and `--prompts
-FILE` writes prompts for reinforcement learning: signatures of the standard library.
+`--every` scores all checkpoints that a run has kept; `meshtrain evaluate` with the task of configs/python/parses.yaml
+scores one. `--svg FILE` draws the losses of the run instead. `--prompts DIR` writes numpy.jsonl, the prompts of both,
+and prompts.jsonl for reinforcement learning: signatures of the standard library.
 """
 
 import ast
@@ -28,7 +29,8 @@ from meshtrain.generate.text import text_tokens
 from meshtrain.report.charts import figures
 from meshtrain.report.facts import gather
 
-REWARDS = runpy.run_path(str(Path(__file__).parents[2] / "configs/python/parses.py"))
+HERE = Path(__file__).parents[2] / "configs/python"
+REWARDS = runpy.run_path(str(HERE / "parses.py"))
 PROMPTS = 100
 LONGEST_PROMPT = 300  # characters
 TOKENS = 128  # of an answer: 200 characters of code are about 70
@@ -88,7 +90,8 @@ def score(prompts: list[str], answers: list[str]) -> Score:
 
 def print_scores(run: Path, steps: list[int], show: int) -> None:
     """Prints a row for each step, and the first answers of the last one."""
-    prompts = spaced(signatures(numpy_files()))
+    lines = (HERE / "numpy.jsonl").read_text().splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
     table = Table("step  ", f"parse, of {PROMPTS}", f"statements, of {REWARDS['MOST']}")
     answers: list[str] = []
     for step in steps:
@@ -101,9 +104,10 @@ def print_scores(run: Path, steps: list[int], show: int) -> None:
 
 
 def write_prompts(to: Path) -> None:
-    paths = [Path(file.path) for file in stdlib_files().files]
-    records = [json.dumps({"prompt": text}) for text in spaced(signatures(paths))]
-    to.write_text("\n".join(records) + "\n")
+    stdlib = [Path(file.path) for file in stdlib_files().files]
+    for name, paths in (("numpy.jsonl", numpy_files()), ("prompts.jsonl", stdlib)):
+        records = [json.dumps({"prompt": text}) for text in spaced(signatures(paths))]
+        (to / name).write_text("\n".join(records) + "\n")
 
 
 def main() -> None:

@@ -164,15 +164,18 @@ def _wide(lines: Sequence[Sequence[str]]) -> int:
 def page(ranking: Ranking, title: str) -> str:
     """Returns the ranking as a page: the losses of the best runs over their steps, and a table of all."""
     heads, *lines = _table(ranking, with_names=True)
+    rows = [[escape(cell) for cell in line] for line in lines]
     curves = []
-    for run, rows, colour in zip(ranking.runs, ranking.rows, COLOURS, strict=False):
-        curves.append(Curve(_cut(Path(run.run).name), rows["step"], rows["loss"], colour))
+    # The table is the legend: a chart has no room for six long names.
+    for row, measured, colour in zip(rows, ranking.rows, COLOURS, strict=False):
+        row[0] = f'<span class="chip" style="background:{colour}">&nbsp;</span> {row[0]}'
+        curves.append(Curve("", measured["step"], measured["loss"], colour))
     drawing = chart("loss", curves, "{:.4g}".format)
-    about = f"of the best {len(curves)} runs" if len(lines) > len(curves) else "of all runs"
+    about = f"of the best {len(curves)} runs" if len(rows) > len(curves) else "of all runs"
     body = [
         f"<h1>{escape(title)}</h1>",
         pages.figures([pages.figure("Loss", about, drawing)]) if drawing else "",
         "<h2>All runs, the best first</h2>",
-        pages.table(heads, ([escape(cell) for cell in line] for line in lines)),
+        pages.table(heads, rows),
     ]
     return pages.page(title, body)

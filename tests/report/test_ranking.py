@@ -1,6 +1,7 @@
 """Any number of runs are ranked by their losses, with the keys in which they differ."""
 
 import json
+import re
 
 import pytest
 
@@ -74,6 +75,9 @@ def test_the_command_takes_any_number_of_runs(runs, tmp_path, capsys):
     ]
     assert [line.split()[0] for line in printed[1:4]] == ["b", "a", "c"]
     assert "<svg" in page.read_text()
+    legend = re.findall(r'background:([^"]+)">&nbsp;</span> (\w)', page.read_text())
+    assert [name for _, name in legend] == ["b", "a", "c"]
+    assert all(f'stroke="{colour}"' in page.read_text() for colour, _ in legend)
     assert "0.02" in page.read_text()
     assert main([*map(str, runs), "--json"]) == 0
     assert [run["eval_loss"] for run in json.loads(capsys.readouterr().out)["runs"]] == [
