@@ -207,7 +207,9 @@ class Parser(argparse.ArgumentParser):
 
     def add_config(self, required: bool = True) -> None:
         """Adds --config and --set, as every command that needs a run's config takes them."""
-        meaning = "the YAML file of the run, or one that comes along, such as quickstart"
+        meaning = (
+            "the YAML file of the run, or a config that ships with meshtrain, such as quickstart"
+        )
         self.add_argument("--config", required=required, metavar="FILE|NAME", help=meaning)
         meaning = "overrides one key, as in mesh.data=2; may be repeated"
         self.add_argument(
@@ -217,7 +219,7 @@ class Parser(argparse.ArgumentParser):
 
     def add_trust(self) -> None:
         """Adds --trust, as every command takes it that may meet the code of a run."""
-        meaning = "runs what run.imports of this run names, though it may be of others"
+        meaning = "imports the code that run.imports of this run names, even if others own it"
         self.add_argument(
             "--trust", action="append", default=[], type=_folder, metavar="RUN", help=meaning
         )
@@ -238,15 +240,17 @@ class Parser(argparse.ArgumentParser):
             metavar="data=A,tensor=B",
             help="the mesh over which the model is spread (default: the fewest devices that hold it)",
         )
-        meaning = "the type that it computes in: float32, bfloat16, float16 (default: the model's)"
+        meaning = "the dtype to compute in: float32, bfloat16, float16 (default: the model's)"
         add("--precision", metavar="DTYPE", help=meaning)
         add(
             "--weights",
             choices=("float8", "int8"),
-            help="holds the weights of the layers' products in 8 bits",
+            help="holds the layers' matmul weights in 8 bits",
         )
         if drafts:
-            meaning = "the model's layer of model.mtp guesses each next token: the same tokens, in fewer steps"
+            meaning = (
+                "lets the model's model.mtp layer guess tokens ahead: the same text in fewer steps"
+            )
             add("--draft", action="store_true", help=meaning)
         add(
             "--step",
@@ -258,7 +262,7 @@ class Parser(argparse.ArgumentParser):
             "--adapter",
             type=Path,
             metavar="PEFT_DIR",
-            help="adapters of PEFT, for a Hugging Face directory",
+            help="PEFT adapters for a Hugging Face directory",
         )
         self.add_trust()
 
@@ -271,7 +275,8 @@ class Parser(argparse.ArgumentParser):
             self._refuse_bare_config(words)
         parsed, beyond = super().parse_known_args(words, namespace)
         if beyond:
-            ending = self._setting(*beyond[:1])
+            before = words[words.index(beyond[0]) - 1]
+            ending = self._setting(*((before, beyond[0]) if before in keys(Config) else beyond[:1]))
             if not ending and "--prompt" in self._option_string_actions:
                 ending = f"; did you mean --prompt {shlex.quote(short(beyond[0]))}?"
             self.error(f"unexpected argument {short(beyond[0])}{ending}")

@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> cli.Parser:
     parser = cli.Parser(
         prog="python -m meshtrain.completion",
-        description='Prints what completes commands, options and keys; eval "$(meshtrain completion bash)" takes it '
-        "at once.",
+        description='Prints a script that completes commands, options and keys; eval "$(meshtrain '
+        'completion bash)" activates it.',
     )
     parser.add_argument("shell", nargs="?", choices=SHELLS, help="the shell to complete in")
     parser.add_argument(

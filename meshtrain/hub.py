@@ -103,6 +103,6 @@ def _absent(name: str, why: str) -> ConfigError:
     of = f" --revision {revision}" if revision else ""
     command = f"hf download {repository}{of} --local-dir {target}"
     return ConfigError(
-        f"there is no directory {short(name)}, and Hugging Face's repository cannot be had ({why}); where it can, "
-        f"{short(command)} fetches it: give {short(target)} then."
+        f"there is no directory {short(name)}, and Hugging Face's repository of that name cannot be read ({why}); run "
+        f"{short(command)} where it can be, and give {short(target)}."
     )

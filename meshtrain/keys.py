@@ -64,16 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    parser = Parser(
-        prog="python -m meshtrain config", description="Says what the keys of a config mean."
-    )
+    parser = Parser(prog="python -m meshtrain config", description="Explains the keys of a config.")
     parser.add_argument(
         "key",
         nargs="?",
         metavar="KEY",
         help="a key, such as mesh.data, or a section (default: all)",
     )
-    parser.add_argument("--json", action="store_true", help="the same for programs")
+    parser.add_argument("--json", action="store_true", help="prints JSON, for programs")
     parser.add_argument(
         "--json-schema",
         action="store_true",

@@ -88,7 +88,7 @@ def parser() -> Parser:
     parser = Parser(
         prog="python -m meshtrain.sweep",
         description="Trains a config with each combination of values of its keys, one run after the other, and ranks "
-        "the runs. Typed again it goes on.",
+        "the runs. The same command resumes a sweep that was stopped.",
     )
     parser.add_config()
     parser.add_argument(
@@ -102,14 +102,14 @@ def parser() -> Parser:
         "--random",
         type=whole_number,
         metavar="N",
-        help="runs N combinations that are drawn from the grid (default: all)",
+        help="runs N random combinations of the grid (default: all)",
     )
     parser.add_argument(
         "--seed",
         type=number_from(0, 2**31 - 1, int),
         default=0,
         metavar="S",
-        help="the seed of the draw with --random",
+        help="the random seed of --random",
     )
     return parser
 

@@ -62,6 +62,10 @@ WRONG = {
             "unexpected argument mesh.data=2; did you mean --set mesh.data=2?",
         ),
         (
+            "--config run.yaml --set mesh.tensor 2",
+            "unexpected argument 2; did you mean --set mesh.tensor=2?",
+        ),
+        (
             "--config run.yaml --mesh.tensor 2",
             "there is no option --mesh.tensor; did you mean --set mesh.tensor=2?",
         ),
@@ -521,7 +525,7 @@ def test_a_mistake_in_a_config_is_answered_before_jax_is_imported(tmp_path):
 
     (tmp_path / "run.yaml").write_text("model: {layer: 2}")
     done = asked(str(tmp_path / "run.yaml"))
-    assert done.returncode == cli.USAGE and "did you mean layers?" in done.stderr
+    assert done.returncode == cli.USAGE and "did you mean model.layers?" in done.stderr
     assert "JAX is imported" in asked("quickstart").stderr
     # A pipe is left to the command, which could not read it again.
     assert "JAX is imported" in asked("/dev/stdin", "model: {layer: 2}").stderr
@@ -727,8 +731,7 @@ def test_what_others_call_a_key_is_answered_with_its_name_wherever_it_is_typed(
             code = ended.code
         said.append(capsys.readouterr().err)
         assert code == 2
-    assert all(f"did you mean {path}?" in one for one in said[:2])
-    assert all(f"did you mean {path.partition('.')[2]}?" in one for one in said[2:4])
+    assert all(f"did you mean {path}?" in one for one in said[:4])
     assert all(f"did you mean --set {path}=3?" in one for one in said[4:])
 
 

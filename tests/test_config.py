@@ -38,7 +38,7 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "a mistyped key": (
         "mesh: {data: 1}\nmodel:\n  layrs: 4",
         [],
-        ["line 3", "no key model.layrs", "did you mean layers?"],
+        ["line 3", "no key model.layrs", "did you mean model.layers?"],
     ),
     "a key of another section": (
         "model: {microbatches: 4}",
@@ -224,13 +224,13 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "text with a null in it": (b"model: {layers: 4}\x00", [], ["is not valid YAML"]),
     "a list": ("- model\n- mesh\n", [], ["line 1", "must be a mapping", "not a list"]),
     "broken YAML": ("model: {layers: 4\nmesh: {data: 2}", [], ["line 2", "is not valid YAML"]),
-    "tabs for blanks": ("model:\n\tlayers: 4", [], ["line 2", "is not valid YAML"]),
+    "tabs for blanks": ("model:\n\tlayers: 4", [], ["line 2", "is not valid YAML", "use spaces"]),
     "an override of nothing": (GOOD, ["model.layers"], ["--set model.layers", "section.key=value"]),
     "an override of a section": (GOOD, ["model=3"], ["--set model=3", "section.key=value"]),
     "an override of a mistyped key": (
         GOOD,
         ["model.layer=3"],
-        ["--set model.layer=3", "did you mean layers?"],
+        ["--set model.layer=3", "did you mean model.layers?"],
     ),
     "more devices than there are": (
         GOOD,
@@ -404,7 +404,7 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "a mistyped key of an inner section": (
         "parallel:\n  reduce:\n    blok: 3",
         [],
-        ["line 3", "no key parallel.reduce.blok", "did you mean block?"],
+        ["line 3", "no key parallel.reduce.blok", "did you mean parallel.reduce.block?"],
     ),
     "a value for an inner section": (
         "parallel: {reduce: 3}",
@@ -424,12 +424,12 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "an override of a mistyped inner section": (
         GOOD,
         ["parallel.snc.every=3"],
-        ["no key parallel.snc", "did you mean sync?"],
+        ["no key parallel.snc", "did you mean parallel.sync?"],
     ),
     "an override of a mistyped key of an inner section": (
         GOOD,
         ["parallel.sync.evry=3"],
-        ["no key parallel.sync.evry", "did you mean every?"],
+        ["no key parallel.sync.evry", "did you mean parallel.sync.every?"],
     ),
     "an override with an empty word": (GOOD, ["parallel..every=3"], ["section.key=value"]),
     "islands that do not divide data": (

@@ -108,7 +108,7 @@ def test_a_comma_within_a_list_belongs_to_the_value():
         (["optimizer.learning_rate=1,1"], "a value stands there twice"),
         ([RATES, RATES], "optimizer.learning_rate is given twice"),
         (["run.directory=a,b"], "a directory of its own"),
-        (["optimizer.learning_rat=1"], "learning_rat=1: .*did you mean learning_rate"),
+        (["optimizer.learning_rat=1"], "learning_rat=1: .*did you mean optimizer.learning_rate"),
         (["model.heads=1,3"], "heads=3: .*d_model"),
         (["train.steps=" + ",".join(map(str, range(1, 5000)))], "4,999 runs; at most 4,096"),
     ],

@@ -81,7 +81,7 @@ def test_text_that_must_be_prepared_first_is_announced(tmp_path, monkeypatch, ca
     said = capsys.readouterr()
     (line,) = said.err.splitlines()
     assert line.startswith(
-        f"meshtrain: preparing 1 files (0.0 MB) of {tmp_path}/text.txt in {tmp_path}/cache/"
+        f"meshtrain: preparing {tmp_path}/text.txt (1 files, 0.0 MB) in {tmp_path}/cache/"
     )
     assert f"{tmp_path}/text.txt: 93 batches an epoch of 64 tokens\n" in said.out
 

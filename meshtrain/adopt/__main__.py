@@ -13,12 +13,12 @@ from meshtrain.config import PrecisionConfig
 
 # What each command does.
 HELP = {
-    "inspect": "the section model that a directory asks for; 2 where its weights or its tokenizer are not whole",
-    "import": "a Hugging Face directory as a checkpoint, which checkpoint.resume and every command take",
-    "export": "weights as a directory that transformers loads",
-    "merge": "weights with their LoRA adapters added, as a directory that transformers loads",
-    "push": "an exported directory to Hugging Face's hub, as one commit",
-    "config": "a config of LLaMA-Factory (YAML) or DeepSpeed (JSON), or both, as one of ours",
+    "inspect": "shows the section `model` for a directory; exit code 2 if its weights or tokenizer are incomplete",
+    "import": "turns a Hugging Face directory into a checkpoint for checkpoint.resume and every command",
+    "export": "writes weights as a directory that transformers loads",
+    "merge": "adds LoRA adapters to the weights, and writes a directory that transformers loads",
+    "push": "uploads an exported directory to the Hugging Face hub, as one commit",
+    "config": "converts a config of LLaMA-Factory (YAML) or DeepSpeed (JSON), or both",
 }
 
 DTYPES = get_args(get_type_hints(PrecisionConfig)["compute"])
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> Parser:
     parser = Parser(
         prog="python -m meshtrain.adopt",
-        description="Weights from and to Hugging Face directories.",
+        description="Converts weights from and to Hugging Face directories.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     parsers = {
@@ -66,14 +66,16 @@ def parser() -> Parser:
             "directory",
             type=Path,
             metavar="HF_DIR",
-            help="what is written; it must not be there yet",
+            help="the directory to write, which must not exist yet",
         )
     parsers["export"].add_argument(
-        "--adapter", action="store_true", help="LoRA's adapters alone, as PEFT has them"
+        "--adapter", action="store_true", help="writes only the LoRA adapters, in PEFT's format"
     )
-    adapter = "adapters of PEFT, for weights without"
+    adapter = "PEFT adapters to add to plain weights"
     parsers["merge"].add_argument("--adapter", type=Path, metavar="PEFT_DIR", help=adapter)
-    dtype = "of the weights (default: as they came, each; of a run that has trained, what it computes in)"
+    dtype = (
+        "dtype of the weights (default: each as it was read; of a trained run, its compute dtype)"
+    )
     tokenizer = "where the tokenizer's files are, if not where the weights came from"
     for name in ("export", "merge"):
         newest = "of a run: a number, best (by eval loss) or newest"

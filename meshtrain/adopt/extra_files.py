@@ -208,7 +208,9 @@ def merged_config(fields: dict[str, Any], original: Mapping[str, Any]) -> str:
 def refuse_existing(to: Path) -> None:
     """ConfigError if there is something of that name: asked before the work begins."""
     if os.path.lexists(to):
-        raise ConfigError(f"{short(to)} is there already; nothing is written over.")
+        raise ConfigError(
+            f"{short(to)} already exists, and nothing is overwritten; give another directory."
+        )
 
 
 @contextlib.contextmanager

@@ -50,14 +50,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> Parser:
     parser = Parser(prog="python -m meshtrain check-gpu", description=DESCRIPTION)
     parser.add_argument(
-        "names", nargs="*", metavar="CHECK", help=f"which checks (default: all): {', '.join(CASES)}"
+        "names", nargs="*", metavar="CHECK", help=f"which checks (default: all): {'; '.join(CASES)}"
     )
     parser.add_argument(
         "--seconds",
         type=float,
         default=SECONDS,
         metavar="N",
-        help="ends checks that take longer in all (default: 300)",
+        help="time limit for all checks together (default: 300)",
     )
     parser.add_argument(
         "--output",

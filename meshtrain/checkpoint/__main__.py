@@ -46,14 +46,14 @@ def parser() -> Parser:
         ),
         (
             "diff",
-            "what differs between two checkpoints; exit code 1 if anything does",
+            "shows what differs between two checkpoints; exit code 1 if anything does",
             {"first": one_step, "second": one_step},
         ),
     ):
         parsed = commands.add_parser(name, help=text, description=text)
         for path, meaning in paths.items():
             parsed.add_argument(path, type=_place, help=meaning)
-        parsed.add_argument("--json", action="store_true", help="the same for programs")
+        parsed.add_argument("--json", action="store_true", help="prints JSON, for programs")
         if name in ("show", "verify"):
             text = "this step of a run: its number, newest, or best (the lowest eval loss)"
             parsed.add_argument("--step", type=_step, metavar="N", help=text)

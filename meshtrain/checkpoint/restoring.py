@@ -233,12 +233,12 @@ def _way_out(rules: Collection[Resume], names: str, weights_only: bool) -> str:
         if weights_only:
             return f"{allow} takes what fits and initialises the rest"
         resume = "checkpoint.resume: PATH with checkpoint.weights_only: true"
-        return f"in another run.directory, {resume} and {allow} starts from its weights"
+        return f"to start from its weights, give another run.directory, {resume} and {allow}"
     if Resume.ADAPTERS in rules:
         return f"set it back, or {OTHER_ADAPTERS}"
     if any(rule in SHAPES for rule in rules):
         return "set it back, or give another run.directory"
-    return f"set it back, give another run.directory, or go on all the same with {allow}"
+    return f"set it back, give another run.directory, or continue anyway with {allow}"
 
 
 # --- how it is restored

@@ -531,14 +531,14 @@ def _find_section(sections: list[str], source: str) -> tuple[type, str]:
 def _unknown(kind: type, prefix: str, name: str) -> str:
     hints = typing.get_type_hints(kind)
     if names_secret(name):
-        secret = "a secret belongs into a variable of the environment, which no file of a run holds"
+        secret = "put a secret into an environment variable, which no file of a run records"
         return f"there is no key {prefix}{short(name)}; {secret}."
     if path := meant(name):
-        return f"there is no key {prefix}{short(name)}; did you mean {path.removeprefix(prefix)}?"
+        return f"there is no key {prefix}{short(name)}; did you mean {path}?"
     what = "section" if all(map(dataclasses.is_dataclass, hints.values())) else "key"
     shown = short(name if name.isidentifier() else repr(name))
     return f"there is no {what} {prefix}{shown}" + (
-        nearest(name, hints) or f"; legal are {', '.join(hints)}."
+        nearest(name, hints, prefix.__add__) or f"; legal are {', '.join(hints)}."
     )
 
 

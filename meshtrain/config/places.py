@@ -35,12 +35,10 @@ def config_file(source: str | os.PathLike[str]) -> str | Path:
         return CONFIGS / f"{source}.yaml"
     if not is_plain:
         raise ConfigError(
-            f"there is no config file {short(source)}; did you mean {stem}, which comes along?"
+            f"there is no config file {short(source)}; did you mean {stem}, which ships with meshtrain?"
         )
-    ending = nearest(source, names) or "."
-    raise ConfigError(
-        f"there is no config {short(source)}; give a YAML file, or one of {', '.join(names)}{ending}"
-    )
+    ending = nearest(source, names) or f"; give a YAML file, or one of {', '.join(names)}."
+    raise ConfigError(f"there is no config {short(source)}{ending}")
 
 
 def from_file(path: str, folder: Path) -> str:

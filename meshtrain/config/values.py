@@ -24,6 +24,8 @@ NULL = "tag:yaml.org,2002:null"
 BOOL = "tag:yaml.org,2002:bool"
 MAX_DEPTH = 8  # a config is 4 deep: section, key, list, entry
 TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
+# what the parser says of a tab, and what a person would
+TAB = ("found character '\\t' that cannot start any token", "a tab cannot indent YAML; use spaces")
 TRUE = {"true", "yes", "on"}
 FALSE = {"false", "no", "off"}
 NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}
@@ -78,9 +80,8 @@ def compose(text: str) -> yaml.Node | None:
 def problem(error: yaml.YAMLError) -> tuple[int | None, str]:
     """Returns the line, where it is known, and the reason for which a text is not valid YAML."""
     mark = getattr(error, "problem_mark", None)
-    return mark.line + 1 if mark else None, short(
-        getattr(error, "problem", None) or str(error).splitlines()[0]
-    )
+    reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+    return mark.line + 1 if mark else None, short(reason.replace(*TAB))
 
 
 def plain(text: str) -> yaml.ScalarNode:

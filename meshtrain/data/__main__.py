@@ -1,5 +1,5 @@
-"""python -m meshtrain.data: prepares token shards from text or conversations, shows what is learned of these, trains a
-tokenizer, checks shards.
+"""python -m meshtrain.data: prepares token shards from text or conversations, shows which tokens count in
+the loss, trains a tokenizer, verifies shards.
 
 Exit codes: 0 done; 2 wrong usage or input (one sentence); 1 failed while running; 75 stopped early (run again to go
 on).
@@ -85,7 +85,7 @@ def parser() -> Parser:
     parser = Parser(prog="python -m meshtrain.data", description=__doc__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    prepares = commands.add_parser("prepare", help="text or conversations to token shards")
+    prepares = commands.add_parser("prepare", help="turns text or conversations into token shards")
     _add_input(prepares)
     prepares.add_argument(
         "--format", choices=get_args(Contents), default="text", help="as data.format"
@@ -102,12 +102,12 @@ def parser() -> Parser:
     prepares.add_argument(
         "--validation", type=number_from(0, 0.5), default=PrepareOptions.validation, help=share
     )
-    bad = "documents that are empty, damaged, not UTF-8, without text"
+    bad = "what to do with documents that are empty, damaged, not UTF-8 or without text"
     prepares.add_argument("--bad", choices=("skip", "refuse"), default=PrepareOptions.bad, help=bad)
     prepares.set_defaults(run=_prepare)
 
     shows = commands.add_parser(
-        "show", help="an example of conversations, what is learned of it in colour"
+        "show", help="shows a conversation, with the tokens that count in the loss in colour"
     )
     shows.add_argument(
         "--input",
@@ -119,13 +119,13 @@ def parser() -> Parser:
     shows.add_argument("--format", choices=("chat", "pairs"), default="chat", help="as data.format")
     _add_tokenizer(shows)
     shows.add_argument("--number", type=whole_number, default=1, help="which example, from 1")
-    length = "as train.sequence_length: how much of the example a row takes"
+    length = "as train.sequence_length: how much of the example fits into a row"
     shows.add_argument("--length", type=whole_number, help=length)
-    shows.add_argument("--json", action="store_true", help="the same for programs")
+    shows.add_argument("--json", action="store_true", help="prints JSON, for programs")
     shows.set_defaults(run=_show)
 
     trains = commands.add_parser(
-        "train-tokenizer", help="a byte-level BPE tokenizer.json from text"
+        "train-tokenizer", help="trains a byte-level BPE tokenizer.json on text"
     )
     _add_input(trains)
     trains.add_argument(
@@ -139,7 +139,7 @@ def parser() -> Parser:
     verifies.add_argument(
         "--json",
         action="store_true",
-        help="the same for programs: documents, tokens and shards of each split",
+        help="prints JSON, for programs: documents, tokens and shards of each split",
     )
     verifies.set_defaults(run=_verify)
     return parser
@@ -149,7 +149,7 @@ def _add_input(parser: argparse.ArgumentParser) -> None:
     kinds = (
         "files or folders: text, Markdown, source, JSON Lines, each also .gz or .zst; .parquet; "
     )
-    kinds += "hf:NAME[:SPLIT[:COLUMN]], a dataset of Hugging Face's, of the hub or on disk; "
+    kinds += "hf:NAME[:SPLIT[:COLUMN]], a Hugging Face dataset, from the hub or on disk; "
     kinds += "stdlib, the source of Python's standard library"
     parser.add_argument("--input", required=True, nargs="+", metavar="PATH", help=kinds)
     field = "field of a JSON Lines record, or column of Parquet, that holds the text"
@@ -161,7 +161,7 @@ def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", default=PrepareOptions.tokenizer, help=kinds)
     parser.add_argument(
         "--template",
-        help="of conversations: a chat template, instead of the one beside the tokenizer",
+        help="a chat template for conversations, instead of the one beside the tokenizer",
     )
     for name in ("begin", "end"):
         parser.add_argument(f"--{name}", metavar="TOKEN", help=f"as data.{name}")
@@ -220,9 +220,8 @@ def _prepare(chosen: argparse.Namespace) -> None:
     if options.validation and not manifest.shards["validation"]:
         # Each document's name decides, so that it stays in its split when others come and go: of few there may be none.
         say(
-            f"no document is held out: of few documents --validation {options.validation} may take none; give a "
-            "larger share and another "
-            "--output, or train with eval.every=0, or with text of its own as data.validation_source."
+            f"no document is held out, since --validation {options.validation} of so few can be none; give a larger "
+            "share and another --output, or train with eval.every=0, or name other text as data.validation_source."
         )
     if manifest.skipped:
         print(f"{describe_skipped(manifest.skipped)}; named in {short(str(output / SKIPPED))}")

@@ -83,10 +83,10 @@ def open_path(path: Path | str, name: str, data: DataConfig, tokenizer: Tokenize
 
 def _prepare(inputs: InputFiles, directory: Path, name: str, options: PrepareOptions) -> None:
     log.info(
-        "preparing %d files (%.1f MB) of %s in %s",
+        "preparing %s (%d files, %.1f MB) in %s",
+        name,
         len(inputs.files),
         inputs.size / 1e6,
-        name,
         directory,
     )
     if inputs.left_out:

@@ -111,7 +111,7 @@ def find(
             )
             left_out += "; name a file itself to have it read as text" if what == "text" else ""
         raise ConfigError(
-            f"{short(' '.join(inputs))} holds no {what}: {left_out or 'no file at all'}."
+            f"{short(' '.join(inputs))} contains no {what}: {left_out or 'it has no files'}."
         )
     return result
 

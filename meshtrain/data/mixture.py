@@ -47,7 +47,7 @@ BLOCK = 1 << 12
 # How a sentence on a split (all: of data.validation_source) with too little text ends: evaluation can have more, or be
 # left out.
 WAYS_OUT = {
-    "train": ".",
+    "train": "; give more text.",
     "validation": "; hold out more with data.validation (of prepared shards: with --validation when they are "
     "prepared), "
     "give other text as data.validation_source, or set eval.every to 0.",
@@ -106,8 +106,7 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
     )
     raise ConfigError(
         f"{key} is '{short(name)}', but there is no such file or directory, {BOTH}; it must be a file or directory of "
-        "text, prepared shards "
-        f"or {' or '.join(words)}" + (nearest(name, words) or ".")
+        f"text, prepared shards, or {', '.join(words)}{nearest(name, words) or '.'}"
     )
 
 

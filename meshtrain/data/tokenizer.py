@@ -105,7 +105,7 @@ def load_tokenizer(
     if not os.path.isfile(path):
         near = nearest(name, ["byte"]) or "."
         raise ConfigError(
-            f"the tokenizer '{short(name)}' is neither byte nor a tokenizer.json file{near}"
+            f"there is no tokenizer file {short(name)}; give byte or a tokenizer.json file{near}"
         )
     from meshtrain.data.tokenizer_file import FileTokenizer
 

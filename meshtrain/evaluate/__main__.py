@@ -1,7 +1,7 @@
-"""python -m meshtrain.evaluate RUN: perplexity of a trained or imported model on text, its results on tasks, or its
-accuracy on images.
+"""python -m meshtrain.evaluate RUN: the perplexity of a trained or imported model on text, its scores on tasks, or
+its accuracy on images.
 
-Without --text, --tasks and --images the run's own validation data is taken, and the loss is that of its evaluations.
+Without --text, --tasks and --images it prints the loss on the run's own validation data.
 Exit codes: 0 done; 2 wrong usage or input (one sentence).
 """
 
@@ -51,11 +51,14 @@ def parser() -> Parser:
     of_text = parser.add_argument_group("text")
     field = "field of a JSON Lines record, or column of Parquet, that holds the text"
     of_text.add_argument("--text-field", default=PrepareOptions.text_field, help=field)
-    apart = "tokens from one row of a document to the next (default: half the length)"
+    apart = "tokens between the starts of two rows of a document (default: half the length)"
     of_text.add_argument("--stride", type=whole_number, metavar="N", help=apart)
     of_tasks = parser.add_argument_group("tasks")
     of_tasks.add_argument(
-        "--include-path", type=Path, metavar="DIR", help="where tasks of your own are, YAML files"
+        "--include-path",
+        type=Path,
+        metavar="DIR",
+        help="a directory of YAML files with tasks of your own",
     )
     examples = "examples before each question (default: the task's own)"
     of_tasks.add_argument("--shots", type=number_from(0, 9999, int), metavar="N", help=examples)
@@ -63,9 +66,11 @@ def parser() -> Parser:
         "--limit", type=whole_number, metavar="N", help="questions of each task (default: all)"
     )
     of_tasks.add_argument(
-        "--chat", action="store_true", default=None, help="ask by the model's own chat template"
+        "--chat", action="store_true", default=None, help="asks with the model's own chat template"
     )
-    places = f"tokens of a row (default: what the model was made for; of text at most {USUAL})"
+    places = (
+        f"tokens per row (default: as many as the model was made for; for text at most {USUAL})"
+    )
     parser.add_argument("--length", type=whole_number, metavar="N", help=places)
     parser.add_argument("--batch", type=whole_number, default=8, metavar="N", help="rows at once")
     parser.add_argument("--json", action="store_true", help="the result as one JSON object")

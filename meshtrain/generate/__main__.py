@@ -85,7 +85,7 @@ def parser() -> Parser:
         "--length",
         type=whole_number,
         metavar="N",
-        help="positions for prompt and answer together (default: as many as the model has)",
+        help="most tokens of prompt and answer together (default: as many as the model has positions)",
     )
     return parser
 

@@ -197,9 +197,7 @@ def config_of(directory: Path, source: Path | None = None, overrides: Sequence[s
     Without a source, sequences are short, and pixels are prepared as the directory says.
     """
     if not is_hf_directory(directory):
-        raise ConfigError(
-            f"{short(directory)} has no config.json; give a directory of Hugging Face's."
-        )
+        raise ConfigError(f"{short(directory)} has no config.json; give a Hugging Face directory.")
     given = read_json(directory / CONFIG)
     train: dict[str, Any] = {"uneven_batch": "pad"}
     sections: dict[str, Any] = {"parallel": {"zero_stage": 0}, "train": train}

@@ -13,7 +13,7 @@ MODULES = ("local_nodes", "ssh", "slurm", "kubernetes", "on_ray", "sky")
 LAUNCHERS: dict[str, Launcher] = {}
 for module in MODULES:
     LAUNCHERS |= import_module(f"meshtrain.launch.{module}").LAUNCHERS
-SHARED = "config, data and run directory must lie where every node sees them under the same name"
+SHARED = "every node must see the config, the data and the run directory at the same path"
 
 
 @command
@@ -33,10 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> Parser:
     parser = Parser(
         prog="python -m meshtrain.launch",
-        description="Starts a run on several nodes: a supervisor on each (meshtrain survive), which goes on through "
-        "faults.",
-        epilog="Exit codes: 0 done, 1 failed, 2 wrong config, 3 given up, 75 stopped; only the last is worth starting "
-        "again.",
+        description="Starts a run on several nodes: a supervisor on each (meshtrain survive), which keeps it "
+        "going through faults.",
+        epilog="Exit codes: 0 done, 1 failed, 2 wrong config, 3 given up, 75 stopped: only then start it again.",
     )
     commands = parser.add_subparsers(dest="launcher", required=True)
     for name, launcher in LAUNCHERS.items():

@@ -213,10 +213,8 @@ def _pod(job: LaunchJob, options: argparse.Namespace) -> dict:
 _quantity = text_of("[1-9][0-9]{0,8}(Mi|Gi|Ti)", "is not a size; write it as 512Gi")
 
 LAUNCHERS = {
-    "jobset": Launcher(
-        "print a JobSet of Kubernetes", add, text=jobset, hint="kubectl apply -f it"
-    ),
+    "jobset": Launcher("print a Kubernetes JobSet", add, text=jobset, hint="kubectl apply -f it"),
     "trainjob": Launcher(
-        "print a TrainJob of Kubeflow", add, text=trainjob, hint="kubectl apply -f it"
+        "print a Kubeflow TrainJob", add, text=trainjob, hint="kubectl apply -f it"
     ),
 }

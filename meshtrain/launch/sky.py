@@ -65,5 +65,5 @@ def text(options: argparse.Namespace) -> str:
 
 
 LAUNCHERS = {
-    "sky": Launcher("print a task of SkyPilot", add, text=text, hint="give it to sky jobs launch")
+    "sky": Launcher("print a SkyPilot task", add, text=text, hint="give it to sky jobs launch")
 }

@@ -118,4 +118,4 @@ def _hosts(options: argparse.Namespace) -> dict[str, str]:
     return hosts
 
 
-LAUNCHERS = {"ssh": Launcher("run a node on each of some hosts", add, run)}
+LAUNCHERS = {"ssh": Launcher("run one node on each of several hosts", add, run)}

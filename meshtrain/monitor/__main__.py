@@ -32,7 +32,7 @@ from meshtrain.survive.reliability import Failure
 from meshtrain.telemetry.catalogue import RECENT_ROWS
 from meshtrain.units import duration
 
-EVERY = 2  # seconds between two looks
+EVERY = 2  # seconds between two updates
 WIDE = 160  # letters of a picture that goes to a file
 STYLE = {
     "done": "green",
@@ -86,21 +86,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> Parser:
     parser = Parser(
         prog="python -m meshtrain.monitor",
-        description="Shows runs while they go on: steps, losses, speed, memory, alerts, faults, who lags. q or Ctrl-C "
-        "ends it.",
+        description="Shows runs while they train: steps, losses, speed, memory, alerts, faults, lagging "
+        "processes. q or Ctrl-C ends it.",
     )
     parser.add_argument(
         "runs",
         metavar="RUN",
         type=Path,
         nargs="+",
-        help="a run's directory, which need not be there yet, or one that holds runs",
+        help="a run directory, which need not exist yet, or a directory of runs",
     )
     parser.add_argument(
-        "--every", metavar="SECONDS", type=whole_number, default=EVERY, help="between two looks"
+        "--every", metavar="SECONDS", type=whole_number, default=EVERY, help="between two updates"
     )
-    parser.add_argument("--once", action="store_true", help="shows it once, and ends")
-    parser.add_argument("--json", action="store_true", help="shows it once, for programs")
+    parser.add_argument("--once", action="store_true", help="shows the current state and ends")
+    parser.add_argument(
+        "--json", action="store_true", help="prints the current state as JSON and ends"
+    )
     parser.add_trust()
     return parser
 

@@ -42,7 +42,7 @@ ONE_DEVICE = (
     "parallel.sequence_parallel=false",
     "parallel.context_strategy=auto",
 )
-DESCRIPTION = "What each device will hold, send and wait for, before anything runs."
+DESCRIPTION = "Shows what each device will hold, send and wait for, before anything runs."
 
 
 @command
@@ -90,7 +90,7 @@ def parser() -> Parser:
         help="a YAML file, one of configs/clusters, or an accelerator (default: cpu with run.fake_devices, else h100)",
     )
     parser.add_argument(
-        "--json", action="store_true", help="prints one JSON object in place of tables"
+        "--json", action="store_true", help="prints one JSON object instead of tables"
     )
     parser.add_argument(
         "--search", action="store_true", help="ranks every legal layout of the cluster's devices"
@@ -109,8 +109,8 @@ def parser() -> Parser:
     parser.add_argument(
         "--write",
         metavar="FILE",
-        help="where the best layout's config goes (default of --search: CONFIG-best.yaml); without --search nothing "
-        "is ranked",
+        help="where to write the best layout's config (default with --search: CONFIG-best.yaml); "
+        "without --search, only the file's name is printed",
     )
     parser.add_argument(
         "--gantt", metavar="FILE", help="draws the pipeline's schedule as SVG; - draws it as text"
@@ -118,7 +118,7 @@ def parser() -> Parser:
     parser.add_argument(
         "--csv",
         metavar="FILE",
-        help="writes the schedule's table as a start for one's own; - prints it",
+        help="writes the schedule's table, to start your own from; - prints it",
     )
     parser.add_argument(
         "--html", metavar="FILE", help="writes the whole report as one page with pictures"
@@ -126,7 +126,7 @@ def parser() -> Parser:
     parser.add_argument(
         "--compile",
         metavar="TARGET[xN]",
-        help="compiles the step for cpu, a100, h100, h200 or b200, described only, and compares",
+        help="compiles the step for cpu, a100, h100, h200 or b200, described only, and compares it with the plan",
     )
     parser.add_argument(
         "--jobs",
@@ -139,7 +139,7 @@ def parser() -> Parser:
     parser.add_argument(
         "--flags",
         action="store_true",
-        help="prints the flags of XLA and NCCL that launch sets for the config on the cluster, and why",
+        help="prints the XLA and NCCL flags that launch sets for this config and cluster, and why",
     )
     parser.add_argument(
         "--measure",
@@ -274,7 +274,7 @@ def _not_here(config: Config) -> list[str]:
     files = [("source", name) for name in sources if name not in SOURCES]
     files += [("tokenizer", data.tokenizer)] if data.tokenizer != "byte" else []
     sentences = [
-        f"data.{key} {short(name)} is not on this machine: training is refused where it is not."
+        f"data.{key} {short(name)} is not on this machine; training needs it."
         for key, name in files
         if not os.path.lexists(Path(name).expanduser())
     ]

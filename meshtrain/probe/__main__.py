@@ -19,8 +19,8 @@ from meshtrain.probe import describe, judge, page, report
 from meshtrain.probe.figures import PARTS, Probe
 
 DESCRIPTION = (
-    "Measures what the links and devices really give, and which of them is slow; start it on every node as a "
-    "run is started."
+    "Measures how fast links and devices really are, and finds the slow ones; start it on every "
+    "node, like a run."
 )
 WOULD = """\
 probe measures, on all devices that JAX finds here (or on all nodes, if it is started on each as a run is):
@@ -93,21 +93,21 @@ def parser() -> Parser:
     parser.add_argument(
         "--cluster",
         metavar="FILE|NAME",
-        help="a YAML file or an accelerator that the figures are held against",
+        help="a YAML file or an accelerator to compare the figures with",
     )
     parser.add_argument(
         "--every-pair",
         action="store_true",
-        help="measures every pair of devices, of more than 16 too, as a device_order needs: minutes",
+        help="measures every pair of devices even if there are more than 16, as a device_order needs; takes minutes",
     )
-    parser.add_argument("--only", choices=PARTS, help="one part of it (default: all)")
+    parser.add_argument("--only", choices=PARTS, help="measures only this part (default: all)")
     parser.add_argument(
         "--algorithms",
         metavar="NAME,...|all",
-        help=f"programs of messages to measure beside what XLA does: {', '.join(PROGRAMS)}",
+        help=f"message programs to measure beside XLA's own: {', '.join(PROGRAMS)}",
     )
     parser.add_argument(
-        "--json", action="store_true", help="prints one JSON object in place of tables"
+        "--json", action="store_true", help="prints one JSON object instead of tables"
     )
     parser.add_argument(
         "--output", metavar="FILE", help="writes a cluster file for meshtrain plan --cluster"
@@ -115,7 +115,7 @@ def parser() -> Parser:
     parser.add_argument(
         "--html",
         metavar="FILE",
-        help="writes all of it as one page, with a picture of how fast each pair of devices talks",
+        help="writes everything as one page, with a picture of the speed between each pair of devices",
     )
     return parser
 

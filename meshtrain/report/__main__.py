@@ -72,29 +72,31 @@ def _rank(options: argparse.Namespace) -> int:
 def parser() -> Parser:
     parser = Parser(
         prog="python -m meshtrain.report",
-        description="Reports on a run: healthy or not, how fast against what is possible, and why it is slow; with two "
-        "runs, what differs.",
+        description="Reports whether a run is healthy, how fast it is against what is possible, and why "
+        "it is slow; of two runs, what differs.",
     )
     parser.add_argument(
         "run",
         metavar="RUN",
         type=Path,
         nargs="+",
-        help="the run's directory; of another one too, to compare with, or of any number, to rank them",
+        help="a run directory; two are compared, three or more are ranked",
     )
-    parser.add_argument("--html", metavar="FILE", help="writes it all as one page with pictures")
     parser.add_argument(
-        "--json", action="store_true", help="prints one JSON object in place of text"
+        "--html", metavar="FILE", help="writes the report as one page with pictures"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="prints one JSON object instead of text"
     )
     parser.add_argument(
         "--diagnose",
         action="store_true",
-        help="tells from a trace where the time went, and what to change",
+        help="shows from a trace where the time went, and what to change",
     )
     parser.add_argument(
         "--cluster",
         metavar="FILE|NAME",
-        help="what it is held against, as plan takes it (default: cpu with run.fake_devices, else h100)",
+        help="the hardware to compare with, as for plan (default: cpu with run.fake_devices, else h100)",
     )
     parser.add_trust()
     return parser

@@ -31,10 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    meaning = (
-        "A model behind OpenAI's API (completions, chat completions), to check it with the clients that there "
-        "are."
-    )
+    meaning = "Serves a model through OpenAI's API (completions, chat completions), to try it with existing clients."
     ending = (
         f"Clients must send the key that the environment variable {KEY} holds, if there is one. /health and /metrics "
         "need none. "
@@ -54,54 +51,59 @@ def parser() -> Parser:
     add(
         "--host",
         default="127.0.0.1",
-        help="the address it listens on; 127.0.0.1: this machine alone",
+        help="the address to listen on; 127.0.0.1 takes requests of this machine only",
     )
-    add("--port", type=number_from(0, 65535, int), default=8000, help="0: any that is free")
+    add(
+        "--port",
+        type=number_from(0, 65535, int),
+        default=8000,
+        help="the port to listen on; 0 picks a free one",
+    )
     add(
         "--name",
         action="append",
-        help="what clients call the model (default: that of its run); of several, once for each",
+        help="the model's name for clients (default: the run's); with several models, one each",
     )
     add(
         "--resident",
         type=whole_number,
         default=1,
         metavar="N",
-        help="models that are loaded at once, of several",
+        help="how many of several models are loaded at once",
     )
     add(
         "--slots",
         type=whole_number,
         default=8,
         metavar="N",
-        help="sequences that are decoded at once",
+        help="how many sequences are decoded at once",
     )
     add(
         "--length",
         type=whole_number,
         metavar="N",
-        help="positions of one, prompt and answer (default: the model's)",
+        help="most tokens of prompt and answer together (default: the model's)",
     )
     add(
         "--queue",
         type=whole_number,
         default=64,
         metavar="N",
-        help="answers that may wait for a slot; more get 429",
+        help="how many requests may wait for a slot; more get 429",
     )
     add(
         "--cache",
         type=number_from(0, 1 << 20, int),
         default=0,
         metavar="MIB",
-        help="of answers kept for requests with temperature 0 or a seed",
+        help="memory for cached answers to requests with temperature 0 or a seed",
     )
     add(
         "--cache-seconds",
         type=seconds,
         default=3600.0,
         metavar="S",
-        help="that such an answer is kept",
+        help="how long an answer is cached",
     )
     add(
         "--key-env",
@@ -113,30 +115,30 @@ def parser() -> Parser:
         type=seconds,
         default=600.0,
         metavar="S",
-        help="that a request may take, waiting included",
+        help="how long a request may take, waiting included",
     )
     add(
         "--stuck-after",
         type=seconds,
         default=60.0,
         metavar="S",
-        help="without a step while there are requests, /health says so",
+        help="how long requests may see no step before /health says so",
     )
     add(
         "--notice",
         type=seconds,
         default=3.0,
         metavar="S",
-        help="after SIGTERM, /health says so and requests are still taken",
+        help="how long requests are still taken after SIGTERM, while /health says that it ends",
     )
     add(
         "--drain",
         type=seconds,
         default=30.0,
         metavar="S",
-        help="and then what runs may take to finish",
+        help="how long running requests may then take to finish",
     )
-    add("--access-log", action="store_true", help="a line a request on stderr")
+    add("--access-log", action="store_true", help="logs one line per request to stderr")
     return parser
 
 

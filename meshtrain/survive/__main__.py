@@ -66,11 +66,11 @@ def parser() -> Parser:
     parser = Parser(
         prog="python -m meshtrain.survive",
         description="Supervises a run through faults, one on every node, until its last step is taken.",
-        epilog=f"Besides, meshtrain survive {'|'.join(COMMANDS)}: each has --help.",
+        epilog=f"See also meshtrain survive {', '.join(COMMANDS)}, each with --help.",
     )
     parser.add_config()
     parser.add_argument(
-        "--node", help="this node's name, which no other node of the run has (default: the host's)"
+        "--node", help="a name for this node, unique in the run (default: the host's)"
     )
     parser.add_argument(
         "--address", help="how other nodes reach this one (default: the host's name)"
@@ -78,7 +78,7 @@ def parser() -> Parser:
     parser.add_argument(
         "--flags",
         metavar="FILE|NAME",
-        help="sets the flags of XLA and NCCL that are of use on this cluster, where the environment has no own; "
+        help="sets XLA and NCCL flags for this cluster, unless the environment does; "
         "meshtrain plan --flags shows them",
     )
     parser.beside = {name: of_command for name, (of_command, _) in COMMANDS.items()}
@@ -128,14 +128,16 @@ def _check(asked: Sequence[FaultRequest], ranks: int, run: str) -> None:
 def _inject_parser() -> Parser:
     parser = Parser(
         prog="python -m meshtrain.survive inject",
-        description="Injects a fault into a run that goes on.",
+        description="Injects a fault into a run while it trains.",
     )
-    fault_help = "as in kill@40:1: rank 1 is killed once 40 steps are taken"
+    fault_help = "as in kill@40:1, which kills rank 1 after step 40"
     parser.add_argument("fault", nargs="?", metavar="KIND@STEP:RANK", help=fault_help)
-    run_help = "the run's directory (default: the one below runs/, if there is one only)"
+    run_help = "the run's directory (default: the only one in runs/)"
     parser.add_argument("run", nargs="?", metavar="RUN", help=run_help)
     parser.add_argument("--list", action="store_true", help="prints all kinds of faults")
-    parser.add_argument("--json", action="store_true", help="with --list, the same for programs")
+    parser.add_argument(
+        "--json", action="store_true", help="with --list, prints JSON, for programs"
+    )
     return parser
 
 
@@ -181,7 +183,7 @@ def _inject(options: argparse.Namespace) -> int:
 def _parser_of_run(word: str, description: str) -> Parser:
     parser = Parser(prog=f"python -m meshtrain.survive {word}", description=description)
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's directory")
-    parser.add_argument("--json", action="store_true", help="the same for programs")
+    parser.add_argument("--json", action="store_true", help="prints JSON, for programs")
     return parser
 
 

@@ -31,13 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> Parser:
     parser = Parser(
         prog="python -m meshtrain.telemetry",
-        description="Prints what monitoring of a run stands on.",
+        description="Prints what Prometheus and Grafana need to watch runs.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (_, meaning) in PRINTED.items():
         printed = commands.add_parser(name, help=meaning, description=meaning)
         if name == "catalogue":
-            printed.add_argument("--json", action="store_true", help="the same for programs")
+            printed.add_argument("--json", action="store_true", help="prints JSON, for programs")
     return parser
 
 

@@ -130,7 +130,7 @@ def test_weights_that_leave_without_a_tokenizer_say_so_and_a_directory_that_is_t
     assert "no tokenizer was found" in capsys.readouterr().err
     assert main(["export", str(GOLDEN / "vit"), str(tmp_path / "of-images")]) == 0
     assert capsys.readouterr().err == ""
-    with pytest.raises(mt.ConfigError, match="is there already"):
+    with pytest.raises(mt.ConfigError, match="already exists"):
         import_weights(mt.load({}), Path("/no/such"), tmp_path / "hf")
 
 
@@ -138,7 +138,7 @@ def test_weights_that_leave_without_a_tokenizer_say_so_and_a_directory_that_is_t
     "words, says",
     [
         (["inspect", "/no/such"], "/no/such/config.json cannot be read"),
-        (["export", str(GOLDEN / "gpt2"), str(GOLDEN)], "is there already"),
+        (["export", str(GOLDEN / "gpt2"), str(GOLDEN)], "already exists"),
         (["exprot", "a", "b"], "did you mean export?"),
         (["config", "/no/such.yaml"], "there is no config file /no/such.yaml"),
         (["config"], "the following arguments are required: FILE"),

@@ -220,7 +220,7 @@ def test_two_processes_do_not_write_the_same(tmp_path):
 @pytest.mark.parametrize("name", ["", "a file"])
 def test_nothing_is_written_over(tmp_path, name):
     (tmp_path / "out").write_text("mine") if name else (tmp_path / "out").mkdir()
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="already exists"):
         write(tmp_path / "out")
 
 

@@ -187,7 +187,7 @@ TEXT = {"data": {"source": "/text"}}
             "bb",
             r"^checkpoint x does not fit the data: data.source /text holds other tokens than it did \(aa, was bb\); "
             r"set it back, "
-            r"give another run.directory, or go on all the same with checkpoint.allow: \[data.source\]\.$",
+            r"give another run.directory, or continue anyway with checkpoint.allow: \[data.source\]\.$",
         ),
         (
             {"source": "mixture", "mixture": ["/a", "/b", "/c"], "weights": [1, 2, 3]},
@@ -313,7 +313,7 @@ def test_another_number_of_layers_or_rows_is_refused_unless_asked_for_by_name(on
             start(config(tmp_path, model=size, checkpoint=keys))
     for size in ({"layers": 7}, {"vocab_size": 300}):
         with pytest.raises(
-            ConfigError, match=r"in another run\.directory, checkpoint\.resume: PATH"
+            ConfigError, match=r"give another run\.directory, checkpoint\.resume: PATH"
         ):
             start(config(tmp_path, model=size, checkpoint={"resume": str(one)}))
 

@@ -44,7 +44,7 @@ BAD = {
     "node: 3": "did you mean nodes?",
     "accelerator: {name: h100, memory: -3}": "must be at least 0",
     f"accelerator: {{name: {'h' * 900}}}": "hhh…hhh",
-    "links:\n  node: {devices: 8, bandwith: 450}": "there is no key links.node.bandwith; did you mean bandwidth",
+    "links:\n  node: {devices: 8, bandwith: 450}": "no key links.node.bandwith; did you mean links.node.bandwidth",
     "restart_seconds: .inf": "must be a finite number, at least 0",
     # Units mixed up: of each a figure as somebody has it at hand.
     "links:\n  node: {devices: 8, latency: 3, bandwidth: 450}": "links.node.latency is 3.0; it must be .*, in seconds "

@@ -83,7 +83,9 @@ def test_a_circle_is_refused_wherever_it_closes(chain):
 
 def test_a_mistake_names_the_file_and_line_that_has_it(chain):
     (chain / "below" / "root.yaml").write_text("train: {steps: 5}\nmodel: {layer: 3}")
-    with pytest.raises(mt.ConfigError, match=r"below/root.yaml, line 2: .*did you mean layers"):
+    with pytest.raises(
+        mt.ConfigError, match=r"below/root.yaml, line 2: .*did you mean model.layers"
+    ):
         mt.load("top.yaml")
 
 

@@ -76,7 +76,7 @@ def test_a_new_key_is_read_and_printed(tmp_path):
             "toy.size=null",
             "toy.size ... no value; ... least 1 ... most 9.",
         ),
-        ("toy.wait=3", "key toy.wait; did you mean weight?"),
+        ("toy.wait=3", "key toy.wait; did you mean toy.weight?"),
         ("checkpoint.allow=[toy.refusd]", "did you mean toy.refused?"),
     ],
 )

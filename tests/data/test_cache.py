@@ -92,7 +92,7 @@ def test_preparing_text_is_logged_with_how_far_it_is(tmp_path, own_cache, caplog
     (directory,) = (p.parent for p in own_cache.glob("*/manifest.json"))
     name = str(tmp_path / "text.jsonl")
     assert caplog.messages == [
-        f"preparing 1 files (5.7 MB) of {name} in {directory}",
+        f"preparing {name} (1 files, 5.7 MB) in {directory}",
         *(f"prepared {done} of 6 MB of {name}" for done in (0, 4, 6)),
     ]
 

@@ -171,7 +171,7 @@ def test_a_source_that_is_not_there_is_reported_with_the_nearest_spelling():
     assert "data.mixture is 'synthetics', but" in (
         said := refusal("mixture", mixture=["synthetics"], weights=[1.0])
     )
-    assert said.endswith("text, prepared shards or stdlib.")
+    assert said.endswith("text, prepared shards, or stdlib.")
 
 
 def test_a_vocabulary_too_large_for_the_model_is_reported_with_its_size(text):
@@ -315,7 +315,7 @@ def test_a_kind_of_source_with_documents_is_one_entry(sources, other_text):
         config("mixture", mixture=["stdlib", "mine"], weights=[1, 1], validation_source="mine")
     )
     assert mixed.source == "stdlib + mine" and mixed.digest.endswith(f"+{train.digest}")
-    assert re.search(r"synthetic or mine or mixture; .* mine\?$", refusal("min"))
+    assert re.search(r"synthetic, mine, mixture; .* mine\?$", refusal("min"))
     assert "stdlib, mine, text and prepared shards" in refusal(
         "mixture", mixture=["synthetic"], weights=[1]
     )

@@ -48,7 +48,7 @@ def test_nothing_to_read_is_refused(tmp_path):
     write(tmp_path, "pictures/a.png")
     for what, said in {
         "missing": "there is no file or directory",
-        "empty": "no file at all",
+        "empty": "it has no files",
         "pictures": r"other kinds \(1 \.png\)",
     }.items():
         with pytest.raises(ConfigError, match=said):

@@ -68,7 +68,10 @@ def test_without_an_end_token_one_id_more_is_used(tmp_path):
     ("name", "said"),
     [
         ("bite", "did you mean byte"),
-        ("/no/such/tokenizer.json", "neither byte nor a tokenizer.json file"),
+        (
+            "/no/such/tokenizer.json",
+            "no tokenizer file /no/such/tokenizer.json; give byte or a tokenizer.json",
+        ),
         ("broken.json", r"broken\.json is not a tokenizer\.json"),
     ],
 )

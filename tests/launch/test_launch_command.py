@@ -35,7 +35,7 @@ MISTAKES = [
     ("--nodes 0", "argument --nodes: '0' is not a whole number"),
     ("--name ../x", "argument --name: '../x' is not a name"),
     ("--gpus-per-node=-1", "argument --gpus-per-node: '-1' is not a whole number"),
-    ("--set mesh.dat=2", "there is no key mesh.dat; did you mean data?"),
+    ("--set mesh.dat=2", "there is no key mesh.dat; did you mean mesh.data?"),
     ("--hosts a", "--hosts is an option of ssh, and not of"),
     ("--nods 2", "there is no option --nods; did you mean --nodes?"),
 ]

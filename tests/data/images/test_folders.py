@@ -80,7 +80,7 @@ def test_folders_within_a_class_belong_to_it_and_what_is_hidden_or_no_image_does
 def test_a_class_without_images_and_a_folder_without_classes_are_refused(tmp_path):
     assert tells(refusal(tmp_path), "holds no folder; each class ... one")
     (tmp_path / "empty").mkdir()
-    assert "holds no images: no file" in refusal(tmp_path)
+    assert "no images: it has no files" in refusal(tmp_path)
     write_images(tmp_path, {"full": 2})
     assert "the class empty of" in (said := refusal(tmp_path)) and "has no image" in said
 

@@ -151,7 +151,7 @@ BAD = {
     "jobs: []": "there are 0 jobs; at least 1",
     "jobs: 3": "line 1: jobs is the single value '3'; it must be a list of mappings.",
     "jobs: [3]": "section 'jobs[0]' must be a mapping",
-    "jobs: [{nme: a}]": "there is no key jobs[0].nme; did you mean name?",
+    "jobs: [{nme: a}]": "there is no key jobs[0].nme; did you mean jobs[0].name?",
     "job: [{name: a}]": "there is no key job; did you mean jobs?",
     "goal: trougput\njobs: [{name: a, devices: 1}]": "goal is 'trougput'; it must be one of utilisation, latency, "
     "throughput; did you mean throughput?",
@@ -169,7 +169,7 @@ BAD = {
     "goal: latency\njobs: [{name: a, devices: 1}]": "job a has no hours, which goal: latency needs",
     "jobs: [{name: a, config: nowhere.yaml}]": "job a: there is no config file nowhere.yaml.",
     "jobs: [{name: a, config: CONFIG, set: [mesh.dta=2]}]": "job a: --set mesh.dta=2: there is no key mesh.dta; did "
-    "you mean data?",
+    "you mean mesh.data?",
 }
 
 
