@@ -135,7 +135,8 @@ def nearest(word: str, legal: Iterable[str], shown: Callable[[str], object] = st
 @functools.lru_cache(maxsize=4096)
 def divisors(n: int) -> tuple[int, ...]:
     small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return (*small, *(n // d for d in reversed(small) if d * d != n))
+    large = [n // d for d in reversed(small) if d * d != n]
+    return (*small, *large)
 
 
 def listed_divisors(n: int) -> str:

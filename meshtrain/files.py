@@ -263,4 +263,6 @@ def is_full(directory: Path) -> bool:
         room = os.statvfs(directory)
     except OSError:
         return False
-    return room.f_bavail * room.f_frsize < MIN_ROOM or (room.f_files > 0 and room.f_favail == 0)
+    lacks_bytes = room.f_bavail * room.f_frsize < MIN_ROOM
+    lacks_files = room.f_files > 0 and room.f_favail == 0
+    return lacks_bytes or lacks_files

@@ -67,7 +67,8 @@ def next_scale(scale: LossScale, finite: jax.Array, precision: PrecisionConfig) 
     patience = jnp.where(finite, scale.patience, jnp.maximum(scale.patience - 1, 0))
     grows = good >= precision.loss_scale_window
     shrinks = ~finite & (patience == 0)
-    value = jnp.where(grows, scale.value * 2, jnp.where(shrinks, scale.value / 2, scale.value))
+    value = jnp.where(shrinks, scale.value / 2, scale.value)
+    value = jnp.where(grows, scale.value * 2, value)
     return LossScale(
         jnp.clip(value, SMALLEST_SCALE, LARGEST_LOSS_SCALE),
         jnp.where(grows, 0, good),
@@ -88,7 +89,8 @@ def is_finite(params: Tree, optimizer: Tree, precision: PrecisionConfig) -> jax.
     To be squared, since weights of 1e30 give every loss but no gradient: the norms divide by the root of an infinite
     mean.
     """
-    most = min(float(jnp.finfo(precision.compute).max), math.sqrt(jnp.finfo(jnp.float32).max))
+    greatest = float(jnp.finfo(precision.compute).max)
+    most = min(greatest, math.sqrt(jnp.finfo(jnp.float32).max))
     largest = _reduce_leaves(lambda x: jnp.max(jnp.abs(x)), params)  # a CPU's may pass over NaN
     sums = _reduce_leaves(jnp.sum, (params, optimizer))
     return jnp.all(largest <= most) & jnp.all(jnp.isfinite(sums))

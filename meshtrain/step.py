@@ -124,7 +124,9 @@ class Program(Shown):
             raise ConfigError(
                 f"the given mesh is {given}, but the config's is {asked}; make it with mt.make_mesh(config)."
             )
-        self.config, self.mesh = config, mesh = as_run_on(platform(mesh), config), mesh
+        config = as_run_on(platform(mesh), config)
+        self.config = config
+        self.mesh = mesh
         self.rows = PartitionSpec(
             config.mesh.data_axes, *([CONTEXT] if config.mesh.context > 1 else [])
         )
@@ -264,7 +266,8 @@ class Program(Shown):
         shape = rows // ranks * mesh.data, *(length * mesh.context // own for own in parts)
         if (order := self.column_order(shape[-1])) is not None:
             own = order[own_part(self.batch_sharding, shape)[1]]
-            arrays = {name: x[:, np.argsort(np.argsort(own))] for name, x in arrays.items()}
+            rank_of = np.argsort(np.argsort(own))
+            arrays = {name: x[:, rank_of] for name, x in arrays.items()}
         return {
             name: place_own_part(self.batch_sharding, x, shape + x.shape[len(shape) :])
             for name, x in arrays.items()

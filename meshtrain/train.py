@@ -480,13 +480,6 @@ class OffloadCheck(RunHook):
         return state, batch
 
 
-def _costs(program: Program) -> Iterator[str]:
-    """Yields a sentence on each thing that is legal but costs something."""
-    yield from notes(program.config)
-    yield from placement.notes(program.config)
-    yield from program.layout.storage.notes()
-
-
 def _opening(
     program: Program, data: SplitBatches, start: int, evaluation: Evaluation
 ) -> Iterator[str]:
@@ -504,10 +497,16 @@ def _opening(
     yield data.describe()
     if config.train.epochs:
         yield f"train.epochs {config.train.epochs:g}: {config.train.steps:,} steps"
-    yield from _stands_in(program)
+    compute = config.precision.compute
+    if platform(program.mesh) == "cpu" and compute != "float32":
+        yield (
+            f"note: JAX finds no accelerator here: CPUs stand in and compute in {compute}, far slower, which is for "
+            "trying it out"
+        )
     yield from chosen(config)
-    for sentence in _costs(program):
-        yield f"note: {sentence}"
+    # what is legal, but costs something
+    costs = [*notes(config), *placement.notes(config), *program.layout.storage.notes()]
+    yield from (f"note: {sentence}" for sentence in costs)
     if start >= config.train.steps:
         yield f"step {start} is taken already and train.steps is {config.train.steps}: nothing is left to do"
     elif evaluation.ended:
@@ -516,16 +515,6 @@ def _opening(
         yield from evaluation.opening()
         if start:
             yield f"going on after step {start}"
-
-
-def _stands_in(program: Program) -> Iterator[str]:
-    """Yields a sentence where CPUs compute in a dtype that is meant for accelerators."""
-    compute = program.config.precision.compute
-    if platform(program.mesh) == "cpu" and compute != "float32":
-        yield (
-            f"note: JAX finds no accelerator here: CPUs stand in and compute in {compute}, far slower, which is for "
-            "trying it out"
-        )
 
 
 def _closing(evaluation: Evaluation, step: int, save: Mapping[str, float]) -> Iterator[str]:

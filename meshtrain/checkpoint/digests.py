@@ -131,9 +131,10 @@ def problems(
         if not stored and (problem := _size_problem(directory / name, size)):
             sentences.append(f"{name} {problem}{_shared(directory / name)}")
         else:
-            blocks += [(name, k * block, digest) for k, digest in enumerate(expected)]
+            blocks += [(name, k * block, digest, block) for k, digest in enumerate(expected)]
     with ThreadPoolExecutor(THREADS) as pool:
-        in_blocks = pool.map(lambda b: problem_of(b[0], b[1], b[2], block), blocks[part::parts])
+        own = blocks[part::parts]
+        in_blocks = pool.map(lambda b: problem_of(*b), own)
         try:
             return sentences + [sentence for sentence in in_blocks if sentence is not None]
         except Unreadable:

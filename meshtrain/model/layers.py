@@ -50,7 +50,8 @@ def normalised(
     y = vary(x, varying(scale)).astype(jnp.float32)
     if centred:
         y = y - jnp.mean(y, axis=axes, keepdims=True)
-    y = y * jax.lax.rsqrt(over_ranks(jnp.mean(y * y, axis=axes, keepdims=True)) + eps)
+    mean_square = over_ranks(jnp.mean(y * y, axis=axes, keepdims=True))
+    y = y * jax.lax.rsqrt(mean_square + eps)
     scale = scale.astype(jnp.float32)
     return (y * (1 + scale if plus_one else scale)).astype(x.dtype)
 

@@ -149,7 +149,8 @@ class StackLayers:
     @cached_property
     def slot_of(self) -> np.ndarray:
         """The slot of each place on its device, one past the last for padding: int [pipeline, places]."""
-        slots = np.where(self._slots >= 0, np.arange(self._slots.shape[1]), self._slots.shape[1])
+        behind = self._slots.shape[1]
+        slots = np.where(self._slots >= 0, np.arange(behind), behind)
         return np.sort(slots, axis=1)[:, : self.count]
 
     @property
@@ -405,7 +406,8 @@ class Layout(Shown):
             places = self.stack(weight).layer_at.reshape(-1)
             holds_layer = jnp.asarray(places >= 0).reshape((-1,) + (1,) * (x.ndim - 1))
             x = jnp.where(holds_layer, x[jnp.asarray(np.maximum(places, 0))], 0)
-        return jnp.pad(x, [(0, to - n) for n, to in zip(x.shape, weight.padded, strict=True)])
+        pairs = zip(x.shape, weight.padded, strict=True)
+        return jnp.pad(x, [(0, to - n) for n, to in pairs])
 
     def canonical_leaf(self, weight: Placed, x: jax.Array) -> jax.Array:
         if weight.stacked and not self.stack(weight).in_order:

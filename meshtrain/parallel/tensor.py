@@ -107,4 +107,5 @@ class MeshCollectives(VocabularyShards):
         """
         if PIPELINE not in self.vocabulary:
             return y
-        return lax.psum(lax.select(here, y, vary(jax.numpy.zeros_like(y), varying(y))), PIPELINE)
+        zeros = vary(jax.numpy.zeros_like(y), varying(y))
+        return lax.psum(lax.select(here, y, zeros), PIPELINE)
