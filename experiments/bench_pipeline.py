@@ -124,8 +124,8 @@ def entries_held(program: Program) -> list[int]:
         batches, _ = program.local.microbatches(batch)
         weights = program.local.zero.gather_params(masters)
         stage = Stage(executor.forward, executor.table.chunks, weights, batches, None)
-        execution = Execution(executor.table, executor.buffers, stage, jnp.float32(1))
-        ((inputs, _),) = execution.run(executor.phases, execution.start()).stash
+        execution = Execution(executor.compiled, stage, jnp.float32(1))
+        ((inputs, _),) = execution.run(executor.compiled.phases, execution.start()).stash
         return jnp.any(inputs != 0, axis=tuple(range(1, inputs.ndim)))[None]
 
     specs = (program.layout.shards, PartitionSpec("data"))

@@ -27,8 +27,9 @@ from meshtrain.parallel.forward import (
     widen_gradients,
 )
 from meshtrain.parallel.pipeline.buffers import after
-from meshtrain.parallel.pipeline.stage import Slot, Stage
+from meshtrain.parallel.pipeline.stage import Stage
 from meshtrain.parallel.zero import Weights
+from meshtrain.schedule.table import Slot
 
 Tree = Any
 
@@ -131,7 +132,7 @@ def accumulate_in_place(
 
 def _run_to_loss(
     stage: Stage, microbatch: Array, seed: Array, zero_fill: Array | float
-) -> tuple[Totals, Tree, Array, Tree, Slot]:
+) -> tuple[Totals, Tree, Array, Tree, Slot[Array]]:
     """Returns a microbatch's totals, the loss's gradient for embedding and head, the last layer's cotangent, and two
     arguments of the layers' backward: the stash and its slot.
     """

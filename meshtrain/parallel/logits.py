@@ -13,8 +13,9 @@ from jax import Array, lax
 from meshtrain.compat import vary, varying
 from meshtrain.mesh import PIPELINE
 from meshtrain.parallel.forward import Batch, Forward
-from meshtrain.parallel.pipeline.stage import Slot, Stage
+from meshtrain.parallel.pipeline.stage import Stage
 from meshtrain.parallel.zero import Weights
+from meshtrain.schedule.table import Slot
 
 
 def logits(forward: Forward, weights: Weights, batch: Batch) -> Array:

@@ -14,9 +14,9 @@ from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile
 from meshtrain.plan.gradient_traffic import Iterations
 from meshtrain.plan.layer_costs import LayerCost
 from meshtrain.plan.seconds import MicrobatchCosts
-from meshtrain.schedule.buffers import executed
+from meshtrain.schedule.buffers import compile_table
 from meshtrain.schedule.facts import ONE_STAGE, ScheduleFacts, facts_of
-from meshtrain.schedule.phases import ops_per_clock, phases, table_ops
+from meshtrain.schedule.phases import ops_per_clock, table_ops
 from meshtrain.schedule.simulation import Durations, PerChunk, Timeline, simulate
 from meshtrain.schedule.table import B, F, Table
 
@@ -72,12 +72,11 @@ def _iterations(table: Table) -> Iterations:
     In a clock that is compiled alone, XLA leaves out what the table has no use for: embeddings of no microbatch, and
     messages that nobody keeps.
     """
-    found = phases(table)
-    program = executed(table)
-    work = ops_per_clock(found)
+    program = compile_table(table)
+    work = ops_per_clock(program.phases)
     forward, head, backward, *_ = work.sum(axis=0).tolist()
     alone = np.zeros(table.clocks, bool)
-    alone[[phase.first for phase in found if phase.repeats * phase.period == 1]] = True
+    alone[[phase.first for phase in program.phases if phase.repeats * phase.period == 1]] = True
 
     def times(kind: int, used: np.ndarray) -> int:
         return int((work[:, kind] & (~alone | used)).sum())

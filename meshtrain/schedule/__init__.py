@@ -17,7 +17,7 @@ step read the same table.
 - `meshtrain.schedule.generators`: the named schedules with their papers, and how to add one.
 - `meshtrain.schedule.facts`: the same without a table, for searches over thousands.
 - `meshtrain.schedule.validate`: what legal means.
-- `meshtrain.schedule.buffers`, `meshtrain.schedule.phases`: for the executor.
+- `meshtrain.schedule.phases`, `meshtrain.schedule.buffers`: for the executor, together a `CompiledTable`.
 - `meshtrain.schedule.simulation`: the two models of execution; `meshtrain.schedule.draw`.
 
 Compared by simulation, with no device: `experiments/4_pipelines.ipynb`. That the executor holds what is said here is

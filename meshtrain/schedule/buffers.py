@@ -17,7 +17,7 @@ Within a clock things happen in this order, and a place is free again after the 
 
 Where the table has pairs, F and B are one moment, and the loss head comes after it.
 
-In the executor (`executed`) messages and the vocabulary are a slot off, so that a whole slot is there for them to
+In the executor (`compile_table`) messages and the vocabulary are a slot off, so that a whole slot is there for them to
 travel in: a cotangent arrives one B later than it is sent (of pairs, which begin at once, at the end of its clock, when
 an embedding's gradient is computed too); a microbatch's embedding is looked up one F before it enters, and its gradient
 returns one B after it left.
@@ -34,12 +34,12 @@ or to one more place, where at such a moment none is free: with gpipe, and with 
 
 import heapq
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import numpy as np
 
-from meshtrain.schedule.phases import one_earlier, one_later
-from meshtrain.schedule.table import B, F, Table, W
+from meshtrain.schedule.phases import Ops, Phase, one_earlier, one_later, ops_per_clock, phases
+from meshtrain.schedule.table import B, F, Numbers, Slot, Table, W
 
 # The moments of a clock in which a buffer is read or written.
 FORWARD, HEAD, BACKWARD, WEIGHT, ARRIVAL = range(5)
@@ -55,7 +55,7 @@ class Depths(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Arrival:
+class Arrival(Generic[Numbers]):
     """Messages of one kind that come one way, at the end of a clock: activations (`slot` F) or cotangents (B).
 
     They come from the stage before (`shift` 1), from the one after (-1), or from this stage itself (0). With the
@@ -64,36 +64,21 @@ class Arrival:
 
     slot: int
     shift: int
-    active: np.ndarray  # bool [clocks, stages]
-    place: np.ndarray  # int32 [clocks, stages]: where the inbox keeps it; 0 where none arrives
+    active: Numbers  # bool
+    place: Numbers  # where the inbox keeps it; 0 where none arrives
 
 
 @dataclass(frozen=True, eq=False)
 class Buffers:
     """The ops of each stage in each clock, with the places of its buffers that they read and write.
 
-    Arrays are int32 [clocks, stages] and 0 where the slot is idle; `*_active`, `first` and `last` are bool
-    [clocks, stages]; `enter`, `exit`, `head_out` and `leave` are int32 [clocks], the same for all stages, -1 for none.
+    Arrays are int32 [clocks, stages]; `active`, `first` and `last` are bool [clocks, stages]; `enter`, `exit`,
+    `head_out` and `leave` are int32 [clocks], the same for all stages, -1 for none.
     """
 
-    f_active: np.ndarray
-    f_microbatch: np.ndarray
-    f_chunk: np.ndarray
-    f_in: (
-        np.ndarray
-    )  # forward inbox: what F reads; 0 and unused on virtual stage 0, which takes the embedding
-    f_stash: np.ndarray  # stash: where F leaves what the backward needs
-    b_active: np.ndarray
-    b_microbatch: np.ndarray
-    b_chunk: np.ndarray
-    b_in: np.ndarray  # backward inbox: cotangent of the chunk's output
-    b_stash: np.ndarray  # stash: what B reads
-    b_cot: np.ndarray  # cotangent stash: where I leaves what W needs
-    w_active: np.ndarray
-    w_microbatch: np.ndarray
-    w_chunk: np.ndarray
-    w_stash: np.ndarray
-    w_cot: np.ndarray
+    f: Slot[np.ndarray]
+    b: Slot[np.ndarray]
+    w: Slot[np.ndarray]
     first: np.ndarray  # this F is virtual stage 0
     last: np.ndarray  # this F is the last virtual stage
     enter: np.ndarray  # microbatch whose F runs on virtual stage 0: its embedding is needed
@@ -106,7 +91,7 @@ class Buffers:
     leave: (
         np.ndarray
     )  # microbatch whose B runs on virtual stage 0: its cotangent is the embedding's
-    arrivals: tuple[Arrival, ...]  # every way that a message takes at all
+    arrivals: tuple[Arrival[np.ndarray], ...]  # every way that a message takes at all
     depths: Depths
 
 
@@ -168,37 +153,27 @@ def allocate(table: Table) -> Buffers:
         *(_colour(table, life, stage) for life in lives(table, when)), strict=True
     )
 
-    def active(slot: int) -> np.ndarray:
-        return table.cells[:, :, slot, 0] >= 0
-
     def spread(slot: int, values: np.ndarray) -> np.ndarray:
         """Puts values [virtual stage, microbatch] where that op stands in the table."""
         return _scatter(table, when[slot], stage, values)
+
+    def make_slot(slot: int, **places: np.ndarray) -> Slot[np.ndarray]:
+        values = {"microbatch": microbatch, "chunk": chunk, "stash": stash, **places}
+        numbers = {name: spread(slot, value) for name, value in values.items()}
+        return Slot(active=table.cells[:, :, slot, 0] >= 0, **numbers)
 
     shape = (table.virtual_stages, table.microbatches)
     microbatches = np.arange(table.microbatches)
     virtual = np.broadcast_to(np.arange(table.virtual_stages)[:, None], shape)
     microbatch = np.broadcast_to(microbatches, shape)
     chunk = table.chunk_of(virtual)
+    f = make_slot(F, inbox=f_in)
     return Buffers(
-        f_active=active(F),
-        f_microbatch=spread(F, microbatch),
-        f_chunk=spread(F, chunk),
-        f_in=spread(F, f_in),
-        f_stash=spread(F, stash),
-        b_active=active(B),
-        b_microbatch=spread(B, microbatch),
-        b_chunk=spread(B, chunk),
-        b_in=spread(B, b_in),
-        b_stash=spread(B, stash),
-        b_cot=spread(B, cot),
-        w_active=active(W),
-        w_microbatch=spread(W, microbatch),
-        w_chunk=spread(W, chunk),
-        w_stash=spread(W, stash),
-        w_cot=spread(W, cot),
-        first=active(F) & (spread(F, virtual) == 0),
-        last=active(F) & (spread(F, virtual) == last),
+        f=f,
+        b=make_slot(B, inbox=b_in, cot=cot),
+        w=make_slot(W, cot=cot),
+        first=f.active & (spread(F, virtual) == 0),
+        last=f.active & (spread(F, virtual) == last),
         enter=_per_clock(table, when[F, 0], microbatches),
         exit=_per_clock(table, when[F, last], microbatches),
         head_out=_per_clock(table, when[F, last], b_in[last]),
@@ -240,7 +215,7 @@ def _colour(table: Table, life: Life, stage: np.ndarray) -> tuple[np.ndarray, in
 
 def _arrivals(
     table: Table, when: np.ndarray, f_in: np.ndarray, b_in: np.ndarray
-) -> tuple[Arrival, ...]:
+) -> tuple[Arrival[np.ndarray], ...]:
     """Returns each message at its clock, on the stage that receives it, by the way it comes."""
     k = np.arange(table.virtual_stages - 1)  # messages go between k and k + 1
     low = table.stage_of(k)
@@ -276,33 +251,34 @@ def _per_clock(table: Table, clock: np.ndarray, values: np.ndarray) -> np.ndarra
 
 
 @dataclass(frozen=True, eq=False)
-class Executed(Buffers):
-    """`Buffers` with cotangents that arrive one B later, and the clocks of the vocabulary's work: int32 [clocks], -1
-    for nothing.
+class CompiledTable(Buffers):
+    """A table as the executor runs it: its phases, and `Buffers` with cotangents that arrive one B later.
+
+    `entering` and `leaving` are int32 [clocks], -1 for none.
     """
 
+    table: Table
+    phases: list[Phase]
     # microbatch that the next F on virtual stage 0 takes, in the clock of an F
     entering: np.ndarray
     # microbatch that the last B on virtual stage 0 was of, in the clock of a B; of pairs this clock's
     leaving: np.ndarray
     enters_first: int  # the microbatch whose embedding is needed before all clocks
     leaves_last: int  # whose gradient is there after all of them, -1: none
-    alternates: bool = False  # see `executed`
+    alternates: bool = False  # see `compile_table`
 
 
-def executed(table: Table, ops: np.ndarray | None = None, alike: bool = True) -> Executed:
+def compile_table(table: Table, skips: bool = False, alike: bool = True) -> CompiledTable:
     """Returns what the executor does of a legal table.
 
-    `ops`: bool [clocks, 6], what is computed in each clock, idly or not (see `phases.ops_per_clock`); None where idle
-    slots are skipped. Where layers are `alike`, the pairs of a single stage need one place: microbatches alternate in
-    it between the order of the layers and the other one (see `pipeline.paired`).
+    If it `skips` idle slots, all clocks are one phase. Else phases compute slots idly, and these need places too. Where
+    layers are `alike`, the pairs of a single stage need one place: microbatches alternate in it between the order of
+    the layers and the other one (see `pipeline.paired`).
     """
     buffers = allocate(table)
-    forward, backward = (
-        np.flatnonzero((table.cells[:, :, slot, 0] >= 0).any(axis=1)) for slot in (F, B)
-    )
+    forward, backward = (np.flatnonzero(slot.active.any(axis=1)) for slot in (buffers.f, buffers.b))
 
-    def late(arrival: Arrival) -> Arrival:
+    def late(arrival: Arrival[np.ndarray]) -> Arrival[np.ndarray]:
         if arrival.slot == F or table.paired:
             return arrival
         return replace(
@@ -311,38 +287,56 @@ def executed(table: Table, ops: np.ndarray | None = None, alike: bool = True) ->
             place=one_later(arrival.place, backward, 0),
         )
 
-    program = Executed(
+    every_op = Ops(
+        forward=True, head=True, backward=True, weight=table.split, enter=True, leave=True
+    )
+    all_clocks = Phase(first=0, repeats=1, body=((table.clocks, every_op),))
+    compiled = CompiledTable(
         **vars(replace(buffers, arrivals=tuple(late(arrival) for arrival in buffers.arrivals))),
+        table=table,
+        phases=[all_clocks] if skips else phases(table),
         entering=one_earlier(buffers.enter, forward, -1),
         leaving=buffers.leave if table.paired else one_later(buffers.leave, backward, -1),
         enters_first=int(buffers.enter[forward[0]]),
         leaves_last=-1 if table.paired else int(buffers.leave[backward[-1]]),
     )
-    if ops is None:
-        return program
+    if skips:
+        return compiled
     if (
         alike
         and table.paired
         and not table.split
         and table.microbatches > table.virtual_stages == 1
     ):
-        one = program.depths._replace(stash=1)
-        first = np.zeros_like(program.f_stash)
-        return replace(program, f_stash=first, b_stash=first, depths=one, alternates=True)
-    return _unmasked(table, program, ops)
+        first = np.zeros_like(compiled.f.stash)
+        return replace(
+            compiled,
+            f=replace(compiled.f, stash=first),
+            b=replace(compiled.b, stash=first),
+            depths=compiled.depths._replace(stash=1),
+            alternates=True,
+        )
+    return _unmasked(compiled)
 
 
-def _unmasked(table: Table, buffers: Executed, ops: np.ndarray) -> Executed:
-    """Gives `f_stash` and `b_cot` of idle cells places that hold nothing then, and as many places as that takes."""
+def _unmasked(compiled: CompiledTable) -> CompiledTable:
+    """Gives the places that idle F and B write numbers that hold nothing then, and as many places as that takes."""
+    table = compiled.table
+    depths = compiled.depths
+    ops = ops_per_clock(compiled.phases)
     stash, _, _, cot = lives(table, table.when())
-    depths = buffers.depths
-    f_stash, deep = _idle(table, stash, FORWARD, F, buffers.f_stash, depths.stash, ops[:, 0])
-    b_cot = buffers.b_cot
+    f = compiled.f
+    b = compiled.b
+    f_stash, deep = _idle(table, stash, FORWARD, F, f.stash, depths.stash, ops[:, 0])
+    b_cot = b.cot
     deeper = 0
     if table.split:
-        b_cot, deeper = _idle(table, cot, BACKWARD, B, buffers.b_cot, depths.cot, ops[:, 2])
+        b_cot, deeper = _idle(table, cot, BACKWARD, B, b.cot, depths.cot, ops[:, 2])
     return replace(
-        buffers, f_stash=f_stash, b_cot=b_cot, depths=depths._replace(stash=deep, cot=deeper)
+        compiled,
+        f=replace(f, stash=f_stash),
+        b=replace(b, cot=b_cot),
+        depths=depths._replace(stash=deep, cot=deeper),
     )
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from meshtrain.schedule.buffers import Depths, depths, executed
+from meshtrain.schedule.buffers import Depths, compile_table, depths
 from meshtrain.schedule.generators import SCHEDULES, make_table, stamp
-from meshtrain.schedule.phases import ops_per_clock, phases
+from meshtrain.schedule.phases import ops_per_clock
 from meshtrain.schedule.simulation import Durations
 from meshtrain.schedule.table import Table
 
@@ -32,7 +32,7 @@ class ScheduleFacts(NamedTuple):
     together: int  # with both a forward and a backward
     depths: Depths
     split: bool  # the backward, into I and W
-    # places more, where idle slots are computed too and layers are alike: see `executed`
+    # places more, where idle slots are computed too and layers are alike: see `compile_table`
     spare: Depths = Depths(0)
     paired: bool = False  # where both a forward and a backward are, they run at once
     covered: int = 0  # clocks with a pair of I and W
@@ -60,13 +60,13 @@ ONE_STAGE = ScheduleFacts(0, 0, 0, 0, 0, Depths(1), split=False)
 
 def facts(table: Table) -> ScheduleFacts:
     """Returns the facts of a legal table."""
-    ops = ops_per_clock(phases(table))
+    compiled = compile_table(table)
+    ops = ops_per_clock(compiled.phases)
     forward, head, backward, weight, *_ = ops.sum(axis=0).tolist()
     together = int((ops[:, 0] & ops[:, 2]).sum())
     exact = depths(table)
-    spare = Depths(
-        *(more - least for more, least in zip(executed(table, ops).depths, exact, strict=True))
-    )
+    pairs = zip(compiled.depths, exact, strict=True)
+    spare = Depths(*(more - least for more, least in pairs))
     covered = int((~ops[:, 0] & ops[:, 2] & ops[:, 3]).sum()) * table.paired
     return ScheduleFacts(
         forward, head, backward, weight, together, exact, table.split, spare, table.paired, covered

@@ -37,7 +37,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -55,6 +55,7 @@ G = 0
 R = 1
 SENT = "GR"
 MAX_ENTRIES = 2**20  # stages x clocks of a schedule: a plan of so many takes 10 s
+Numbers = TypeVar("Numbers")  # arrays over a table's clocks; inside the step, those of one clock
 
 
 class IllegalTable(ConfigError):
@@ -67,6 +68,19 @@ class Op(NamedTuple):
     slot: int
     microbatch: int
     chunk: int
+
+
+@dataclass(frozen=True, eq=False)
+class Slot(Generic[Numbers]):
+    """The task of F, B or W, and the places of the stage's buffers that it reads and writes."""
+
+    active: Numbers  # bool: False where the slot is idle, and all else is 0
+    microbatch: Numbers
+    chunk: Numbers
+    stash: Numbers  # where F leaves what the backward needs; where B and W read it
+    # Numbers too, or None in a slot without:
+    inbox: Any = None  # where F reads its input (but on virtual stage 0), and B the cotangent of the chunk's output
+    cot: Any = None  # cotangent stash: where I leaves what W needs, and W reads it
 
 
 def turned(placement, stages, chunk, stage):

@@ -102,9 +102,9 @@ def _check_idle(table: Table, buffers: Buffers) -> None:
     for i, clocks in enumerate((when[F, 0], when[F, -1], when[B, 0])):
         quiet[i, clocks] = False
     wrong = {
-        "f_active": buffers.f_active & idle[:, :, F],
-        "b_active": buffers.b_active & idle[:, :, B],
-        "w_active": buffers.w_active & idle[:, :, W],
+        "f_active": buffers.f.active & idle[:, :, F],
+        "b_active": buffers.b.active & idle[:, :, B],
+        "w_active": buffers.w.active & idle[:, :, W],
         "first": buffers.first & idle[:, :, F],
         "last": buffers.last & idle[:, :, F],
         "enter": (buffers.enter != -1) & quiet[0],
@@ -127,9 +127,9 @@ def _replay_op(table: Table, buffers: Buffers, op: Op, state: _Stage) -> Callabl
     first, last = virtual == 0, virtual == table.virtual_stages - 1
     entry = (virtual, op.microbatch)
     arrays = (
-        (buffers.f_active, buffers.f_microbatch, buffers.f_chunk),
-        (buffers.b_active, buffers.b_microbatch, buffers.b_chunk),
-        (buffers.w_active, buffers.w_microbatch, buffers.w_chunk),
+        (buffers.f.active, buffers.f.microbatch, buffers.f.chunk),
+        (buffers.b.active, buffers.b.microbatch, buffers.b.chunk),
+        (buffers.w.active, buffers.w.microbatch, buffers.w.chunk),
     )
     found = [array[at] for array in arrays[op.slot]]
     if found != [True, op.microbatch, op.chunk]:
@@ -138,10 +138,10 @@ def _replay_op(table: Table, buffers: Buffers, op: Op, state: _Stage) -> Callabl
         if (buffers.first[at], buffers.last[at]) != (first, last):
             raise IllegalTable("first or last is wrong")
         if not first:
-            state["f_inbox"].take(buffers.f_in[at], entry)
+            state["f_inbox"].take(buffers.f.inbox[at], entry)
         elif buffers.enter[op.clock] != op.microbatch:
             raise IllegalTable(f"enter is {buffers.enter[op.clock]}")
-        state["stash"].put(buffers.f_stash[at], entry)
+        state["stash"].put(buffers.f.stash[at], entry)
         if last:
             if buffers.exit[op.clock] != op.microbatch:
                 raise IllegalTable(f"exit is {buffers.exit[op.clock]}")
@@ -149,19 +149,19 @@ def _replay_op(table: Table, buffers: Buffers, op: Op, state: _Stage) -> Callabl
         else:
             state.sent[F] = entry
     elif op.slot == B:
-        state["b_inbox"].take(buffers.b_in[at], entry)
-        state["stash"].see(buffers.b_stash[at], entry)
+        state["b_inbox"].take(buffers.b.inbox[at], entry)
+        state["stash"].see(buffers.b.stash[at], entry)
         if table.split:
-            state["cot"].put(buffers.b_cot[at], entry)
+            state["cot"].put(buffers.b.cot[at], entry)
         else:
-            state["stash"].take(buffers.b_stash[at], entry)
+            state["stash"].take(buffers.b.stash[at], entry)
         if not first:
             state.sent[B] = entry
         elif buffers.leave[op.clock] != op.microbatch:
             raise IllegalTable(f"leave is {buffers.leave[op.clock]}")
     else:
-        state["stash"].take(buffers.w_stash[at], entry)
-        state["cot"].take(buffers.w_cot[at], entry)
+        state["stash"].take(buffers.w.stash[at], entry)
+        state["cot"].take(buffers.w.cot[at], entry)
     return head
 
 

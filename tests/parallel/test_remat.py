@@ -12,7 +12,8 @@ from meshtrain.compat import residuals
 from meshtrain.config import load
 from meshtrain.mesh import make_mesh
 from meshtrain.model.hooks import Hooks
-from meshtrain.parallel.pipeline.stage import Slot, Stage
+from meshtrain.parallel.pipeline.stage import Stage
+from meshtrain.schedule.table import Slot
 from meshtrain.step import Program
 
 LENGTH, WIDTH, TENSOR = 12, 16, 2

@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 from replayed import replay
 
-from meshtrain.schedule.buffers import Depths, allocate, depths, executed
+from meshtrain.schedule.buffers import Depths, allocate, compile_table, depths
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
-from meshtrain.schedule.phases import ops_per_clock, phases
+from meshtrain.schedule.phases import ops_per_clock
 from meshtrain.schedule.simulation import Durations, simulate
 from meshtrain.schedule.table import B, F, W
 
@@ -48,23 +48,19 @@ def test_arrays_are_int32_or_bool_and_zero_where_idle(schedule):
     assert all(isinstance(depth, int) for depth in buffers.depths)
     for arrival in buffers.arrivals:
         assert (arrival.active.dtype, arrival.place.dtype) == (bool, np.int32)
-        assert arrival.active.shape == arrival.place.shape == buffers.f_active.shape
+        assert arrival.active.shape == arrival.place.shape == buffers.f.active.shape
         assert not arrival.place[~arrival.active].any()
-    for name, array in vars(buffers).items():
-        if name in ("arrivals", "depths"):
-            continue
-        if name in ("enter", "exit", "head_out", "leave"):
-            assert array.dtype == np.int32 and array.ndim == 1 and array.min() == -1
-        else:
-            assert array.dtype == (
-                bool if name.endswith("active") or name in ("first", "last") else np.int32
-            ), name
-            assert array.shape == buffers.f_active.shape
-            active = {"f": buffers.f_active, "b": buffers.b_active, "w": buffers.w_active}.get(
-                name[0]
-            )
-            if active is not None and not name.endswith("active"):
-                assert not array[~active].any(), name
+    for array in (buffers.enter, buffers.exit, buffers.head_out, buffers.leave):
+        assert array.dtype == np.int32 and array.ndim == 1 and array.min() == -1
+    for array in (buffers.first, buffers.last):
+        assert array.dtype == bool and array.shape == buffers.f.active.shape
+    for slot in (buffers.f, buffers.b, buffers.w):
+        for name, array in vars(slot).items():
+            if array is None:
+                continue
+            assert array.dtype == (bool if name == "active" else np.int32), name
+            assert array.shape == buffers.f.active.shape
+            assert not array[~slot.active].any(), name
 
 
 @pytest.mark.parametrize(
@@ -128,10 +124,10 @@ def held_clocks(table, buffers):
         virtual, at = table.virtual(op.stage, op.chunk), (op.clock, op.stage)
         if op.slot == F:
             last = when[W if table.split else B, virtual, op.microbatch]
-            found["stash"].append((op.stage, buffers.f_stash[at], op.clock, last))
+            found["stash"].append((op.stage, buffers.f.stash[at], op.clock, last))
         if op.slot == B and table.split:
             found["left"].append(
-                (op.stage, buffers.b_cot[at], op.clock, when[W, virtual, op.microbatch])
+                (op.stage, buffers.b.cot[at], op.clock, when[W, virtual, op.microbatch])
             )
     return found
 
@@ -139,11 +135,11 @@ def held_clocks(table, buffers):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_what_an_idle_slot_leaves_goes_where_nothing_is_held(schedule):
     for table in executed_tables(schedule):
-        work = ops_per_clock(phases(table))
-        buffers = executed(table, work)
+        buffers = compile_table(table)
+        work = ops_per_clock(buffers.phases)
         of = {
-            "stash": (F, 0, buffers.f_stash, buffers.depths.stash),
-            "left": (B, 2, buffers.b_cot, buffers.depths.cot),
+            "stash": (F, 0, buffers.f.stash, buffers.depths.stash),
+            "left": (B, 2, buffers.b.cot, buffers.depths.cot),
         }
         for name, entries in held_clocks(table, buffers).items():
             slot, done, places, depth = of[name]
@@ -164,22 +160,23 @@ def test_there_is_one_more_place_only_where_all_are_held_when_a_stage_is_idle(sc
     for table in executed_tables(schedule):
         exact, buffers = (
             allocate(table).depths,
-            executed(table, ops_per_clock(phases(table))).depths,
+            compile_table(table).depths,
         )
         everything = table.microbatches * table.chunks
         assert buffers.stash - exact.stash in ((0, 1) if exact.stash == everything else (0,))
         assert buffers._replace(stash=0, cot=0) == exact._replace(stash=0, cot=0)
-        assert executed(table).depths == exact
+        assert compile_table(table, skips=True).depths == exact
 
 
 @pytest.mark.parametrize("microbatches", [2, 3, 8])
 def test_on_one_stage_a_pair_leaves_each_layer_where_one_was_just_read(microbatches):
     layers = 5
     table = make_table("paired", 1, microbatches)
-    work = ops_per_clock(phases(table))
-    buffers = executed(table, work)
+    buffers = compile_table(table)
+    work = ops_per_clock(buffers.phases)
     assert buffers.alternates and buffers.depths.stash == 1
-    assert executed(table, work, alike=False).depths == executed(table).depths == depths(table)
+    for exact in (compile_table(table, alike=False), compile_table(table, skips=True)):
+        assert exact.depths == depths(table)
 
     def turn(microbatch, layer):
         return layers - 1 - layer if microbatch % 2 else layer
@@ -190,18 +187,18 @@ def test_on_one_stage_a_pair_leaves_each_layer_where_one_was_just_read(microbatc
         assert work[clock, 0] == forward and work[clock, 2] == backward, "none is computed idly"
         for i in range(layers):
             if backward:
-                b = buffers.b_microbatch[clock, 0]
+                b = buffers.b.microbatch[clock, 0]
                 layer = layers - 1 - i
-                assert stash[buffers.b_stash[clock, 0], turn(b, layer)] == (b, layer)
+                assert stash[buffers.b.stash[clock, 0], turn(b, layer)] == (b, layer)
             if forward:
-                f = buffers.f_microbatch[clock, 0]
-                stash[buffers.f_stash[clock, 0], turn(f, i)] = f, i
+                f = buffers.f.microbatch[clock, 0]
+                stash[buffers.f.stash[clock, 0], turn(f, i)] = f, i
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_embeddings_come_one_forward_early_and_leave_one_backward_late_but_for_pairs(schedule):
     for table in executed_tables(schedule):
-        buffers, when = executed(table), table.when()
+        buffers, when = compile_table(table), table.when()
         clocks = {s: sorted({op.clock for op in table.ops() if op.slot == s}) for s in (F, B)}
         for m in range(table.microbatches):
             enters = clocks[F].index(when[F, 0, m])
@@ -221,7 +218,7 @@ def test_embeddings_come_one_forward_early_and_leave_one_backward_late_but_for_p
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_cotangent_arrives_with_the_next_backward(schedule):
     for table in executed_tables(schedule):
-        sent, late = allocate(table).arrivals, executed(table).arrivals
+        sent, late = allocate(table).arrivals, compile_table(table).arrivals
         backward = np.flatnonzero((table.cells[:, :, B, 0] >= 0).any(axis=1))
         for before, after in zip(sent, late, strict=True):
             if before.slot == F or table.paired:

@@ -6,7 +6,7 @@ import pytest
 from refusals import pattern_of
 from replayed import replay
 
-from meshtrain.schedule.buffers import Buffers, Depths, allocate
+from meshtrain.schedule.buffers import Depths, allocate
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 from meshtrain.schedule.table import B, F, IllegalTable, W, parse_csv
 from meshtrain.schedule.validate import validate
@@ -139,23 +139,35 @@ def test_the_verdict_on_tables_with_two_cells_swapped_is_that_of_the_plain_rules
     assert 10 < sum(verdicts) < 140  # both verdicts were put to the test
 
 
+PLACES = ["active", "microbatch", "chunk", "stash"]
 ARRAYS = [
-    field.name for field in dataclasses.fields(Buffers) if field.name not in ("arrivals", "depths")
+    *(f"f.{name}" for name in [*PLACES, "inbox"]),
+    *(f"b.{name}" for name in [*PLACES, "inbox", "cot"]),
+    *(f"w.{name}" for name in [*PLACES, "cot"]),
+    *("first", "last", "enter", "exit", "head_out", "leave"),
 ]
+
+
+def test_all_arrays_of_the_buffers_are_put_to_the_test():
+    buffers = vars(allocate(make_table("zb_interleaved", 3, 7, 2)))
+    arrays = {name for name, value in buffers.items() if isinstance(value, np.ndarray)}
+    for letter in "fbw":
+        slot = vars(buffers[letter])
+        arrays |= {f"{letter}.{name}" for name, value in slot.items() if value is not None}
+    assert arrays == set(ARRAYS)
 
 
 @pytest.mark.parametrize("name", ARRAYS)
 def test_replay_finds_one_wrong_entry_in_any_array_of_the_buffers(name):
     table = make_table("zb_interleaved", 3, 7, 2)
     buffers = allocate(table)
-    array = getattr(buffers, name)
-    letter = name[0] if name[:2] in ("f_", "b_", "w_") else None
+    letter, _, field = name.rpartition(".")
+    holder = getattr(buffers, letter) if letter else buffers
+    array = getattr(holder, field)
     if array.dtype == bool:
         places = np.argwhere(array)
     elif letter:
-        places = np.argwhere(
-            getattr(buffers, f"{letter}_active") & ~(buffers.first if name == "f_in" else False)
-        )
+        places = np.argwhere(holder.active & ~(buffers.first if name == "f.inbox" else False))
     else:
         places = np.argwhere(array >= 0)
     assert len(places)
@@ -164,8 +176,12 @@ def test_replay_finds_one_wrong_entry_in_any_array_of_the_buffers(name):
         wrong[tuple(place)] = (
             ~array[tuple(place)] if array.dtype == bool else array[tuple(place)] + 1
         )
+        changed_holder = dataclasses.replace(holder, **{field: wrong})
+        changed_buffers = (
+            dataclasses.replace(buffers, **{letter: changed_holder}) if letter else changed_holder
+        )
         with pytest.raises(IllegalTable):
-            replay(table, dataclasses.replace(buffers, **{name: wrong}))
+            replay(table, changed_buffers)
 
 
 @pytest.mark.parametrize("name", Depths._fields)

@@ -11,6 +11,7 @@ and is waited for after its F. A table of pairs has F and B in one loop, and sen
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,15 +27,12 @@ from meshtrain.mesh import PIPELINE
 from meshtrain.parallel.forward import LabelLosses, Totals, added
 from meshtrain.parallel.pipeline.buffers import empty, read, write
 from meshtrain.parallel.pipeline.paired import Pair, PairSlots, run_pair
-from meshtrain.parallel.pipeline.stage import Slot, Stage
-from meshtrain.schedule.buffers import Executed
+from meshtrain.parallel.pipeline.stage import Stage
+from meshtrain.schedule.buffers import Arrival, CompiledTable
 from meshtrain.schedule.phases import Ops, Phase
-from meshtrain.schedule.table import B, F, Table
+from meshtrain.schedule.table import B, F, Slot
 
 Tree = Any
-Row = dict[
-    str, Any
-]  # this stage's entry of every array of Buffers, for one clock; `arrivals`: (active, place) of each
 Messages = dict[int, Array]  # by the number of the arrival
 
 
@@ -53,7 +51,39 @@ class Carry(NamedTuple):
     edge: Tree  # those of embedding and head
 
 
-def rows_of(buffers: Executed, phase: Phase, later: np.ndarray | int = 0) -> list[Row]:
+@dataclass(frozen=True)
+class ClockRow:
+    """This stage's instructions for one clock: traced numbers, so that one program serves all stages and clocks."""
+
+    f: Slot[Array]
+    b: Slot[Array]
+    w: Slot[Array]
+    first: Array  # this F is virtual stage 0
+    last: Array  # this F is the last virtual stage
+    # The others are microbatches, the same for all stages; -1 for none.
+    exit: Array  # the loss head takes what F made of it on the last virtual stage
+    head_out: Array  # no microbatch: where the head leaves its cotangent, in the backward inbox
+    entering: Array  # its embedding is looked up, for the next F on virtual stage 0
+    leaving: (
+        Array  # its embedding's gradient is computed, from what the last B on virtual stage 0 made
+    )
+    arrivals: list[Arrival[Array]]
+
+
+def _register(kind: type, static: tuple[str, ...] = ()) -> None:
+    """Makes a class of numbers a pytree, with its leaves sorted by name: whoever orders its fields anew changes no
+    compiled program.
+    """
+    names = sorted({field.name for field in fields(kind)}.difference(static))
+    jax.tree_util.register_dataclass(kind, data_fields=names, meta_fields=static)
+
+
+_register(Slot)
+_register(ClockRow)
+_register(Arrival, static=("slot", "shift"))
+
+
+def rows_of(compiled: CompiledTable, phase: Phase, later: np.ndarray | int = 0) -> list[ClockRow]:
     """Returns this stage's instructions of a phase, for each loop of its body: arrays [repeats, clocks].
 
     With `later`, int [n], those of n phases that begin so many clocks later: [n, repeats, clocks].
@@ -62,36 +92,56 @@ def rows_of(buffers: Executed, phase: Phase, later: np.ndarray | int = 0) -> lis
     first = np.asarray(later)[..., None, None] + phase.first
     for clocks, _ in phase.body:
         periods = np.arange(phase.repeats)[:, None] * phase.period
-        rows.append(row_of(buffers, first + periods + np.arange(clocks)))
+        rows.append(row_of(compiled, first + periods + np.arange(clocks)))
         first += clocks
     return rows
 
 
-def row_of(buffers: Executed, clocks: np.ndarray) -> Row:
+def row_of(compiled: CompiledTable, clocks: np.ndarray) -> ClockRow:
     """Returns this stage's instructions of the given clocks."""
     stage = lax.axis_index(PIPELINE)
 
-    def take_stage(array: np.ndarray) -> Array:
+    def take(array: Any) -> Any:
+        if array is None:
+            return None
         chosen = jnp.asarray(array[clocks])
-        return (
-            lax.dynamic_index_in_dim(chosen, stage, clocks.ndim, False)
-            if array.ndim == 2
-            else chosen
+        if array.ndim == 1:  # the same for all stages
+            return chosen
+        return lax.dynamic_index_in_dim(chosen, stage, clocks.ndim, False)
+
+    def take_slot(slot: Slot[np.ndarray]) -> Slot[Array]:
+        return Slot(
+            active=take(slot.active),
+            microbatch=take(slot.microbatch),
+            chunk=take(slot.chunk),
+            inbox=take(slot.inbox),
+            stash=take(slot.stash),
+            cot=take(slot.cot),
         )
 
-    arrays = {name: array for name, array in vars(buffers).items() if isinstance(array, np.ndarray)}
-    row: Row = {name: take_stage(array) for name, array in arrays.items()}
-    return row | {
-        "arrivals": [(take_stage(a.active), take_stage(a.place)) for a in buffers.arrivals]
-    }
+    return ClockRow(
+        f=take_slot(compiled.f),
+        b=take_slot(compiled.b),
+        w=take_slot(compiled.w),
+        first=take(compiled.first),
+        last=take(compiled.last),
+        exit=take(compiled.exit),
+        head_out=take(compiled.head_out),
+        entering=take(compiled.entering),
+        leaving=take(compiled.leaving),
+        arrivals=[
+            Arrival(arrival.slot, arrival.shift, take(arrival.active), take(arrival.place))
+            for arrival in compiled.arrivals
+        ],
+    )
 
 
 class Execution:
     """One execution of the table."""
 
-    def __init__(self, table: Table, buffers: Executed, stage: Stage, seed: Array) -> None:
-        self.table = table
-        self.buffers = buffers
+    def __init__(self, compiled: CompiledTable, stage: Stage, seed: Array) -> None:
+        self.compiled = compiled
+        self.table = compiled.table
         self.stage = stage
         self.seed = seed
         self.skips = stage.model.skips
@@ -99,7 +149,7 @@ class Execution:
 
     def start(self, forward_only: bool = False) -> Carry:
         """The carry before the first clock, with the first embedding."""
-        depths = self.buffers.depths
+        depths = self.compiled.depths
         stage = self.stage
         x = stage.zeros()
         loss, measured = self._no_losses(x, forward_only)
@@ -116,7 +166,7 @@ class Execution:
         return Carry(
             forward_received=empty((depths.f_inbox,), x),
             backward_received=empty((depths.b_inbox,), x),
-            embedded=self.embed(x, jnp.asarray(self.buffers.enters_first)),
+            embedded=self.embed(x, jnp.asarray(self.compiled.enters_first)),
             gx=x,
             stash=stage.buffers(depths.stash, stash),
             w_residuals=stage.buffers(depths.cot, w_residuals),
@@ -141,19 +191,19 @@ class Execution:
 
     def end(self, carry: Carry) -> Carry:
         """The carry with the last embedding's gradient."""
-        last = self.buffers.leaves_last
+        last = self.compiled.leaves_last
         return self.add_embedding_gradient(carry, jnp.asarray(last)) if last >= 0 else carry
 
     # --- one clock
 
     def run(
-        self, phases: Sequence[Phase], carry: Carry, rows: Iterable[list[Row]] | None = None
+        self, phases: Sequence[Phase], carry: Carry, rows: Iterable[list[ClockRow]] | None = None
     ) -> Carry:
         """Returns the carry after the clocks of the phases, with what the buffers hold then; `rows` of each phase where
         they are made already.
         """
         if rows is None:
-            rows = [rows_of(self.buffers, phase) for phase in phases]
+            rows = [rows_of(self.compiled, phase) for phase in phases]
         for phase, of_phase in zip(phases, rows, strict=True):
             loops = [partial(self.run_clock, ops) for _, ops in phase.body]
             if phase.repeats > 1:
@@ -163,7 +213,7 @@ class Execution:
                 carry, _ = lax.scan(run_clock, carry, jax.tree.map(lambda a: a[0], row))
         return carry
 
-    def run_clock(self, ops: Ops, carry: Carry, row: Row) -> tuple[Carry, None]:
+    def run_clock(self, ops: Ops, carry: Carry, row: ClockRow) -> tuple[Carry, None]:
         """Runs the ops that any stage has in this clock. A message travels under what stands beside its line.
 
             send gx of the clock before ─┐
@@ -192,7 +242,7 @@ class Execution:
         carry = clock.weight(carry)
         return clock.receive(F, carry, activations), None
 
-    def run_paired_clock(self, ops: Ops, carry: Carry, row: Row) -> Carry:
+    def run_paired_clock(self, ops: Ops, carry: Carry, row: ClockRow) -> Carry:
         """Runs one clock of a table of pairs: F and B hide their own messages in one loop.
 
             F+B, or I+W
@@ -215,92 +265,6 @@ class Execution:
             carry = clock.weight(carry)
         carry = clock.receive(F, carry, activations)
         return clock.receive(B, carry, cotangents)
-
-    def do_pair(self, ops: Ops, carry: Carry, row: Row) -> tuple[Carry, Array, Array]:
-        x = self.input_of(carry, row) if ops.forward else carry.gx
-        pair = Pair(
-            x,
-            read(carry.backward_received, row["b_in"]),
-            carry.stash,
-            carry.w_residuals,
-            carry.blocks,
-        )
-        f, w = (slot_of(row, "f"), None) if ops.forward else (None, slot_of(row, "w"))
-        slots = PairSlots(f, slot_of(row, "b"), w, row["b_cot"], row["w_cot"])
-        pair = run_pair(self.stage, pair, slots, self.table.split)
-        stash = self.settled(pair.stash)
-        w_residuals = self.settled(pair.w_residuals)
-        return (
-            carry._replace(stash=stash, w_residuals=w_residuals, blocks=pair.gradients),
-            pair.x,
-            pair.cotangent,
-        )
-
-    def input_of(self, carry: Carry, row: Row) -> Array:
-        """Returns the input of F: the embedding on virtual stage 0 (which is the only one where nothing is ever
-        received), else the received array."""
-        if not len(carry.forward_received):
-            return carry.embedded
-        return jnp.where(row["first"], carry.embedded, read(carry.forward_received, row["f_in"]))
-
-    @jax.named_scope(xla.FORWARD)
-    def do_forward(self, carry: Carry, row: Row) -> tuple[Carry, Array]:
-        x = self.input_of(carry, row)
-        slot = slot_of(row, "f")
-        forward = self.stage.forward if carry.blocks is not None else self.stage.forward_only
-        idle = lambda stash: (self.stage.zeros(), stash)
-        y, stash = self.if_active(slot.active, partial(forward, x, slot=slot), idle)(carry.stash)
-        return carry._replace(stash=self.settled(stash)), y
-
-    @jax.named_scope(xla.HEAD)
-    def do_head(self, carry: Carry, row: Row, y: Array) -> Carry:
-        exits = row["exit"] >= 0 if self.shared_vocabulary else row["last"]
-        if carry.edge is None:
-
-            def keep(label_losses: LabelLosses) -> LabelLosses:
-                return write(
-                    label_losses, self.stage.label_losses(y, row["exit"], row["last"]), row["exit"]
-                )
-
-            return carry._replace(loss=self.when(exits, keep, lambda same: same)(carry.loss))
-
-        def run(totals: Totals, edge: Tree, received: Array) -> tuple[Totals, Tree, Array]:
-            more, gradient, gy = self.stage.loss(y, row["exit"], row["last"], self.seed)
-            received = write(received, gy, row["head_out"], active=row["last"])
-            return jax.tree.map(jnp.add, totals, more), added(edge, gradient), received
-
-        before = (carry.loss, carry.measured), carry.edge, carry.backward_received
-        (loss, measured), edge, received = self.when(exits, run, lambda *same: same)(*before)
-        return carry._replace(loss=loss, measured=measured, edge=edge, backward_received=received)
-
-    @jax.named_scope(xla.BACKWARD)
-    def do_backward(self, carry: Carry, row: Row) -> tuple[Carry, Array]:
-        cotangent = read(carry.backward_received, row["b_in"])
-        slot = slot_of(row, "b")
-
-        idle = lambda same: (carry.gx, same)
-        if self.table.split:
-            run = partial(
-                self.stage.input_gradient, carry.stash, cotangent, place=row["b_cot"], slot=slot
-            )
-            gx, w_residuals = self.if_active(slot.active, run, idle)(carry.w_residuals)
-            return carry._replace(w_residuals=self.settled(w_residuals)), gx
-        run = partial(self.stage.backward, carry.stash, cotangent, slot=slot)
-        gx, blocks = self.if_active(slot.active, run, idle)(carry.blocks)
-        return carry._replace(blocks=blocks), gx
-
-    @jax.named_scope(xla.BACKWARD)
-    def do_weight(self, carry: Carry, row: Row) -> Carry:
-        slot = slot_of(row, "w")
-
-        def run(blocks: Tree) -> Tree:
-            return self.stage.weight_gradient(
-                carry.stash, carry.w_residuals, blocks, row["w_cot"], slot
-            )
-
-        return carry._replace(
-            blocks=self.if_active(slot.active, run, lambda same: same)(carry.blocks)
-        )
 
     # --- the vocabulary's other end
 
@@ -336,7 +300,7 @@ class Execution:
         stages = self.table.stages
         around = self.table.chunks > 1 and self.table.placement == "loop"
         arriving = {}
-        for i, arrival in enumerate(self.buffers.arrivals):
+        for i, arrival in enumerate(self.compiled.arrivals):
             if arrival.slot == slot:
                 shift = arrival.shift
                 pairs = [
@@ -346,13 +310,6 @@ class Execution:
                 ]
                 arriving[i] = lax.ppermute(message, PIPELINE, pairs) if shift else message
         return arriving
-
-    def receive(self, buffer: Array, arriving: Messages, row: Row) -> Array:
-        """The receive buffer with the messages at their places."""
-        for i, message in arriving.items():
-            active, place = row["arrivals"][i]
-            buffer = write(buffer, message, place, active=active)
-        return buffer
 
     # --- idle slots
 
@@ -376,44 +333,84 @@ class Execution:
         return buffers if self.skips else jax.tree.map(lax.optimization_barrier, buffers)
 
 
-def slot_of(row: Row, letter: str) -> Slot:
-    """The instructions of a slot (f, b, w) of this clock."""
-    return Slot(*(row[f"{letter}_{name}"] for name in ("active", "microbatch", "chunk", "stash")))
-
-
 class Clock:
     """The ops of one clock. An op that the phase does not have returns the carry as it was, and None for its result."""
 
-    def __init__(self, execution: "Execution", ops: Ops, row: Row) -> None:
+    def __init__(self, execution: Execution, ops: Ops, row: ClockRow) -> None:
         self.execution = execution
+        self.stage = execution.stage
+        self.split = execution.table.split
         self.ops = ops
         self.row = row
 
+    @jax.named_scope(xla.FORWARD)
     def forward(self, carry: Carry) -> tuple[Carry, Array | None]:
-        return self.execution.do_forward(carry, self.row) if self.ops.forward else (carry, None)
+        if not self.ops.forward:
+            return carry, None
+        slot = self.row.f
+        run = self.stage.forward if carry.blocks is not None else self.stage.forward_only
+        forward = partial(run, self.input_of(carry), slot=slot)
+        idle = lambda stash: (self.stage.zeros(), stash)
+        y, stash = self.execution.if_active(slot.active, forward, idle)(carry.stash)
+        return carry._replace(stash=self.execution.settled(stash)), y
 
-    def backward(self, carry: Carry) -> tuple[Carry, Array | None]:
-        return self.execution.do_backward(carry, self.row) if self.ops.backward else (carry, None)
+    def input_of(self, carry: Carry) -> Array:
+        """Returns the input of F: the embedding on virtual stage 0 (which is the only one where nothing is ever
+        received), else the received array."""
+        if not len(carry.forward_received):
+            return carry.embedded
+        received = read(carry.forward_received, self.row.f.inbox)
+        return jnp.where(self.row.first, carry.embedded, received)
 
-    def weight(self, carry: Carry) -> Carry:
-        return self.execution.do_weight(carry, self.row) if self.ops.weight else carry
-
+    @jax.named_scope(xla.HEAD)
     def head(self, carry: Carry, y: Array | None) -> Carry:
-        return (
-            self.execution.do_head(carry, self.row, y) if self.ops.head and y is not None else carry
-        )
-
-    def embed_next(self, carry: Carry) -> Carry:
-        if not self.ops.enter:
+        if not self.ops.head or y is None:
             return carry
-        return carry._replace(embedded=self.execution.embed(carry.embedded, self.row["entering"]))
+        stage = self.stage
+        row = self.row
+        exits = row.exit >= 0 if self.execution.shared_vocabulary else row.last
+        if carry.edge is None:
 
-    def add_embedding_gradient(self, carry: Carry) -> Carry:
-        return (
-            self.execution.add_embedding_gradient(carry, self.row["leaving"])
-            if self.ops.leave
-            else carry
-        )
+            def keep(label_losses: LabelLosses) -> LabelLosses:
+                return write(label_losses, stage.label_losses(y, row.exit, row.last), row.exit)
+
+            kept = self.execution.when(exits, keep, lambda same: same)(carry.loss)
+            return carry._replace(loss=kept)
+
+        def run(totals: Totals, edge: Tree, received: Array) -> tuple[Totals, Tree, Array]:
+            more, gradient, gy = stage.loss(y, row.exit, row.last, self.execution.seed)
+            received = write(received, gy, row.head_out, active=row.last)
+            return jax.tree.map(jnp.add, totals, more), added(edge, gradient), received
+
+        before = (carry.loss, carry.measured), carry.edge, carry.backward_received
+        after = self.execution.when(exits, run, lambda *same: same)(*before)
+        (loss, measured), edge, received = after
+        return carry._replace(loss=loss, measured=measured, edge=edge, backward_received=received)
+
+    @jax.named_scope(xla.BACKWARD)
+    def backward(self, carry: Carry) -> tuple[Carry, Array | None]:
+        """Runs B, or I where the table splits it."""
+        if not self.ops.backward:
+            return carry, None
+        slot = self.row.b
+        cotangent = read(carry.backward_received, slot.inbox)
+        idle = lambda same: (carry.gx, same)
+        if self.split:
+            run = partial(self.stage.input_gradient, carry.stash, cotangent, slot=slot)
+            gx, left = self.execution.if_active(slot.active, run, idle)(carry.w_residuals)
+            return carry._replace(w_residuals=self.execution.settled(left)), gx
+        run = partial(self.stage.backward, carry.stash, cotangent, slot=slot)
+        gx, blocks = self.execution.if_active(slot.active, run, idle)(carry.blocks)
+        return carry._replace(blocks=blocks), gx
+
+    @jax.named_scope(xla.BACKWARD)
+    def weight(self, carry: Carry) -> Carry:
+        if not self.ops.weight:
+            return carry
+        slot = self.row.w
+        run = partial(self.stage.weight_gradient, carry.stash, carry.w_residuals, slot=slot)
+        add = self.execution.if_active(slot.active, run, lambda same: same)
+        return carry._replace(blocks=add(carry.blocks))
 
     def pair(self, carry: Carry) -> tuple[Carry, Array | None, Array | None, bool]:
         """Runs F with B, or I with W, in one loop; returns also whether W is done.
@@ -424,45 +421,74 @@ class Clock:
         in_one_loop = ops.backward and not self.execution.skips
         with_weight = in_one_loop and ops.weight and not ops.forward
         if in_one_loop and (ops.forward or with_weight):
-            carry, y, gx = self.execution.do_pair(ops, carry, self.row)
-            return carry, y if ops.forward else None, gx, with_weight
+            carry, x, gx = self.run_in_one_loop(carry)
+            return carry, x if ops.forward else None, gx, with_weight
         carry, activation = self.forward(carry)
         carry, cotangent = self.backward(carry)
         return carry, activation, cotangent, False
+
+    def run_in_one_loop(self, carry: Carry) -> tuple[Carry, Array, Array]:
+        row = self.row
+        if self.ops.forward:
+            x = self.input_of(carry)
+            slots = PairSlots(row.f, row.b, None)
+        else:
+            x = carry.gx
+            slots = PairSlots(None, row.b, row.w)
+        cotangent = read(carry.backward_received, row.b.inbox)
+        pair = Pair(x, cotangent, carry.stash, carry.w_residuals, carry.blocks)
+        pair = run_pair(self.stage, pair, slots, self.split)
+        after = carry._replace(
+            stash=self.execution.settled(pair.stash),
+            w_residuals=self.execution.settled(pair.w_residuals),
+            blocks=pair.gradients,
+        )
+        return after, pair.x, pair.cotangent
+
+    def embed_next(self, carry: Carry) -> Carry:
+        if not self.ops.enter:
+            return carry
+        return carry._replace(embedded=self.execution.embed(carry.embedded, self.row.entering))
+
+    def add_embedding_gradient(self, carry: Carry) -> Carry:
+        if not self.ops.leave:
+            return carry
+        return self.execution.add_embedding_gradient(carry, self.row.leaving)
 
     def keep_cotangent(self, carry: Carry, gx: Array | None, always: bool) -> Carry:
         """Keeps the input gradient to send; unless `always`, an idle stage sends again the one that it sent last."""
         if gx is None:
             return carry
-        return carry._replace(gx=gx if always else jnp.where(self.row["b_active"], gx, carry.gx))
+        return carry._replace(gx=gx if always else jnp.where(self.row.b.active, gx, carry.gx))
 
     def send(self, slot: int, message: Array | None) -> Messages | None:
         return None if message is None else self.execution.send(slot, message)
 
     def receive(self, slot: int, carry: Carry, messages: Messages | None) -> Carry:
+        """Returns the carry with the messages at their places in the inbox of F or B."""
         if messages is None:
             return carry
+        inbox = carry.forward_received if slot == F else carry.backward_received
+        for i, message in messages.items():
+            arrival = self.row.arrivals[i]
+            inbox = write(inbox, message, arrival.place, active=arrival.active)
         if slot == F:
-            return carry._replace(
-                forward_received=self.execution.receive(carry.forward_received, messages, self.row)
-            )
-        return carry._replace(
-            backward_received=self.execution.receive(carry.backward_received, messages, self.row)
-        )
+            return carry._replace(forward_received=inbox)
+        return carry._replace(backward_received=inbox)
 
 
 def arrives_after(result: Tree, messages: Tree) -> tuple[Tree, Tree]:
     """Returns both behind a barrier: XLA would otherwise transfer the messages after the loop of `result`, not under
     it.
     """
-    return (
-        (result, messages)
-        if result is None or messages is None
-        else lax.optimization_barrier((result, messages))
-    )
+    if result is None or messages is None:
+        return result, messages
+    return lax.optimization_barrier((result, messages))
 
 
-def _run_in_turn(loops: Sequence[Callable], carry: Carry, rows: list[Row]) -> tuple[Carry, None]:
+def _run_in_turn(
+    loops: Sequence[Callable], carry: Carry, rows: list[ClockRow]
+) -> tuple[Carry, None]:
     """The clocks of a phase once: a loop for each of its bodies."""
     for run_clock, row in zip(loops, rows, strict=True):
         carry, _ = lax.scan(run_clock, carry, row)

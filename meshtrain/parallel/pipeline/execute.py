@@ -29,8 +29,8 @@ from meshtrain.parallel.pipeline.clock import Execution, row_of
 from meshtrain.parallel.pipeline.sending import Sending
 from meshtrain.parallel.pipeline.stage import Stage
 from meshtrain.parallel.zero import Weights
-from meshtrain.schedule.buffers import executed
-from meshtrain.schedule.phases import Ops, Phase, forward_only_phases, ops_per_clock, phases
+from meshtrain.schedule.buffers import compile_table
+from meshtrain.schedule.phases import Ops, forward_only_phases
 from meshtrain.schedule.table import Table
 
 
@@ -41,21 +41,8 @@ class Executor:
         self.forward = forward
         self.sends = forward.overlaps and table.has_sends
         self.table = table if self.sends else table.drop_sends()
-        if forward.skips:
-            ops = Ops(
-                forward=True,
-                head=True,
-                backward=True,
-                weight=table.split,
-                enter=True,
-                leave=True,
-            )
-            self.phases = [Phase(first=0, repeats=1, body=((table.clocks, ops),))]
-            self.buffers = executed(self.table)
-        else:
-            self.phases = phases(self.table)
-            alike = len(forward.layout.segments) == 1
-            self.buffers = executed(self.table, ops_per_clock(self.phases), alike)
+        alike = len(forward.layout.segments) == 1
+        self.compiled = compile_table(self.table, forward.skips, alike)
 
     # --- the two programs
 
@@ -65,14 +52,14 @@ class Executor:
         """Returns each data rank's loss summed over the microbatches [M, b, T], and `seed` times its gradient, in
         `precision.gradient_sums`.
         """
-        chunks, alternates = self.table.chunks, self.buffers.alternates
-        stage = Stage(self.forward, chunks, weights, batches, key, alternates)
-        execution = Execution(self.table, self.buffers, stage, seed)
+        alternates = self.compiled.alternates
+        stage = Stage(self.forward, self.table.chunks, weights, batches, key, alternates)
+        execution = Execution(self.compiled, stage, seed)
         if self.sends:
-            carry = Sending(execution, self.phases).run()
+            carry = Sending(execution).run()
         else:
             carry = execution.start()
-            carry = execution.run(self.phases, carry)
+            carry = execution.run(self.compiled.phases, carry)
             carry = execution.end(carry)
         totals = sum_at_once(_sum_over_stages, (carry.loss, carry.measured))
         return LossAndGradients(totals, {**carry.edge, **carry.blocks})
@@ -80,10 +67,10 @@ class Executor:
     def label_losses(self, weights: Weights, batches: Batch) -> LabelLosses:
         """Returns the loss of each label, [M, b, T], on every stage: runs the table's forwards and heads alone."""
         stage = Stage(self.forward, self.table.chunks, weights, batches, None)
-        execution = Execution(self.table, self.buffers, stage, jnp.zeros(()))
+        execution = Execution(self.compiled, stage, jnp.zeros(()))
         carry = execution.start(forward_only=True)
         if self.forward.skips:
-            clocks = np.flatnonzero(self.buffers.f_active.any(axis=1))
+            clocks = np.flatnonzero(self.compiled.f.active.any(axis=1))
             ops = Ops(
                 forward=True,
                 head=True,
@@ -93,9 +80,9 @@ class Executor:
                 leave=False,
             )
             run_clock = partial(execution.run_clock, ops)
-            carry, _ = lax.scan(run_clock, carry, row_of(self.buffers, clocks))
+            carry, _ = lax.scan(run_clock, carry, row_of(self.compiled, clocks))
         else:
-            carry = execution.run(forward_only_phases(self.phases), carry)
+            carry = execution.run(forward_only_phases(self.compiled.phases), carry)
         return jax.tree.map(_sum_over_stages, carry.loss)
 
 

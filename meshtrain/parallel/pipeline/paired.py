@@ -30,7 +30,8 @@ from jax import Array, lax
 from meshtrain import xla
 from meshtrain.parallel.pipeline.buffers import put, read, write
 from meshtrain.parallel.pipeline.order import ordered
-from meshtrain.parallel.pipeline.stage import Slot, StackedLayer, Stage
+from meshtrain.parallel.pipeline.stage import StackedLayer, Stage
+from meshtrain.schedule.table import Slot
 
 Tree = Any
 
@@ -48,11 +49,9 @@ class Pair(NamedTuple):
 class PairSlots(NamedTuple):
     """The instructions of a clock's pair: of B, and of F or W."""
 
-    f: Slot | None
-    b: Slot
-    w: Slot | None
-    b_cot: Array  # where I leaves what W needs
-    w_cot: Array
+    f: Slot[Array] | None
+    b: Slot[Array]
+    w: Slot[Array] | None
 
 
 def run_pair(stage: Stage, pair: Pair, slots: PairSlots, split: bool) -> Pair:
@@ -89,7 +88,7 @@ def _turn(stage: Stage, ahead: int, back: int, slots: PairSlots, split: bool) ->
         stash, stashed = _read_first(pair.stash, back, *stage.stashed_at(slots.b, back_i))
         if slots.w:
             stash, stashed_for_w = _read_first(stash, back, *stage.stashed_at(slots.w, back_i))
-            w_residuals, residuals = _read_first(w_residuals, back, slots.w_cot, back_i)
+            w_residuals, residuals = _read_first(w_residuals, back, slots.w.cot, back_i)
             for_w = (stashed_for_w, residuals)
 
         def halves(pair: Pair) -> Pair:
@@ -100,13 +99,13 @@ def _turn(stage: Stage, ahead: int, back: int, slots: PairSlots, split: bool) ->
     return turn
 
 
-def _offset_layer(stage: Stage, slot: Slot, n: int) -> tuple[StackedLayer, Array]:
+def _offset_layer(stage: Stage, slot: Slot[Array], n: int) -> tuple[StackedLayer, Array]:
     """Returns the layer of segment `n`, and where its stacked weights are in the first turn."""
     layer = stage.stacked_layer(slot, stage.segments[n], 0)
     return layer, stage.offset(slot.chunk, layer)
 
 
-def _forward_half(stage: Stage, f: Slot, n: int) -> Callable[[Pair, Array], Pair]:
+def _forward_half(stage: Stage, f: Slot[Array], n: int) -> Callable[[Pair, Array], Pair]:
     """Returns F's half of a turn: (pair, turn of segment `n`) -> the pair with that layer's output."""
     layer, offset = _offset_layer(stage, f, n)
 
@@ -133,7 +132,7 @@ def _backward_half(stage: Stage, slots: PairSlots, n: int, split: bool) -> Calla
     def run(pair: Pair, i: Array, stashed: Tree, for_w: tuple[Tree, ...]) -> Pair:
         if split:
             gx, output = stage.input_layer(layer, offset + i, pair.cotangent, stashed)
-            kept = write(pair.w_residuals[n][0], output, slots.b_cot, i)
+            kept = write(pair.w_residuals[n][0], output, slots.b.cot, i)
             pair = pair._replace(cotangent=gx, w_residuals=put(pair.w_residuals, n, [kept]))
         else:
             carry = (pair.cotangent, pair.gradients)

@@ -25,7 +25,7 @@ from meshtrain.mesh import PIPELINE
 from meshtrain.parallel.pipeline.buffers import after, empty, write
 from meshtrain.parallel.pipeline.clock import Carry, Execution, rows_of
 from meshtrain.parallel.zero import EarlyReduced, Weights
-from meshtrain.schedule.phases import ClockSection, Phase, sections
+from meshtrain.schedule.phases import ClockSection, sections
 from meshtrain.schedule.table import G, R
 
 Tree = Any
@@ -42,11 +42,10 @@ class SendState(NamedTuple):
 class Sending:
     """One execution of a table with G and R, whose stage comes with shards of the blocks."""
 
-    def __init__(self, execution: Execution, phases: list[Phase]) -> None:
+    def __init__(self, execution: Execution) -> None:
         self.execution = execution
-        self.phases = phases
         self.table = execution.table
-        self.sends = execution.table.sends
+        self.sends = self.table.sends
         self.zero = execution.stage.model.zero
         self.place_of = execution.stage.place_of
         self.shards = execution.stage.blocks
@@ -62,7 +61,7 @@ class Sending:
         )
         state = SendState(carry, blocks, empty((self.table.chunks,), like))
         head = None
-        for section in sections(self.table, self.phases):
+        for section in sections(self.table, self.execution.compiled.phases):
             if section.reduces and head is None:
                 head = self.reduced({"head": after(state.carry.edge["head"], state.carry.gx)})
             state = self.run_section(section, state)
@@ -82,7 +81,7 @@ class Sending:
 
     def run_section(self, section: ClockSection, state: SendState) -> SendState:
         later = np.arange(section.repeats) * section.clocks
-        rows = [rows_of(self.execution.buffers, phase, later) for phase in section.phases]
+        rows = [rows_of(self.execution.compiled, phase, later) for phase in section.phases]
         chunks = [
             jnp.asarray(sent or [0] * section.repeats, jnp.int32)
             for sent in (section.gathers, section.reduces)

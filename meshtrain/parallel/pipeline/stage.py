@@ -60,20 +60,12 @@ from meshtrain.parallel.pipeline.buffers import (
 )
 from meshtrain.parallel.placement import buckets
 from meshtrain.parallel.zero import Weights
+from meshtrain.schedule.table import Slot
 
 if TYPE_CHECKING:
     from meshtrain.parallel.pipeline.split_backward import Halves
 
 Tree = Any
-
-
-class Slot(NamedTuple):
-    """The task of one slot of a clock: traced numbers, so that one program serves all."""
-
-    active: Array
-    microbatch: Array
-    chunk: Array
-    place: Array  # in the stash
 
 
 class StackedLayer(NamedTuple):
@@ -161,9 +153,7 @@ class Stage:
         """Returns a residual stream of one microbatch, all zeros."""
         config = self.model.config
         rows = inputs(self.batches).shape[1]
-        shards = 1
-        if self.model.collectives.sequence_parallel:
-            shards = config.mesh.tensor
+        shards = config.mesh.tensor if self.model.collectives.sequence_parallel else 1
         tokens = self.model.length(self.batches) // shards
         x = jnp.zeros((rows, tokens, config.model.d_model), self.model.zero.compute)
         return vary(x, self.model.stream_axes)
@@ -199,23 +189,25 @@ class Stage:
 
     # --- a chunk's ops, each a loop over its layers
 
-    def run(self, x: Array, slot: Slot) -> Array:
+    def run(self, x: Array, slot: Slot[Array]) -> Array:
         """Returns the chunk's output; no residuals are saved."""
         y, _ = self._loop_over_layers(self._run_layer, x, slot)
         return y
 
-    def forward_only(self, x: Array, stash: list[Tree], slot: Slot) -> tuple[Array, list[Tree]]:
+    def forward_only(
+        self, x: Array, stash: list[Tree], slot: Slot[Array]
+    ) -> tuple[Array, list[Tree]]:
         """Returns the chunk's output, and the stash as it was: for an F with no B to come."""
         return self.run(x, slot), stash
 
-    def forward(self, x: Array, stash: list[Tree], slot: Slot) -> tuple[Array, list[Tree]]:
+    def forward(self, x: Array, stash: list[Tree], slot: Slot[Array]) -> tuple[Array, list[Tree]]:
         """F: returns the chunk's output, and the stash with each layer's input and residuals."""
         return self._loop_over_layers(
             self.forward_layer, x, slot, write_to=self._stashed(stash, slot)
         )
 
     def backward(
-        self, stash: list[Tree], cotangent: Array, gradients: Tree, slot: Slot
+        self, stash: list[Tree], cotangent: Array, gradients: Tree, slot: Slot[Array]
     ) -> tuple[Array, Tree]:
         """B: returns the input gradient, and `gradients` with each layer's weight gradient added if the slot is
         active.
@@ -231,12 +223,11 @@ class Stage:
         stash: list[Tree],
         cotangent: Array,
         w_residuals: list[Tree],
-        place: Array,
-        slot: Slot,
+        slot: Slot[Array],
     ) -> tuple[Array, list[Tree]]:
-        """I: returns the input gradient, and `w_residuals` with the residuals of the weight gradient at `place`."""
+        """I: returns the input gradient, and `w_residuals` with the residuals of the weight gradient."""
         sources = [self._stashed(stash, slot)]
-        target = BufferSlot(w_residuals, lambda i: (place, i))
+        target = BufferSlot(w_residuals, lambda i: (slot.cot, i))
         return self._loop_over_layers(
             self.input_layer, cotangent, slot, read_from=sources, write_to=target, reverse=True
         )
@@ -246,12 +237,11 @@ class Stage:
         stash: list[Tree],
         w_residuals: list[Tree],
         gradients: Tree,
-        place: Array,
-        slot: Slot,
+        slot: Slot[Array],
     ) -> Tree:
-        """W: returns `gradients` with the weight gradient added, from the residuals that I wrote at `place`."""
+        """W: returns `gradients` with the weight gradient added, from the residuals that I wrote."""
         step = partial(self.weight_layer, slot.active)
-        left = BufferSlot(w_residuals, lambda i: (place, i))
+        left = BufferSlot(w_residuals, lambda i: (slot.cot, i))
         sources = [self._stashed(stash, slot), left]
         total, _ = self._loop_over_layers(step, gradients, slot, read_from=sources, reverse=True)
         return total
@@ -260,7 +250,7 @@ class Stage:
         self,
         step: Callable[..., tuple[Tree, Tree]],
         carry: Tree,
-        slot: Slot,
+        slot: Slot[Array],
         *,
         read_from: Sequence["BufferSlot"] = (),
         write_to: "BufferSlot | None" = None,
@@ -271,16 +261,10 @@ class Stage:
         Segments run one after another, each in a loop of its own. `at` is the layer's place in the stacked weights.
         Returns the last carry, and the buffers of `write_to`.
         """
-        written: list[Tree] = [None] * len(self.segments)
-        if write_to:
-            written = list(write_to.buffers)
-        numbered = list(enumerate(self.segments))
-        if reverse:
-            numbered = numbered[::-1]
-        for n, segment in numbered:
-            layers = self._offset_layers(slot, segment)
-            if reverse:
-                layers = layers[::-1]
+        written = list(write_to.buffers) if write_to else [None] * len(self.segments)
+        direction = -1 if reverse else 1
+        for n, segment in list(enumerate(self.segments))[::direction]:
+            layers = self._offset_layers(slot, segment)[::direction]
             indices = jnp.arange(segment.turns, dtype=jnp.int32)
 
             def body(
@@ -302,9 +286,11 @@ class Stage:
             (carry, written[n]), _ = lax.scan(body, (carry, written[n]), indices, reverse=reverse)
         return carry, written
 
-    def _offset_layers(self, slot: Slot, segment: Segment) -> list[tuple[int, StackedLayer, Array]]:
+    def _offset_layers(
+        self, slot: Slot[Array], segment: Segment
+    ) -> list[tuple[int, StackedLayer, Array]]:
         """Returns each place of a segment's period, its layer, and where its stacked weights are in the first turn."""
-        layers = enumerate(self.period(slot, segment))
+        layers = self.period(slot, segment)
         return [(p, layer, self.offset(slot.chunk, layer)) for p, layer in layers]
 
     # --- one layer of each op: (layer, at, carry, *values read) -> (carry, values to write)
@@ -413,7 +399,7 @@ class Stage:
         stash: list[Tree],
         cotangent: Array,
         gradients: Tree,
-        slot: Slot,
+        slot: Slot[Array],
         send: Callable[[Tree], Tree],
     ) -> tuple[Array, Tree]:
         """Returns the input gradient, and the stacked results of `send`, which takes the weight gradients of a bucket
@@ -454,23 +440,18 @@ class Stage:
         return gx, joined_stacks(sent[::-1])
 
     def _turn_back(
-        self, slot: Slot, segment: Segment, stash: list[Tree]
+        self, slot: Slot[Array], segment: Segment, stash: list[Tree]
     ) -> Callable[[Array, Array], tuple[Array, list[Tree]]]:
         """Returns the loop's body (cotangent, turn) -> (input gradient, the weight gradients of each place)."""
-        layers = list(enumerate(self.period(slot, segment)))
+        layers = self.period(slot, segment)
 
         def turn_back(cotangent: Array, turn: Array) -> tuple[Array, list[Tree]]:
             # turns of a segment are counted from its first slot on
-            i = turn
-            if segment.first:
-                i = turn - segment.first
+            i = turn - segment.first if segment.first else turn
             of_places = []
             for p, layer in layers[::-1]:
                 follows = layer.step == 1 and layer.before == segment.first
-                if follows:
-                    at = turn
-                else:
-                    at = layer.at(layer.before, i)
+                at = turn if follows else layer.at(layer.before, i)
                 x, saved = read(stash[p], *self.stashed_at(slot, i))
                 cotangent, gradient = self._trace(layer, at, x).gradients(saved, cotangent)
                 of_places.append(gradient)
@@ -499,15 +480,15 @@ class Stage:
 
     # --- buffers of the layers
 
-    def stashed_at(self, slot: Slot, i: Array) -> tuple[Array, Array]:
+    def stashed_at(self, slot: Slot[Array], i: Array) -> tuple[Array, Array]:
         """Returns where turn i of a slot's microbatch lies in the stash: if they alternate, every second one lies from
         its last layer to its first.
         """
         if self.alternates:
             i = jnp.where(slot.microbatch % 2 > 0, self.layers - 1 - i, i)
-        return slot.place, i
+        return slot.stash, i
 
-    def _stashed(self, stash: list[Tree], slot: Slot) -> BufferSlot:
+    def _stashed(self, stash: list[Tree], slot: Slot[Array]) -> BufferSlot:
         return BufferSlot(stash, partial(self.stashed_at, slot))
 
     def stash_shapes(self, split: bool) -> tuple[list[Tree], list[Tree]]:
@@ -545,9 +526,7 @@ class Stage:
     def offset(self, chunk: Array, layer: StackedLayer) -> Array:
         """Returns the place in the stacked weights of a layer in a segment's first turn."""
         offset = chunk * self.of_chunk[layer.stack]
-        if layer.before:
-            return offset + layer.before
-        return offset
+        return offset + layer.before if layer.before else offset
 
     def slots_before(self, stack: str, slot: int) -> int:
         """Returns how many slots of a stack a chunk has before a slot."""
@@ -557,11 +536,12 @@ class Stage:
         """Returns a microbatch; the first one where the slot is idle (-1)."""
         return read(self.batches, jnp.maximum(microbatch, 0))
 
-    def period(self, slot: Slot, segment: Segment) -> list[StackedLayer]:
-        """Returns the layer at each place of a segment's period, for the microbatch of a slot."""
-        return [self.stacked_layer(slot, segment, place) for place in range(len(segment.period))]
+    def period(self, slot: Slot[Array], segment: Segment) -> list[tuple[int, StackedLayer]]:
+        """Returns each place of a segment's period, and the layer there, for the microbatch of a slot."""
+        places = range(len(segment.period))
+        return [(place, self.stacked_layer(slot, segment, place)) for place in places]
 
-    def stacked_layer(self, slot: Slot, segment: Segment, place: int) -> StackedLayer:
+    def stacked_layer(self, slot: Slot[Array], segment: Segment, place: int) -> StackedLayer:
         kind = segment.period[place]
         run = self.model.layer(self._batch(slot.microbatch), self.key, kind, slot.active)
         before = self.slots_before(kind.stack, segment.first + place)
@@ -597,10 +577,7 @@ class Stage:
         y, vjp = jax.vjp(run, weights.differentiated, x)
         constant = {id(w) for w in jax.tree.leaves(weights.constant)}
         # Whatever depends on the microbatch varies over data.
-        is_stashed = []
-        for residual in residuals(vjp):
-            is_constant = id(residual) in constant
-            is_stashed.append(DATA in varying(residual) and not is_constant)
+        is_stashed = [DATA in varying(r) and id(r) not in constant for r in residuals(vjp)]
         return LayerTrace(y, vjp, is_stashed)
 
     def _halves(self, layer: StackedLayer, at: Array, x: Array, saved: list[Array]) -> "Halves":

@@ -363,8 +363,8 @@ def last_carry(program: Program, masters: Tree, batches: Tree) -> Carry:
     executor, weights = program.local.executor, program.local.zero.gather_params(masters)
     assert executor is not None
     stage = Stage(executor.forward, executor.table.chunks, weights, batches, None)
-    execution = Execution(executor.table, executor.buffers, stage, jnp.float32(1))
-    return execution.run(executor.phases, execution.start())
+    execution = Execution(executor.compiled, stage, jnp.float32(1))
+    return execution.run(executor.compiled.phases, execution.start())
 
 
 def used_places(program: Program) -> np.ndarray:

@@ -19,7 +19,8 @@ from meshtrain.mesh import AXES, make_mesh
 from meshtrain.model.grouped import grouped
 from meshtrain.parallel.pipeline.buffers import empty
 from meshtrain.parallel.pipeline.split_backward import Halves, split_backward
-from meshtrain.parallel.pipeline.stage import Slot, Stage
+from meshtrain.parallel.pipeline.stage import Stage
+from meshtrain.schedule.table import Slot
 from meshtrain.step import Program
 
 BATCH, WIDTH, HIDDEN = 5, 7, 11
@@ -218,19 +219,19 @@ def slots_products(**parallel: Any) -> list[Counter]:
             program.local.forward, 1, program.local.zero.gather_params(masters), batches, None
         )
         zero, x = jnp.int32(0), stage.zeros()
-        work = Slot(jnp.array(True), zero, zero, zero)
+        work = Slot(jnp.array(True), zero, zero, zero, cot=zero)
         stash, left = (empty((1, stage.layers), of) for of in stage.stash_shapes(split=True))
         sums = vary(jax.tree.map(lambda w: jnp.zeros(w.shape), stage.blocks.differentiated), AXES)
         for function, *given in (
             (lambda stash, x, sums: stage.backward(stash, x, sums, work), stash, x, sums),
             (
-                lambda stash, x, left: stage.input_gradient(stash, x, left, zero, work),
+                lambda stash, x, left: stage.input_gradient(stash, x, left, work),
                 stash,
                 x,
                 left,
             ),
             (
-                lambda stash, left, sums: stage.weight_gradient(stash, left, sums, zero, work),
+                lambda stash, left, sums: stage.weight_gradient(stash, left, sums, work),
                 stash,
                 left,
                 sums,
