@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from meshtrain.config import images, mesh, model, reduce, rl, telemetry, training
@@ -62,7 +63,7 @@ def check(config: Config) -> None:
 
 def callbacks(config: Config) -> list[Any]:
     """Returns the functions that run.callbacks names; ConfigError for a name of nothing."""
-    return [_named("run.callbacks", text) for text in config.run.callbacks]
+    return [importing().named("run.callbacks", text) for text in config.run.callbacks]
 
 
 def hooks(config: Config) -> dict[str, Any]:
@@ -70,16 +71,17 @@ def hooks(config: Config) -> dict[str, Any]:
     keys = hook_texts(config)
     if not any(keys.values()):
         return {}
+    named = importing().named
     return {
-        key.partition(".")[2]: _named(key, text) for key, text in keys.items() if text is not None
+        key.partition(".")[2]: named(key, text) for key, text in keys.items() if text is not None
     }
 
 
-def _named(key: str, text: str) -> Any:
-    """Returns the function that a key names."""
-    from meshtrain.config.imports import named
+def importing() -> ModuleType:
+    """Returns `config.imports`, which only configs and installations that name modules need."""
+    from meshtrain.config import imports
 
-    return named(key, text)
+    return imports
 
 
 def hook_texts(config: Config) -> dict[str, str | None]:

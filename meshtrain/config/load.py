@@ -12,14 +12,13 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence, Set
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import yaml
 
 from meshtrain.config.auto import AUTO
-from meshtrain.config.check import check, hook_texts
+from meshtrain.config.check import check, hook_texts, importing
 from meshtrain.config.follow import nested, put, resolve, unresolved, value_of
 from meshtrain.config.key import SYNONYMS, Followed, Key, Resume, keys, meant
 from meshtrain.config.places import config_file, from_file, local, placed
@@ -256,7 +255,7 @@ def _read_config(
         values, run = _read_config(base, reading, above)
     if entries := _imports(node, source):
         # what is legal elsewhere may be registered there
-        imports = _importing()
+        imports = importing()
         if reading and (here := imports.left_out(path)):
             run = here
         else:
@@ -363,19 +362,12 @@ def _only_read(config: Config, run: str) -> Config:
 @functools.cache
 def _plug_in() -> None:
     if metadata.entry_points(group=PLUGINS):
-        _importing().plugins()
+        importing().plugins()
 
 
 def _take(entries: tuple[str, ...], named_by: Path | None) -> tuple[str, ...]:
-    taken: tuple[str, ...] = _importing().take(entries, named_by) if entries else ()
+    taken: tuple[str, ...] = importing().take(entries, named_by) if entries else ()
     return taken
-
-
-def _importing() -> ModuleType:
-    """Returns `config.imports`, which only configs and installations that name modules need."""
-    from meshtrain.config import imports
-
-    return imports
 
 
 def to_yaml(config: Config) -> str:

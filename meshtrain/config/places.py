@@ -84,14 +84,12 @@ def local(name: str, limit: float, only: str | None = None) -> Path:
     """Returns the directory that a path names, or a copy of what an address or a hub's name does; of copies `limit` GiB
     are kept. `only`: the one file that is wanted of a hub's.
     """
+    from meshtrain import hub, stores
+
     if not is_address(name):
-        from meshtrain.hub import directory
-
-        return directory(name, only)
-    from meshtrain.stores import local_copy
-
+        return hub.directory(name, only)
     try:
-        return local_copy(name, limit)
+        return stores.local_copy(name, limit)
     except OSError as error:
         refuse_passing(name, error)
         raise ConfigError(f"{short(name)} cannot be read: {refusal(error)}.") from None

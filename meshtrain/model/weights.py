@@ -68,7 +68,8 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.layers,) * self.stacked + tuple(n for _, n in self.dims)
+        layers = (self.layers,) * self.stacked
+        return layers + tuple(n for _, n in self.dims)
 
     @property
     def size(self) -> int:

@@ -138,7 +138,12 @@ def _run_to_loss(
     """
     here = jnp.array(True)
     zero = jnp.int32(0)
-    slot = Slot(here, microbatch, zero, zero)
+    slot = Slot(
+        active=here,
+        microbatch=microbatch,
+        chunk=zero,
+        stash=zero,
+    )
     stashed, _ = stage.stash_shapes(split=False)
     stash = stage.buffers(1, stashed, zero_fill)
     x = stage.embed(microbatch)

@@ -481,7 +481,8 @@ def _dealt(stacked: Tree, count: int) -> list[Tree]:
     if count == 1:
         return [stacked]
     turns = jax.tree.map(lambda a: a.reshape(-1, count, *a.shape[1:]), stacked)
-    return [jax.tree.map(lambda a, n=n: a[:, n], turns) for n in range(count)]
+    places = range(count)
+    return [jax.tree.map(lambda a, n=n: a[:, n], turns) for n in places]
 
 
 def joined(parts: list[Tree]) -> Tree:
@@ -504,15 +505,11 @@ def group_stacks(segment: Segment, of_places: list[Tree]) -> dict[str, Tree]:
         places.setdefault(kind.stack, []).append(tree)
 
     def interleave(*arrays: Array) -> Array:
+        if len(arrays) == 1:
+            return arrays[0]
         return jnp.stack(arrays, 1).reshape(-1, *arrays[0].shape[1:])
 
-    grouped = {}
-    for stack, trees in places.items():
-        if len(trees) == 1:
-            grouped[stack] = trees[0]
-        else:
-            grouped[stack] = jax.tree.map(interleave, *trees)
-    return grouped
+    return {stack: jax.tree.map(interleave, *trees) for stack, trees in places.items()}
 
 
 # --- buffers

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from meshtrain.config import Config, to_yaml
+from meshtrain.config.check import importing
 from meshtrain.errors import ConfigError, refusal, say
 from meshtrain.files import write_atomically
 from meshtrain.run.directory import ANSWERS, CONFIG, METRICS
@@ -55,9 +56,7 @@ class RunRecord(RunHook):
             trim_metrics(self.directory / name, self.start)
         write_atomically(self.directory / CONFIG, self._config)
         if self._imports:
-            from meshtrain.config.imports import keep
-
-            keep(self._imports, self.directory)
+            importing().keep(self._imports, self.directory)
         self._metrics = MetricsFile(self.directory / METRICS)
 
     def _missing_files(self) -> list[str]:

@@ -190,13 +190,11 @@ def watch(config: Config, directory: Path, heartbeat: Heartbeat, mesh: jax.shard
         server = endpoint.Endpoint(telemetry.bind, telemetry.endpoint + of_machine, board)
         if server.url:
             hub.listen(server)
-    if rank == 0 and telemetry.alerts:
-        from meshtrain.telemetry.alerts import Alerts
+    if rank == 0 and (telemetry.alerts or telemetry.trackers):
+        from meshtrain.telemetry import alerts, trackers
 
-        hub.listen(Alerts(config, directory))
-    if rank == 0 and telemetry.trackers:
-        from meshtrain.telemetry.trackers import Tracked
-
+        if telemetry.alerts:
+            hub.listen(alerts.Alerts(config, directory))
         for name in telemetry.trackers:
-            hub.listen(Tracked(name, config, directory))
+            hub.listen(trackers.Tracked(name, config, directory))
     return hub

@@ -178,7 +178,8 @@ def left_out(gradient: jax.Array, reduced: Reduced) -> list[jax.Array]:
 
 def squares(gradient: jax.Array, lost: jax.Array) -> jax.Array:
     """This rank's sums of squares, float32 [2]: of what was left out, and of what was given."""
-    return jnp.stack([jnp.sum(jnp.square(x.astype(jnp.float32))) for x in (lost, gradient)])
+    squares = (jnp.square(x.astype(jnp.float32)) for x in (lost, gradient))
+    return jnp.stack([jnp.sum(x) for x in squares])
 
 
 def statistics(
