@@ -360,16 +360,20 @@ class Program(Shown):
             lambda weight, g, count: count if weight.counts else g, divided, gradients.shards
         )
         norm = optax.tree.norm(self.layout.only_updated(grads))
-        before = self.layout.only_trained(state.params), state.optimizer, state.reduce
-        updates, optimizer = self.optimizer.update(grads, before[1], before[0])
-        params, clipped = self.local.clip(optax.apply_updates(before[0], updates), gradients)
+        trained = self.layout.only_trained(state.params)
+        updates, optimizer = self.optimizer.update(grads, state.optimizer, trained)
+        params, clipped = self.local.clip(optax.apply_updates(trained, updates), gradients)
         after = params, optimizer, gradients.feedback
-        learning_rate = self.learning_rate(updates_made(state.optimizer))
-        metrics = {"loss": gradients.loss, "grad_norm": norm, "learning_rate": learning_rate}
+        metrics = {
+            "loss": gradients.loss,
+            "grad_norm": norm,
+            "learning_rate": self.learning_rate(updates_made(state.optimizer)),
+        }
         scale = state.scale
         if scale is not None:
             left_out = gradients.statistics.get("residual_norm", 0.0)
             finite = jnp.isfinite(norm) & jnp.isfinite(gradients.loss) & jnp.isfinite(left_out)
+            before = trained, state.optimizer, state.reduce
             after = taken_if(finite, after, before)
             scale = next_scale(scale, finite, self.config.precision)
             metrics |= {"loss_scale": scale.value, "skipped": scale.skipped}

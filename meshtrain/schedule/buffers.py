@@ -327,11 +327,11 @@ def _unmasked(compiled: CompiledTable) -> CompiledTable:
     stash, _, _, cot = lives(table, table.when())
     f = compiled.f
     b = compiled.b
-    f_stash, deep = _idle(table, stash, FORWARD, F, f.stash, depths.stash, ops[:, 0])
+    f_stash, deep = _idle(table, stash, FORWARD, f.stash, depths.stash, ops)
     b_cot = b.cot
     deeper = 0
     if table.split:
-        b_cot, deeper = _idle(table, cot, BACKWARD, B, b.cot, depths.cot, ops[:, 2])
+        b_cot, deeper = _idle(table, cot, BACKWARD, b.cot, depths.cot, ops)
     return replace(
         compiled,
         f=replace(f, stash=f_stash),
@@ -344,16 +344,16 @@ def _idle(
     table: Table,
     life: Life,
     moment: int,
-    slot: int,
     places: np.ndarray,
     depth: int,
-    done: np.ndarray,
+    ops: np.ndarray,
 ) -> tuple[np.ndarray, int]:
     """Returns places [clocks, stages] of what a slot writes, where it is idle too, and how many there are then.
 
     `life` is of the buffer, [virtual stage, microbatch]; `places` [clocks, stages] those of the cells that are not
-    idle; `moment` is that of the write; `done`: bool [clocks], whether the slot is computed at all.
+    idle; `moment` is that of the write; `ops`: what is computed in each clock, by moments (see `ops_per_clock`).
     """
+    slot = F if moment == FORWARD else B
     when = table.when()[slot]
     virtual, microbatch = np.nonzero(life.end >= 0)
     stage = table.stage_of(virtual)
@@ -367,5 +367,5 @@ def _idle(
     occupied = change.cumsum(axis=0)[:-1] > 0
     active = table.cells[:, :, slot, 0] >= 0
     free = np.where(occupied.all(axis=2), depth, occupied.argmin(axis=2)).astype(np.int32)
-    every = np.where(active, places, np.where(done[:, None], free, 0))
+    every = np.where(active, places, np.where(ops[:, moment, None], free, 0))
     return every, max(depth, int(every.max()) + 1)
