@@ -5,6 +5,7 @@ here.
     compare    a step beside a reference, in the same minutes
     quiet      waits until others leave the machine alone
     Table      is printed row by row, as Markdown
+    LLAMA_3    is what figures of real sizes are of
 
 Wall-clock time says how long one waits. Where other work has the cores too, the seconds of the processor bear it
 better: those that the program computes (user), and those that the kernel does for it (system: mostly zeroing memory
@@ -28,6 +29,13 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
+_LLAMA_3 = {"kv_heads": 8, "vocab_size": 128256}
+# sizes by the name of the model, as `model` of a config
+LLAMA_3 = {
+    "8B": _LLAMA_3 | {"layers": 32, "d_model": 4096, "heads": 32, "d_ff": 14336},
+    "70B": _LLAMA_3 | {"layers": 80, "d_model": 8192, "heads": 64, "d_ff": 28672},
+    "405B": _LLAMA_3 | {"layers": 126, "d_model": 16384, "heads": 128, "d_ff": 53248},
+}
 
 
 class Spent(NamedTuple):

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from experiments import bench, plain_jax
-from experiments.bench import HEADER, Stepping, Table, compare, spent
+from experiments.bench import HEADER, LLAMA_3, Stepping, Table, compare, spent
 from experiments.plan.work import Work
 from meshtrain.config import Config, load
 from meshtrain.hlo import Module
@@ -38,14 +38,6 @@ from meshtrain.step import Program
 
 SMALL = {"layers": 8, "d_model": 64, "heads": 4, "d_ff": 128, "vocab_size": 512}
 MEDIUM = {"layers": 8, "d_model": 256, "heads": 8, "d_ff": 1024, "vocab_size": 2048}
-LLAMA_8B = {
-    "layers": 32,
-    "d_model": 4096,
-    "heads": 32,
-    "kv_heads": 8,
-    "d_ff": 14336,
-    "vocab_size": 128256,
-}
 LARGE = {
     "layers": 80,
     "d_model": 8192,
@@ -251,7 +243,9 @@ def vocabulary(schedules: list[str]) -> None:
     for schedule in schedules:
         flops = {}
         for vocab in ("edge", "spread"):
-            config = configuration(schedule, 16, LLAMA_8B, (1, 1, 4), 8192, "bfloat16", vocab=vocab)
+            config = configuration(
+                schedule, 16, LLAMA_3["8B"], (1, 1, 4), 8192, "bfloat16", vocab=vocab
+            )
             program = Program(config, make_mesh(config, described_devices("h100", 4)))
             module = Module(program.lower().compile().as_text() or "")
             flops[vocab] = Work(module).products(module.entry) / 1e12

@@ -14,21 +14,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from experiments import bench
-from experiments.bench import Table
+from experiments.bench import LLAMA_3, Table
 from meshtrain.config import Config, load
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel.pipeline.stage import Stage
 from meshtrain.step import Program
 
 GOAL = 1.05
-MODEL = {
-    "layers": 8,
-    "d_model": 4096,
-    "heads": 32,
-    "kv_heads": 8,
-    "d_ff": 14336,
-    "vocab_size": 128256,
-}
+MODEL = LLAMA_3["8B"] | {"layers": 8}
 CASES: dict[str, dict[str, Any]] = {
     "full fine-tuning": {},
     "LoRA, rank 16, all projections": {"lora": {"rank": 16}},

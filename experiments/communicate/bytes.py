@@ -13,21 +13,13 @@ among them.
 from collections import defaultdict
 
 from experiments import bench
-from experiments.bench import Table
+from experiments.bench import LLAMA_3, Table
 from meshtrain.config import Config, load
 from meshtrain.mesh import make_mesh
 from meshtrain.plan import gradient_traffic, named, pipeline
 from meshtrain.step import Program
 
 MODEL = {"layers": 4, "d_model": 512, "heads": 8, "kv_heads": 4, "d_ff": 1408, "vocab_size": 2048}
-LLAMA_8B = {
-    "layers": 32,
-    "d_model": 4096,
-    "heads": 32,
-    "kv_heads": 8,
-    "d_ff": 14336,
-    "vocab_size": 128256,
-}
 CASES = [
     *(
         (name, "data", 1)
@@ -74,7 +66,7 @@ def seconds() -> None:
         for name in names:
             config = load(
                 {
-                    "model": LLAMA_8B,
+                    "model": LLAMA_3["8B"],
                     "mesh": {"data": 512, "islands": islands},
                     "parallel": {"zero_stage": 1, "reduce": {"compression": name, "over": over}},
                     "precision": {"compute": "bfloat16"},

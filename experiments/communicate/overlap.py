@@ -18,16 +18,14 @@ from collections import defaultdict
 from typing import Any
 
 from experiments import bench
-from experiments.bench import Table
+from experiments.bench import LLAMA_3, Table
 from experiments.plan.timed import CollectiveTime, timed
 from meshtrain.config import Config, load
 from meshtrain.mesh import DATA, ISLAND, TENSOR
 from meshtrain.plan import named, plan
 from meshtrain.plan.compiled import Compiled, compile_step
 
-LLAMA = {"family": "llama", "vocab_size": 128256, "kv_heads": 8}
-SMALL = {"layers": 32, "d_model": 4096, "heads": 32, "d_ff": 14336}
-MIDDLE = {"layers": 80, "d_model": 8192, "heads": 64, "d_ff": 28672}
+SMALL, MIDDLE, LARGE = LLAMA_3.values()
 # model, (data, tensor, pipeline), islands, sequences in a batch, parallel's keys
 LAYOUTS: dict[str, tuple[dict[str, int], tuple[int, int, int], int, int, dict[str, Any]]] = {
     "8b": (SMALL, (8, 8, 1), 1, 32, {"microbatches": 4}),
@@ -50,7 +48,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], tuple[int, int, int], int, int, dict[st
         {"microbatches": 16, "schedule": "interleaved", "virtual_stages": 5, "remat": "selective"},
     ),
     "405b": (
-        {"layers": 126, "d_model": 16384, "heads": 128, "d_ff": 53248},
+        LARGE,
         (128, 8, 16),
         1,
         2048,
@@ -68,7 +66,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], tuple[int, int, int], int, int, dict[st
 def config_of(layout: str, changes: list[str]) -> Config:
     model, (data, tensor, pipeline), islands, batch, parallel = LAYOUTS[layout]
     given = {
-        "model": LLAMA | model,
+        "model": model,
         "mesh": {"data": data, "tensor": tensor, "pipeline": pipeline, "islands": islands},
         "parallel": {"sequence_parallel": True, "remat": "none"} | parallel,
         "precision": {"compute": "bfloat16"},

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments import bench
-from experiments.bench import Stepping, Table
+from experiments.bench import LLAMA_3, Stepping, Table
 from experiments.plan.work import Work
 from meshtrain.compat import vary, varying
 from meshtrain.config import load
@@ -24,14 +24,7 @@ from meshtrain.step import Program
 
 ROWS, DEPTH, WIDTH, BLOCK = 4096, 256, 512, 128  # of the products
 WHOLE = 2**31 - 1  # tokens of a chunk that is none
-LLAMA_8B = {
-    "layers": 1,
-    "d_model": 4096,
-    "heads": 32,
-    "kv_heads": 8,
-    "d_ff": 14336,
-    "vocab_size": 128256,
-}
+LLAMA_8B = LLAMA_3["8B"] | {"layers": 1}
 SMALL = {"layers": 2, "d_model": 256, "heads": 8, "kv_heads": 4, "d_ff": 704, "vocab_size": 8192}
 
 

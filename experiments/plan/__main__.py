@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterable
 
 from experiments import bench
-from experiments.bench import Table
+from experiments.bench import LLAMA_3, Table
 from meshtrain.config import load, to_yaml
 from meshtrain.config.schema import ACTIVATIONS
 from meshtrain.plan import named
@@ -28,10 +28,10 @@ MODELS = {
     "gpt 1.3B": {"family": "gpt2", "layers": 24, "d_model": 2048, "heads": 16, "vocab_size": 50304},
     "1B": {"layers": 16, "d_model": 2048, "heads": 32, "kv_heads": 8, "d_ff": 8192, "vocab_size": 128256, "tied_head": True},
     "3B": {"layers": 28, "d_model": 3072, "heads": 24, "kv_heads": 8, "d_ff": 8192, "vocab_size": 128256},
-    "8B": {"layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256},
+    "8B": LLAMA_3["8B"],
     "13B": {"layers": 40, "d_model": 5120, "heads": 40, "d_ff": 13824, "vocab_size": 32000},
     "34B": {"layers": 48, "d_model": 8192, "heads": 64, "kv_heads": 8, "d_ff": 22016, "vocab_size": 32000},
-    "70B": {"layers": 80, "d_model": 8192, "heads": 64, "kv_heads": 8, "d_ff": 28672, "vocab_size": 128256},
+    "70B": LLAMA_3["70B"],
     "hybrid 1B": {
         "family": "qwen3_5", "layers": 16, "d_model": 2048, "heads": 16, "kv_heads": 4, "head_dim": 128, "d_ff": 6144, "vocab_size": 128256,
         "linear": {"key_heads": 8, "value_heads": 16},
@@ -352,16 +352,8 @@ def gigabytes() -> None:
 
 def searched() -> None:
     """Searches every layout of Llama-3 405B on 16,384 H100s."""
-    model = {
-        "layers": 126,
-        "d_model": 16384,
-        "heads": 128,
-        "kv_heads": 8,
-        "d_ff": 53248,
-        "vocab_size": 128256,
-    }
     train = {"global_batch_size": 2048, "sequence_length": 8192}
-    config = load({"model": model, "precision": {"compute": "bfloat16"}, "train": train})
+    config = load({"model": LLAMA_3["405B"], "precision": {"compute": "bfloat16"}, "train": train})
     found = search(config, named("h100", 16384), 16384)
     print(f"405B on 16,384 H100: {found.legal:,} layouts in {found.seconds:.1f} s")
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from experiments.bench import LLAMA_3
 from meshtrain.config import load
 from meshtrain.plan.compute import FrameworkProfile
 
@@ -38,12 +39,9 @@ NEMO_FLOAT8 = replace(NEMO, cast_bytes=1.0, transposed_bytes=0.0)
 # Seconds of 405B on 1,024 H100s in bfloat16 and in float8: the pair that this profile is calibrated by.
 FLOAT8_PAIR = (19.78, 12.37)
 
-_LLAMA_3 = {"kv_heads": 8, "vocab_size": 128256}
 _NEMOTRON = {"family": "gpt2", "kv_heads": 8, "vocab_size": 256000, "tied_head": False}
 MODELS: dict[str, dict[str, Any]] = {
-    "8B": _LLAMA_3 | {"layers": 32, "d_model": 4096, "heads": 32, "d_ff": 14336},
-    "70B": _LLAMA_3 | {"layers": 80, "d_model": 8192, "heads": 64, "d_ff": 28672},
-    "405B": _LLAMA_3 | {"layers": 126, "d_model": 16384, "heads": 128, "d_ff": 53248},
+    **LLAMA_3,
     "15B": _NEMOTRON | {"layers": 32, "d_model": 6144, "heads": 48, "d_ff": 24576},
     "340B": _NEMOTRON | {"layers": 96, "d_model": 18432, "heads": 96, "d_ff": 73728},
     "175B": {"family": "gpt2", "layers": 96, "d_model": 12288, "heads": 96, "vocab_size": 51200},

@@ -8,33 +8,18 @@ we take for FlashAttention-2.
 
 from dataclasses import replace
 
+from experiments.bench import LLAMA_3
 from meshtrain.config import load
 
 from .published import BY_KERNEL, COMPILED, PYTORCH_LOSS, Run
 
-MODELS = {
-    "8B": {
-        "layers": 32,
-        "d_model": 4096,
-        "heads": 32,
-        "kv_heads": 8,
-        "d_ff": 14336,
-        "vocab_size": 128256,
-    },
+MODELS = LLAMA_3 | {
     "13B": {
         "layers": 40,
         "d_model": 5120,
         "heads": 40,
         "kv_heads": 8,
         "d_ff": 17920,
-        "vocab_size": 128256,
-    },
-    "70B": {
-        "layers": 80,
-        "d_model": 8192,
-        "heads": 64,
-        "kv_heads": 8,
-        "d_ff": 28672,
         "vocab_size": 128256,
     },
     "175B": {

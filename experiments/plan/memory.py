@@ -22,6 +22,7 @@ moments: at the loss, whose logits are all there at once, or in the backward of 
 import math
 from dataclasses import dataclass
 
+from experiments.bench import LLAMA_3
 from meshtrain.cluster.accelerators import ACCELERATORS
 from meshtrain.config import Config, load
 from meshtrain.parallel.placement import stages
@@ -108,30 +109,7 @@ def _kept(config: Config, holding: Holding) -> float:
     return 2 * (w.stream + w.query + w.key + w.hidden + w.stream + w.query) + 4 * w.heads
 
 
-_8B = {
-    "layers": 32,
-    "d_model": 4096,
-    "heads": 32,
-    "kv_heads": 8,
-    "d_ff": 14336,
-    "vocab_size": 128256,
-}
-_70B = {
-    "layers": 80,
-    "d_model": 8192,
-    "heads": 64,
-    "kv_heads": 8,
-    "d_ff": 28672,
-    "vocab_size": 128256,
-}
-_405B = {
-    "layers": 126,
-    "d_model": 16384,
-    "heads": 128,
-    "kv_heads": 8,
-    "d_ff": 53248,
-    "vocab_size": 128256,
-}
+_8B, _70B, _405B = LLAMA_3.values()
 
 
 def _row(

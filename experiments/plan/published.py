@@ -19,8 +19,9 @@ Where their figures stand, and what these leave open:
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from experiments.bench import LLAMA_3
 from meshtrain.cluster.accelerators import ACCELERATORS, Accelerator
 from meshtrain.cluster.cluster import named
 from meshtrain.config import Config, load
@@ -148,61 +149,53 @@ def _gpt(
     )
 
 
-def _megatron_2021(
-    name: str,
-    shape: tuple[int, int, int],
-    layout: tuple[int, int, int, int],
-    devices: int,
-    batch: int,
-    reported: float,
-) -> Run:
-    """`layout` is (tensor, pipeline, virtual stages, sequences a microbatch)."""
-    tensor, pipeline, chunks, microbatch = layout
-    width, layers, _ = shape
-    vocabulary, length = 51200, 2048
-    mesh = (devices // tensor // pipeline, tensor, pipeline)
-    parallel = {"zero_stage": 0, "remat": "full"}
-    config = _gpt(shape, vocabulary, length, mesh, batch, microbatch, chunks, parallel, "float16")
-    flops = (
-        96
-        * batch
-        * length
-        * layers
-        * width**2
-        * (1 + length / (6 * width) + vocabulary / (16 * layers * width))
-    )
-    seconds = flops / (devices * reported * 1e12)
-    return Run(
-        "Megatron 2021", name, config, "a100-80", MEGATRON_2021, seconds, f"{reported:g} TFLOP/s"
-    )
+class _Megatron(NamedTuple):
+    """What all runs of one of NVIDIA's papers have in common; `passes`: how often a layer's products are counted."""
+
+    source: str
+    accelerator: str
+    profile: FrameworkProfile
+    compute: str
+    vocabulary: int
+    length: int
+    passes: int
+
+    def run(
+        self,
+        name: str,
+        shape: tuple[int, int, int],
+        layout: tuple[int, int, int, int],
+        devices: int,
+        batch: int,
+        reported: float,
+    ) -> Run:
+        """`layout` is (tensor, pipeline, virtual stages, sequences a microbatch)."""
+        tensor, pipeline, chunks, microbatch = layout
+        width, layers, _ = shape
+        vocabulary, length = self.vocabulary, self.length
+        mesh = (devices // tensor // pipeline, tensor, pipeline)
+        if self.passes == 4:
+            parallel = {"zero_stage": 0, "remat": "full"}
+        else:
+            parallel = {"zero_stage": 1, "sequence_parallel": tensor > 1}
+        config = _gpt(
+            shape, vocabulary, length, mesh, batch, microbatch, chunks, parallel, self.compute
+        )
+        products = 24 * self.passes * batch * length * layers * width**2
+        head = vocabulary / (4 * self.passes * layers * width)
+        flops = products * (1 + length / (6 * width) + head)
+        seconds = flops / (devices * reported * 1e12)
+        what = f"{reported:g} TFLOP/s"
+        return Run(self.source, name, config, self.accelerator, self.profile, seconds, what)
 
 
-def _megatron_2024(
-    name: str,
-    shape: tuple[int, int, int],
-    layout: tuple[int, int, int, int],
-    devices: int,
-    batch: int,
-    reported: float,
-) -> Run:
-    tensor, pipeline, chunks, microbatch = layout
-    width, layers, _ = shape
-    vocabulary, length = 131072, 4096
-    mesh = (devices // tensor // pipeline, tensor, pipeline)
-    parallel = {"zero_stage": 1, "sequence_parallel": tensor > 1}
-    config = _gpt(shape, vocabulary, length, mesh, batch, microbatch, chunks, parallel, "bfloat16")
-    flops = (
-        72
-        * batch
-        * length
-        * layers
-        * width**2
-        * (1 + length / (6 * width) + vocabulary / (12 * layers * width))
-    )
-    seconds = flops / (devices * reported * 1e12)
-    return Run(
-        "Megatron 2024", name, config, "h100", MEGATRON_2024, seconds, f"{reported:g} TFLOP/s"
-    )
+# Full recomputation is counted as a pass of its own.
+_megatron_2021 = _Megatron(
+    "Megatron 2021", "a100-80", MEGATRON_2021, "float16", 51200, 2048, passes=4
+).run
+_megatron_2024 = _Megatron(
+    "Megatron 2024", "h100", MEGATRON_2024, "bfloat16", 131072, 4096, passes=3
+).run
 
 
 def _torchtitan(
@@ -215,14 +208,7 @@ def _torchtitan(
     batch, length = 2 * devices, 8192
     config = load(
         {
-            "model": {
-                "layers": 32,
-                "d_model": 4096,
-                "heads": 32,
-                "kv_heads": 8,
-                "d_ff": 14336,
-                "vocab_size": 128256,
-            },
+            "model": LLAMA_3["8B"],
             "mesh": {"data": devices},
             "parallel": {"zero_stage": 3, "remat": "dots"},
             "precision": {"compute": "bfloat16", **(precision or {})},
@@ -326,23 +312,7 @@ FLOAT8 = (
 )
 
 _LLAMA_2_13B = {"layers": 40, "d_model": 5120, "heads": 40, "d_ff": 13824, "vocab_size": 32000}
-_LLAMA_3_8B = {
-    "layers": 32,
-    "d_model": 4096,
-    "heads": 32,
-    "kv_heads": 8,
-    "d_ff": 14336,
-    "vocab_size": 128256,
-}
-_LLAMA_3_70B = {
-    "layers": 80,
-    "d_model": 8192,
-    "heads": 64,
-    "kv_heads": 8,
-    "d_ff": 28672,
-    "vocab_size": 128256,
-}
-_LLAMA_2_70B = _LLAMA_3_70B | {"vocab_size": 32000}
+_LLAMA_2_70B = LLAMA_3["70B"] | {"vocab_size": 32000}
 
 # Rows of sources that the fit knows nothing of.
 ELSEWHERE = (
@@ -356,9 +326,9 @@ ELSEWHERE = (
         )
         for present, seconds in ((False, full), (True, own))
     ),
-    _torchtitan_a100("Llama 3 8B", _LLAMA_3_8B, 8192, 1, "selective layer", 2904),
-    _torchtitan_a100("Llama 3 8B", _LLAMA_3_8B, 8192, 1, "selective op", 2973),
-    _torchtitan_a100("Llama 3 70B", _LLAMA_3_70B, 8192, 1, "full", 331),
+    _torchtitan_a100("Llama 3 8B", LLAMA_3["8B"], 8192, 1, "selective layer", 2904),
+    _torchtitan_a100("Llama 3 8B", LLAMA_3["8B"], 8192, 1, "selective op", 2973),
+    _torchtitan_a100("Llama 3 70B", LLAMA_3["70B"], 8192, 1, "full", 331),
     _torchtitan_a100("Llama 2 13B", _LLAMA_2_13B, 4096, 2, "none", 2162),
     _torchtitan_a100("Llama 2 13B", _LLAMA_2_13B, 4096, 2, "selective layer", 1914),
     _torchtitan_a100("Llama 2 13B", _LLAMA_2_13B, 4096, 2, "selective op", 1904),
