@@ -3,7 +3,7 @@ here.
 
     turns      runs take turns, so that what else the machine does falls on all of them
     compare    a step beside a reference, in the same minutes
-    quiet      waits until others leave the machine alone
+    quiet      waits until others leave the machine alone; `busy` is such others
     Table      is printed row by row, as Markdown
     LLAMA_3    is what figures of real sizes are of
 
@@ -162,6 +162,18 @@ def quiet(most: float = 10.0, patience: float = 20.0) -> None:
         if time.monotonic() > end:
             print(f"the machine is not quiet: others use {busy:.0f}% of it", flush=True)
             return
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """Keeps so many processes busy meanwhile."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 class Table:

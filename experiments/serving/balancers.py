@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from experiments import bench
-from experiments.serving.servers import ROOT, free_port, status
+from experiments.serving.servers import ROOT, status
+from meshtrain.survive.supervisor import free_port
 
 CONFIGS = {
     "haproxy": ROOT / "configs/serving/haproxy.cfg",
@@ -31,7 +32,7 @@ def checks(balancer: str, config: Path, work: Path) -> list[str]:
 @contextlib.contextmanager
 def balancer(name: str, ports: Sequence[int], work: Path) -> Iterator[int]:
     """The port of a balancer over two servers of this machine."""
-    port, config = free_port(), work / CONFIGS[name].name
+    port, config = free_port("127.0.0.1"), work / CONFIGS[name].name
     text = CONFIGS[name].read_text()
     listens = LISTENS[name].replace(":8080", "127.0.0.1:8080").replace(" 8080", " 127.0.0.1:8080")
     changes = {LISTENS[name]: listens.replace("8080", str(port))}

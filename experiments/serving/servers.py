@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from experiments import bench
+from meshtrain.survive.supervisor import free_port
 
 STARTED = 300.0  # seconds that a server may take to load and compile, on a busy machine
 ENDED = 60.0
@@ -83,7 +83,7 @@ class Server:
     """One process, which keeps its port through kills and new starts."""
 
     def __init__(self, command: Command, log: Path) -> None:
-        self.port = free_port()
+        self.port = free_port("127.0.0.1")
         self._command, self._log = command(self.port), log
         self.start()
 
@@ -151,9 +151,3 @@ def status(url: str) -> int | None:
         return error.code
     except OSError:
         return None
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]

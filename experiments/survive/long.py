@@ -6,12 +6,11 @@ import json
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from experiments import bench
 from experiments.survive.cluster import (
     EVERY,
     Cluster,
@@ -191,9 +190,8 @@ def alarms(work: Path, minutes: float, load: int, processes: int) -> int:
     shutil.rmtree(directory, ignore_errors=True)
     values = settings(directory / "run", processes, 1_000_000)
     values["survive"] = {"wanted": processes}
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(load)]
     cluster, loads = Cluster(directory, values, work / "compiled"), list[float]()
-    try:
+    with contextlib.closing(cluster), bench.busy(load):
         cluster.start()
         cluster.until_going(0, 900.0)
         deadline = time.monotonic() + 60 * minutes
@@ -204,11 +202,6 @@ def alarms(work: Path, minutes: float, load: int, processes: int) -> int:
         alarm = [e for e in cluster.of("verdict", "over") if e["kind"] != "start"]
         slow = cluster.of("straggler")
         codes = cluster.stop()
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait()
-        cluster.close()
     print(
         f"{len(alarm)} false alarms, {len(slow)} ranks called slow, in {minutes:.0f} minutes at load "
         f"{median(loads):.1f}; exit codes {codes}"

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import yaml
 
 from experiments import bench
-from experiments.serving.servers import free_port
 from experiments.watch.made_up import Run
 from meshtrain.draw.picture import columns
+from meshtrain.survive.supervisor import free_port
 from meshtrain.telemetry import dashboard
 from meshtrain.telemetry.catalogue import BY_NAME
 from meshtrain.telemetry.exposition import PLAIN
@@ -111,7 +111,7 @@ def measure(work: Path) -> list[Check]:
     rules = work / "rules.yml"
     rules.write_text(yaml.safe_dump(prometheus_rules(SCALE)))
     checks.append(_promtool("promtool check rules", ["check", "rules", str(rules)]))
-    inbox, ports = Inbox(), [free_port(), free_port()]
+    inbox, ports = Inbox(), [free_port("127.0.0.1"), free_port("127.0.0.1")]
     with Run() as run, _servers(work, rules, run, inbox, *ports):
         prometheus = Prometheus(ports[0])
         bench.until(prometheus.ready, LATE)

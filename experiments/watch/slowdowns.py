@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,7 @@ import psutil
 
 from experiments import bench
 from experiments.bench import Table
-from experiments.serving.servers import free_port
+from meshtrain.survive.supervisor import free_port
 
 SECONDS = 180  # that a run may take
 HOGS = 1  # busy processes a core
@@ -222,18 +222,6 @@ _SLOWED: dict[str, Callable[[int], None]] = {
 # --- the campaign
 
 
-@contextlib.contextmanager
-def hogs(count: int) -> Iterator[None]:
-    """Busy processes, ended with the run."""
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for one in busy:
-            one.kill()
-            one.wait()
-
-
 def environment(kind: Kind, number: int, cache: Path, rank: int, port: int) -> dict[str, str]:
     said = [s for s in (*BASE, *_settings(kind, number)) if s.startswith("run.fake_devices=")]
     devices = int(said[-1].partition("=")[2])
@@ -252,13 +240,13 @@ def environment(kind: Kind, number: int, cache: Path, rank: int, port: int) -> d
 
 def train_one(kind: Kind, number: int, directory: Path, cache: Path) -> None:
     """One run, with all its processes; RuntimeError if it fails."""
-    port = free_port()
+    port = free_port("127.0.0.1")
     directory.mkdir(parents=True)
     command = [sys.executable, "-m", "experiments.watch.slowdowns", "--child", kind.name]
     command += [str(directory / "run"), str(number)]
     with contextlib.ExitStack() as stack:
         if kind.name == "hog":
-            stack.enter_context(hogs(HOGS * (os.cpu_count() or 1)))
+            stack.enter_context(bench.busy(HOGS * (os.cpu_count() or 1)))
         processes = []
         for rank in range(kind.processes):
             log = stack.enter_context((directory / f"log-{rank}").open("wb"))

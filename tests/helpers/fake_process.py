@@ -11,6 +11,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 
+from free_port import free_port
+
 SLOTS, QUEUE, LENGTH = 4, 8, 256
 # Forked from one process that has imported what takes long.
 FORKED = multiprocessing.get_context("forkserver")
@@ -96,12 +98,6 @@ def post(body: object, path: str = "/v1/completions", close: bool = True) -> byt
 
 def asked(most: int, stream: bool = False, **more: object) -> dict:
     return {"model": "fake", "prompt": "abc", "max_tokens": most, "stream": stream, **more}
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @contextlib.contextmanager
