@@ -27,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "LoRA, rank 16, all projections": {"lora": {"rank": 16}},
     "LoRA, rank 64, all projections": {"lora": {"rank": 64}},
     "LoRA, rank 16, q and v": {"lora": {"rank": 16, "targets": ["q", "v"]}},
+    "LoRA, rank 16, with dropout": {"lora": {"rank": 16, "dropout": 0.05}},
     "norms alone": {"train": {"trainable": ["blocks.*_norm.scale"]}},
 }
 
@@ -57,9 +58,9 @@ def stashed(chosen: Config) -> int:
 
     def local(masters: Any, batch: Any) -> jax.Array:
         batches, _ = program.local.microbatches(batch)
-        stage = Stage(
-            program.local.forward, 1, program.local.zero.gather_params(masters), batches, None
-        )
+        weights = program.local.zero.gather_params(masters)
+        key = jax.random.key(0) if chosen.lora.dropout else None
+        stage = Stage(program.local.forward, 1, weights, batches, key)
         kept, _ = stage.stash_shapes(split=False)
         found.append(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kept)))
         return jnp.zeros(())

@@ -1,6 +1,7 @@
 """Dropout that is the same on every mesh."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -112,8 +113,16 @@ def drop(
     return _apply(keep, rate, p_BHQK)
 
 
+# The gradient of jnp.where would keep an array of zeros beside the mask.
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _apply(keep: Array, rate: float, x: Array) -> Array:
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
+
+
+_apply.defvjp(
+    lambda keep, rate, x: (_apply(keep, rate, x), keep),
+    lambda rate, keep, g: (None, _apply(keep, rate, g)),
+)
 
 
 def keep_mask(rate: float, word: Array, other: Array, queries: Array, keys: Array) -> Array:

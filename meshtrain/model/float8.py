@@ -95,6 +95,7 @@ class Rows(NamedTuple):
 
     x: jax.Array
     rounded: Rounded | None
+    values: jax.Array | None = None  # what is rounded, where several adapters take it
 
 
 def scale_of(amax: jax.Array, dtype: Any) -> jax.Array:
@@ -429,7 +430,7 @@ class Float8Products:
 
     def linear(self, name: str, rows: Rows, weight: jax.Array) -> jax.Array:
         """x W of the weight `name`. Attention keeps what it gives to its output projection itself."""
-        (x, q), b = rows, self.weights.get(name)
+        (x, q, _), b = rows, self.weights.get(name)
         if q is None or self.how.recipe == "blockwise":
             return _wide_product(
                 self.how, "", self.skip, x, None if name == "out" else q, weight, b
@@ -440,12 +441,14 @@ class Float8Products:
         self, name: str, rows: Rows, weight: jax.Array, platform: str, blocks: tuple[jax.Array, ...]
     ) -> jax.Array:
         """`grouped.grouped` of the weights `name`: its `blocks` are the expert of each, and how many are in use."""
-        operands = (self.skip, *rows, weight, self.weights.get(name), *blocks)
+        operands = (self.skip, *rows[:2], weight, self.weights.get(name), *blocks)
         axes = frozenset[str]().union(*map(varying, jax.tree.leaves(operands)))
         return _wide_product(self.how, platform, *vary(operands, axes))
 
     def values(self, rows: Rows) -> jax.Array:
         """Returns the rounded rows, for other products."""
-        x, q = rows
+        x, q, values = rows
+        if values is not None:
+            return values
         chosen = self.how.selected(self.skip, x, 1) if q is None else widened(q, x.dtype)
         return _straight_through(x, lax.stop_gradient(chosen))

@@ -114,16 +114,17 @@ def enter(x_BTD: jax.Array, collectives: Collectives, module: Any) -> Any:
 
 def unrounded(x_BTD: Any) -> jax.Array:
     """Returns what has entered as it is in the compute dtype."""
-    if isinstance(x_BTD, jax.Array):
-        return x_BTD
-    return x_BTD.x
+    return x_BTD if isinstance(x_BTD, jax.Array) else x_BTD.x
 
 
 def rows_of(module: Any, x_BTD: Any) -> tuple[tuple[int, ...], Any]:
     """Returns the shape of what a module is called with, entered or not, and its rows as `project` takes them."""
-    if not isinstance(x_BTD, jax.Array):
-        return x_BTD.x.shape, x_BTD._replace(x=_rows(x_BTD.x))
-    return x_BTD.shape, _rows(x_BTD) if module.float8 is None else module.float8.round(_rows(x_BTD))
+    x = unrounded(x_BTD)
+    rows = _rows(x)
+    if module.float8 is None:
+        return x.shape, rows
+    rows = module.float8.round(rows) if x is x_BTD else x_BTD._replace(x=rows)
+    return x.shape, rows._replace(values=module.float8.values(rows)) if module.lora_scale else rows
 
 
 def _rows(x_BTD: jax.Array) -> jax.Array:
@@ -141,18 +142,13 @@ def project(module: Any, name: str, x_ND: Any) -> jax.Array:
     if float8 is None:
         y = linear(x_ND, weight)
     else:
-        rows = x_ND
-        if isinstance(x_ND, jax.Array):
-            rows = float8.round(x_ND)
+        rows = float8.round(x_ND) if isinstance(x_ND, jax.Array) else x_ND
         y = float8.linear(name, rows, weight)
         x_ND = float8.values(rows)
     if getattr(module, f"{name}_lora_a", None) is None or not module.lora_scale:
         return y
     a, b = (getattr(module, f"{name}_lora_{which}")[...] for which in "ab")
-    if module.lora_drop is None:
-        dropped = x_ND
-    else:
-        dropped = module.lora_drop(name, x_ND)
+    dropped = x_ND if module.lora_drop is None else module.lora_drop(name, x_ND)
     return y + linear(_times(module.lora_scale, linear(dropped, a)), b)
 
 
@@ -184,9 +180,7 @@ def use_adapters(block: Any, on: bool, dropout: Dropout, collectives: Collective
 
     def drop(name: str, x_ND: jax.Array) -> jax.Array:
         # what goes into row-parallel weights is split over the ranks
-        first: jax.Array | int = 0
-        if name in ("out", "down"):
-            first = collectives.first_head(x_ND.shape[1])
+        first = collectives.first_head(x_ND.shape[1]) if name in ("out", "down") else 0
         return dropout.at(PROJECTIONS.index(name)).rows_of(x_ND, first, collectives.positions)
 
     for module in filter(None, (block.attention, block.mlp)):

@@ -181,6 +181,9 @@ class Tuned(NamedTuple):
     inputs: int = 2  # of attention's and the MLP's products, the residual stream as they take it
     hidden: int = 1  # of the product out of the MLP
     ranks: int = 0  # columns of all products with LoRA's A
+    # products whose adapters keep an input of their own: what was dropped of it, or rounded to float8
+    apart: tuple[str, ...] = ()
+    mask: int = 0  # bytes of an element that may go
 
 
 ALL = Tuned()
@@ -200,8 +203,21 @@ def tuned(config: Config) -> Tuned:
         for weight in all_weights(model, lora)
         if weight.stacked and weight.decayed and is_trained(weight, lora, trainable)
     }
+    given = adapted(model, lora)
+    ranks = lora.rank * len(given)
+    if given and lora.dropout:
+        return Tuned(0, 0, ranks, given, 1)
     inputs = bool(names & {"q", "k", "v"}) + bool(names & {"gate", "up"})
-    return Tuned(inputs, int("down" in names), lora.rank * len(adapted(model, lora)))
+    if given and config.precision.matmul == "float8":
+        others = tuple(name for name in ("out", "down") if name in names)
+        return Tuned(0, 0, ranks, others + ("",) * inputs)
+    return Tuned(inputs, int("down" in names), ranks)
+
+
+def apart_width(w: Widths, tuned: Tuned) -> float:
+    """Elements a token of the inputs that adapters of a layer keep by themselves."""
+    special = {"out": w.out, "down": w.hidden}
+    return sum(special.get(name, w.full) for name in tuned.apart)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -237,6 +253,7 @@ def residuals(
     stream = size * (2 * w.stream + 2 * w.behind) + given * tuned.inputs * w.stream
     # a byte for each element that may go
     dropped = 2 * w.stream if model.dropout else 0
+    apart = (size + tuned.mask) * apart_width(w, tuned)
     # and of each query the log of its sum, in float32
     sums = 4 * w.heads
     products = (
@@ -249,7 +266,7 @@ def residuals(
         + w.normed
         + tuned.ranks
     )
-    return stream + size * products + sums + dropped
+    return stream + size * products + sums + dropped + apart
 
 
 def named(w: Widths, name: str, size: int) -> float:
@@ -378,13 +395,17 @@ def _work(config: Config, platform: str) -> float:
     scores = 0.0
     if how == "blocks":
         block = _block_of_scores(config, w)
+        chosen = tuned(config)
+        # what adapters drop from, with two words of random numbers for each element, which are drawn before
+        drawn = chosen.mask * (size + 8) * apart_width(w, chosen)
         if config.parallel.remat == "none":
             # with dropout its random numbers too, and what it leaves of the scores
             blocks = (12 if _model_drops(config) else 6) * block
-            return shapes.tokens(config) * max(mlp, blocks + 2 * size * w.full)
-        scores = (10 if _model_drops(config) else 3) * block
+            return shapes.tokens(config) * max(mlp, blocks + 2 * size * w.full, drawn)
+        scores = _blocks_again(config) * block
         held = "mlp_in" in (*config.parallel.names_kept, *config.parallel.remat_offload)
-        mlp += size * w.matrices * w.hidden * (not held) + scores
+        again = (not held) + (config.lora.rank > 0)
+        mlp += size * w.matrices * w.hidden * again + scores + drawn
     if w.latent and not w.state:
         # all heads' and their cotangents, which blocks have in another order too
         heads = (2 + (how == "blocks")) * (w.query + w.key + w.value + w.out)
@@ -397,6 +418,17 @@ def _work(config: Config, platform: str) -> float:
     both = config.parallel.context_strategy == "ring" and config.mesh.tensor == 1
     of_experts = experts.transient_bytes(config) if config.model.moe.experts else 0.0
     return shapes.tokens(config) * (mlp + across if both else max(mlp, across)) + of_experts
+
+
+def _blocks_again(config: Config) -> int:
+    """Returns how many blocks of scores are there where attention is computed again: with dropout those of all random
+    numbers, which are drawn before, unless messages stand between.
+    """
+    if not _model_drops(config):
+        return 3
+    if config.mesh.tensor > 1:
+        return 6
+    return 14 if makes_attention_again(config) else 10
 
 
 def _block_of_scores(config: Config, w: Widths) -> float:

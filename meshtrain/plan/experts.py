@@ -197,17 +197,17 @@ def _hops(config: Config) -> list[_Hop]:
     nodes = expert_nodes(config)
     top_k = config.model.moe.top_k
     number = config.model.d_model * shapes.itemsize(config.precision.compute)
+    within, between = _node_legs(config, ranks // nodes)
     if config.parallel.experts.dispatch == "all_gather":
         nbytes = r.sent * number
-        return [_Hop(ALL_GATHER, REDUCE_SCATTER, "", nbytes, r.sent * top_k, ranks, ())]
+        return [_Hop(ALL_GATHER, REDUCE_SCATTER, "", nbytes, r.sent * top_k, ranks, within)]
+    where = " within nodes" if nodes > 1 else ""
+    last = _Hop(ALL_TO_ALL, ALL_TO_ALL, where, r.sent * number, r.sent, ranks // nodes, within)
     if nodes == 1:
-        return [_Hop(ALL_TO_ALL, ALL_TO_ALL, "", r.sent * number, r.sent, ranks, ())]
+        return [last]
     gathered = nodes * _tokens(config)
-    within, between = _node_legs(config, ranks // nodes)
     names = ALL_GATHER, REDUCE_SCATTER, " between nodes"
-    first = _Hop(*names, gathered * number, gathered * top_k, nodes, between)
-    names = ALL_TO_ALL, ALL_TO_ALL, " within nodes"
-    return [first, _Hop(*names, r.sent * number, r.sent, ranks // nodes, within)]
+    return [_Hop(*names, gathered * number, gathered * top_k, nodes, between), last]
 
 
 def _node_legs(config: Config, ranks: int) -> tuple[Legs, Legs]:
@@ -259,7 +259,7 @@ def _once_a_node(config: Config, cluster: Cluster, transfer: Transfer) -> float:
     """Returns the seconds of what all_to_all sends of each token to each of its experts, sent level by level, the
     outermost first, to each block with one of them once; those of other blocks go on from there.
     """
-    group = cluster.axis(EXPERT, config.mesh)
+    group = transfer.group(cluster, config.mesh)
     moe = config.model.moe
     seconds = 0.0
     inside = 1

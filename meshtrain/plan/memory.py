@@ -233,17 +233,16 @@ def kept(
     `layer_keeps`: `layer_bytes`, where it is known already; `stage`: see `passing`.
     """
     stage = stage or stages(config)
-    parallel = config.parallel
     stream = shapes.stream(config) * shapes.itemsize(config.precision.compute)
     layer, residuals = layer_keeps or layer_bytes(config)
-    # All that dpo's reference leaves: its forward comes first, and holds less than a step does, of which it is a part.
-    losses = 4 * shapes.tokens(config) * parallel.microbatches if has_reference(config) else 0
-    reference = MemoryItem("losses under the reference", "activations", losses)
+    reference = _reference_losses(config)
     cpu = platform == "cpu"
     if not runs_table(config):
-        # The memory of CPUs is the host's too, and their program of adapters has the layers' inputs twice.
+        # The memory of CPUs is the host's too, and their program of adapters has the layers' inputs twice, unless it
+        # computes them again.
         offloaded = cpu * activations.offloaded(config) * stage.on_device
-        again = cpu * (config.lora.rank > 0) * stage.on_device * stream
+        twice = cpu and config.lora.rank > 0 and config.parallel.remat == "none"
+        again = twice * stage.on_device * stream
         return [
             MemoryItem("activations kept for the backward", "activations", stage.on_device * layer),
             MemoryItem("activations in the host's memory", "activations", offloaded),
@@ -251,7 +250,7 @@ def kept(
             reference,
         ]
     if cpu:
-        layer += _conditional_bytes(config)
+        layer, residuals = _with_conditional(config, layer, residuals)
     # On CPU idle slots are skipped, and all is carried through all clocks. Elsewhere what only forwards take is gone in
     # backwards after them.
     spare = facts.spare
@@ -274,6 +273,15 @@ def kept(
     ]
 
 
+def _reference_losses(config: Config) -> MemoryItem:
+    """Returns the item for all that dpo's reference leaves: its forward comes first, and holds less than a step does,
+    of which it is a part.
+    """
+    tokens = shapes.tokens(config) * config.parallel.microbatches
+    losses = 4 * tokens if has_reference(config) else 0
+    return MemoryItem("losses under the reference", "activations", losses)
+
+
 def _alike(config: Config) -> bool:
     """Returns whether the layers of a chunk are one segment (`parallel.layout`)."""
     precision = config.precision
@@ -281,15 +289,17 @@ def _alike(config: Config) -> bool:
     return len(stack_configs(config)) == 1 and not skips
 
 
-def _conditional_bytes(config: Config) -> float:
-    """Bytes more that a layer keeps where CPUs skip padding by a conditional: its weights and its input leave the
-    branch that is taken.
+def _with_conditional(config: Config, layer: float, residuals: float) -> tuple[float, float]:
+    """Returns what `layer_bytes` does where CPUs skip the padding of uneven stages by a conditional.
+
+    Weights and input leave the branch that is taken, and its input gradient comes with the weights'.
     """
-    counts = stages(config).counts
-    if config.parallel.remat != "none" or len(set(counts)) == 1 or len(stack_configs(config)) > 1:
-        return 0.0
+    if len(set(stages(config).counts)) == 1 or len(stack_configs(config)) > 1:
+        return layer, residuals
+    size = _itemsize(config)
     elements = shapes.resident(config).block.full + shapes.stream(config)
-    return _itemsize(config) * elements
+    layer += size * elements * (config.parallel.remat == "none")
+    return layer, size * shapes.trained(config).block.full
 
 
 def passing(
@@ -311,7 +321,7 @@ def _unpipelined_moments(config: Config, platform: str) -> dict[str, list[Memory
 
     XLA makes the gradient of the output head, which nothing waits for, at the very end: until then its factors, hidden
     states and the logits' cotangent, are held through the backward. In a loop over microbatches it does so only where
-    collectives stand between.
+    collectives stand between, and not on CPUs.
     """
     size = _itemsize(config)
     several = config.parallel.microbatches > 1
@@ -319,21 +329,25 @@ def _unpipelined_moments(config: Config, platform: str) -> dict[str, list[Memory
     trained = shapes.trained(config)
     vocabulary = shapes.resident(config).vocabulary
     chunked = shapes.loss_chunks(config) > 1
-    waits = bool(trained.vocabulary.full) and (gathers or not several) and not chunked
-    logits, *head = _head_items(config, _hidden(config))
+    between = gathers and platform != "cpu"
+    waits = bool(trained.vocabulary.full) and (between or not several) and not chunked
+    logits, *head = _head_items(config, platform, _hidden(config))
     in_place = platform != "cpu" and sums_in_place(config)
     # Those of layers in float8 lie there twice while they are put beside those of skipped ones.
     share = float8_share(config) % 1 if platform == "cpu" else 0.0
     nbytes = 0.0 if in_place else (1 + share) * _new_gradients(config)
     gradients = [MemoryItem("new gradients of the layers", "gradients", nbytes)]
-    # The embedding's, in float32 and set to zero early, and the output head's, where it does not wait.
+    # The embedding's, in float32 and set to zero early, and the output head's, where it does not wait; of chunks CPUs
+    # add it to the sums at once.
     embedding = 4 * trained.tokens.full if gathers != several else 0
-    late = 0 if waits else size * trained.vocabulary.largest
+    added = chunked and platform == "cpu"
+    late = 0 if waits or added else size * trained.vocabulary.largest
     new = [MemoryItem("new gradients of the vocabulary", "gradients", embedding + late)]
     early = gradients if _sets_early(config, platform) else []
-    gathered = MemoryItem(
-        "gathered output head", "parameters", size * vocabulary.largest if gathers else 0
-    )
+    # CPUs gather embedding and head before the loop over microbatches, and hold them through it.
+    through = gathers and several and platform == "cpu"
+    elements = vocabulary.full if through else vocabulary.largest
+    gathered = MemoryItem("gathered output head", "parameters", size * elements * gathers)
     largest = MemoryItem(
         "gradient of the output head",
         "gradients",
@@ -346,7 +360,15 @@ def _unpipelined_moments(config: Config, platform: str) -> dict[str, list[Memory
         "loss": [logits, *head, *always],
         "further predictions": [*always, *_predictions(config, platform, [logits, *head])],
         "loss head": [*head, gathered, *(new if several and not waits else [largest]), *early],
-        "backward": [*gradients, *new, weights, work, scattered, *(head if waits else [])],
+        "backward": [
+            *gradients,
+            *new,
+            *[gathered] * through,
+            weights,
+            work,
+            scattered,
+            *(head if waits else []),
+        ],
     }
 
 
@@ -371,11 +393,13 @@ def _layer_items(config: Config) -> list[MemoryItem]:
     ]
 
 
-def _head_items(config: Config, hidden: float) -> list[MemoryItem]:
-    """Returns the items for the logits, their cotangent, and so many bytes of hidden states."""
+def _head_items(config: Config, platform: str, hidden: float) -> list[MemoryItem]:
+    """Returns the items for the logits, their cotangent, and so many bytes of hidden states; CPUs write the logits less
+    their largest beside them.
+    """
     cotangent = _logits(config, _itemsize(config))
     return [
-        MemoryItem("logits", "activations", _logits(config, 4)),
+        MemoryItem("logits", "activations", _logits(config, 8 if platform == "cpu" else 4)),
         MemoryItem("cotangent of the logits", "activations", cotangent),
         MemoryItem("hidden states at the head", "activations", hidden),
     ]
@@ -392,8 +416,11 @@ def _pipelined_moments(
     size = _itemsize(config)
     chunked = shapes.loss_chunks(config) > 1
     always = _layer_items(config)
-    # Their cotangent waits for the gradient of the head, which XLA makes at the end, see _unpipelined_moments.
-    logits, *head = _head_items(config, _hidden(config) if chunked else size * _read(config))
+    # Their cotangent waits for the gradient of the head, which XLA makes at the end, see _unpipelined_moments; a
+    # conditional of CPUs makes it at once.
+    waits = not chunked and platform != "cpu"
+    read = _hidden(config) if chunked else size * _read(config)
+    logits, *head = _head_items(config, platform, read)
     work = MemoryItem("work of one layer", "activations", activations.work(config, platform))
     # All buffers of the clocks are there already when the last weight has been gathered, and lies there a second time,
     # in another order.
@@ -408,7 +435,7 @@ def _pipelined_moments(
     pair = MemoryItem("work of one layer's forward beside it", "activations", stream)
     of_head = [logits, *head]
     further = _predictions(config, platform, of_head)
-    backward = [*always, *([] if chunked else head), work, pair]
+    backward = [*always, *(head if waits else []), work, pair]
     moments = {
         "gathering": [gathering],
         "loss": [*always, *of_head, _summed(config)],
@@ -462,8 +489,8 @@ def _itemsize(config: Config) -> int:
 def _predictions(config: Config, platform: str, head: list[MemoryItem]) -> list[MemoryItem]:
     """Returns the items for further predictions in their backward: what they keep, and the work of a layer.
 
-    Nothing of the `head` is left where the backward waits until the layer is computed again. Elsewhere all depths are
-    worked on together.
+    Nothing of the `head` is left where the backward waits until the layer is computed again, unless all heads wait for
+    sums over tensor that XLA has joined. Elsewhere all depths are worked on together.
     """
     if not config.model.mtp:
         return []
@@ -479,7 +506,7 @@ def _predictions(config: Config, platform: str, head: list[MemoryItem]) -> list[
     new = (4 if scatters_at_use(config) else size) * trained.predictions.full
     kept = prediction.kept_bytes(last)
     return [
-        *(head if together else []),
+        *(head if together or (config.mesh.tensor > 1 and shapes.loss_chunks(config) == 1) else []),
         MemoryItem("activations of further predictions", "activations", kept),
         MemoryItem("work of a further prediction", "activations", work),
         MemoryItem("gathered weights of further predictions", "parameters", gathered),

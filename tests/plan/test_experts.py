@@ -150,6 +150,19 @@ def test_a_row_that_is_sent_to_a_node_once_crosses_it_once_and_goes_on_inside():
     assert hidden == pytest.approx(cluster.accelerator.efficiency.exposed_tensor * forward)
 
 
+@pytest.mark.parametrize("tensor, expert", [(1, 8), (2, 4), (4, 2), (4, 8)])
+def test_rows_travel_over_all_devices_that_share_the_experts(tensor, expert):
+    """With sequence parallelism experts lie over tensor too: 4 x 8 of them are on four nodes of 8."""
+    words = [f"mesh.tensor={tensor}", f"mesh.expert={expert}", "parallel.microbatches=1"]
+    words += [f"parallel.sequence_parallel={tensor > 1}", "parallel.experts.dispatch=all_to_all"]
+    config = load("configs/qwen3_30b_a3b.yaml", ["mesh.data=16", "mesh.pipeline=1", *words])
+    cluster = named("h100", config.mesh.devices)
+    rows = [t for t in plan(config, cluster).transfers if t.axis == "expert"]
+    assert rows and {t.group(cluster, config.mesh).size for t in rows} == {tensor * expert}
+    within = {hop.level for hop in rows[0].group(cluster, config.mesh).hops} == {"node"}
+    assert within == (tensor * expert <= 8)
+
+
 def test_rows_that_cross_nodes_once_cross_as_often_as_nodes_are_and_go_on_within():
     """Two nodes of 8: what is gathered keeps to the devices of one number, the rest to a node."""
     words = ["mesh.expert=16", "parallel.microbatches=64", "parallel.remat=none"]
