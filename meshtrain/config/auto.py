@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from meshtrain.config.key import Followed
+from meshtrain.config.stacks import even_parts
 from meshtrain.errors import listed_divisors
 from meshtrain.registry import late
 from meshtrain.schedule.generators import PAIRED, chosen_chunks, has_table, legal_chunks
@@ -27,12 +28,13 @@ planned_schedule = late("meshtrain.plan.choices:schedule")
 
 
 def default_chunks(config: Any) -> int:
-    """Returns the chunks of a stage by default: as many as parallel.layer_split is for, else the best number."""
+    """Returns the chunks of a stage by default: as many as parallel.layer_split is for, else the best number,
+    whose chunks are alike."""
     parallel = config.parallel
     stages = config.mesh.pipeline
     if parallel.layer_split is not None and stages > 1:
         return max(1, len(parallel.layer_split) // stages)
-    return chosen_chunks(config.model.layers, stages, parallel.microbatches)
+    return chosen_chunks(even_parts(config.model), stages, parallel.microbatches)
 
 
 def virtual_stages(config: Any) -> int:

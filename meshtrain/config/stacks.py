@@ -57,6 +57,14 @@ def is_uniform(model: Any) -> bool:
     return not model.pattern and not model.dense_layers
 
 
+def even_parts(model: Any) -> int:
+    """Returns into how many stages a model's layers can be cut at most that all have the same kinds."""
+    if len(layers_of_stacks(model)) == 1:
+        return int(model.layers)
+    whole = not model.dense_layers and model.layers % len(model.pattern) == 0
+    return model.layers // len(model.pattern) if whole else 1
+
+
 def stack_of_layers(model: Any) -> tuple[str, ...]:
     """Returns the name of each layer's stack, in the order of the model."""
     return _stacks(model.layers, model.dense_layers, model.pattern)

@@ -295,6 +295,31 @@ def test_an_open_schedule_is_chosen_once_and_said(layers, parallel, runs, says):
     assert load(config) == load(yaml.safe_load(to_yaml(config))) == config
 
 
+@pytest.mark.parametrize(
+    ("model", "chunks"),
+    [
+        ({"layers": 16, "pattern": ["linear", "full"]}, 4),
+        ({"layers": 8, "pattern": ["full", "full"]}, 4),
+        ({"layers": 4, "pattern": ["linear", "full"]}, 1),
+        ({"layers": 9, "pattern": ["linear", "full"]}, 1),
+        (
+            {
+                "layers": 8,
+                "d_ff": None,
+                "dense_layers": 1,
+                "dense_d_ff": 64,
+                "moe": {"experts": 4},
+            },
+            1,
+        ),
+    ],
+)
+def test_chunks_that_nobody_asked_for_all_have_the_same_kinds_of_layers(model, chunks):
+    """Else every chunk would have slots for kinds that it has no layer of."""
+    config = configuration(mesh={"pipeline": 2}, parallel={"microbatches": 4}, model=model)
+    assert config.parallel.virtual_stages == chunks
+
+
 def test_an_open_strategy_of_context_is_chosen_once_and_said():
     def sized(model=(), parallel=(), **mesh):
         model = {"d_model": 64, "heads": 4, "kv_heads": 2, **dict(model)}
