@@ -250,7 +250,7 @@ def kept(
             reference,
         ]
     if cpu:
-        layer, residuals = _with_conditional(config, layer, residuals)
+        layer, residuals = _add_conditional(config, layer, residuals)
     # On CPU idle slots are skipped, and all is carried through all clocks. Elsewhere what only forwards take is gone in
     # backwards after them.
     spare = facts.spare
@@ -289,7 +289,7 @@ def _alike(config: Config) -> bool:
     return len(stack_configs(config)) == 1 and not skips
 
 
-def _with_conditional(config: Config, layer: float, residuals: float) -> tuple[float, float]:
+def _add_conditional(config: Config, layer: float, residuals: float) -> tuple[float, float]:
     """Returns what `layer_bytes` does where CPUs skip the padding of uneven stages by a conditional.
 
     Weights and input leave the branch that is taken, and its input gradient comes with the weights'.
