@@ -114,7 +114,7 @@ def train(
     FloatingPointError if the loss is not finite.
     """
     a_config(config, "mt.train")
-    after = [*callbacks_of(config), *as_hooks(callbacks)]
+    given = [*callbacks_of(config), *as_hooks(callbacks)]
     supervision = Supervision(config)
     with StopSignals() as stop, ExitStack() as closing:
         closing.callback(made_for_nothing(config))
@@ -127,7 +127,7 @@ def train(
                 supervision,
                 stop,
                 closing,
-                after,
+                given,
                 block=block,
                 attention=attention,
                 loss=loss,
@@ -155,10 +155,13 @@ def _run(
     supervision: Supervision,
     stop: StopSignals,
     closing: ExitStack,
-    after: list[RunHook],
+    given: list[RunHook],
     **parts: Any,
 ) -> RunResult:
-    """Opens the data, builds the program, resumes its state, takes the steps, and ends the run."""
+    """Opens the data, builds the program, resumes its state, takes the steps, and ends the run.
+
+    `given` are the user's hooks, which are called last; `parts` replace those of the model.
+    """
     config, data, held_out = _open(config, supervision, stop)
     program = _build(config, supervision, parts)
     config = program.config
@@ -190,7 +193,7 @@ def _run(
         check = NumbersCheck(config, start, program.is_finite, lambda: evaluation.ended)
         loop.hooks += [record, hub, report, check]
         _add_chosen_hooks(loop, directory, closing)
-        loop.hooks += [supervision, *after]
+        loop.hooks += [supervision, *given]
         last = loop.run(state, start, stop)
         exit_code = _end(loop, start, last, record)
         return RunResult(directory, exit_code, last, tuple(loop.losses))

@@ -212,11 +212,14 @@ def _forward(
             k, v, segments = here
             source = (rank - number) % ranks
             early_kv, late_kv = _chunks(source, ranks, segments, k, v)
+            # This rank's own keys come first: each chunk sees itself causally, and the late one all of the early one.
             if seen is None:
                 early = run(scoring, early_q, early_kv)
                 late = run(scoring, late_q, late_kv)
                 return early, _merged(late, run(past, late_q, early_kv))
             early, late = seen
+            # Every early chunk lies before every late one. Of the other two pairs one lies in the past: which one,
+            # the ranks tell, so that all ranks compute as much.
             late = _merged(late, run(past, late_q, early_kv))
             is_earlier = source < rank
             queries = _pick(is_earlier, early_q, late_q)
@@ -265,6 +268,7 @@ def _backward(
         past = scoring._replace(causal=False)
         early_q, late_q = _chunks(rank, ranks, masks.segments, *of_queries)
 
+        # This rank's chunks with themselves, which are causal; all other pairs are in `step`, as forward has them.
         def causal_step(d_q: Any, own: Any) -> tuple[Any, Any]:
             k, v, segments = own
             early_kv, late_kv = _chunks(rank, ranks, segments, k, v)
@@ -277,6 +281,7 @@ def _backward(
             source = (rank - number) % ranks
             early_kv, late_kv = _chunks(source, ranks, segments, k, v)
             d_late_q, *d_early_kv = run(past, late_q, early_kv)
+            # the first step, which has this rank's keys: `causal_step` computes the other pairs
             if d_q is None:
                 d_late_kv = jax.tree.map(jnp.zeros_like, d_early_kv)
                 return (jnp.zeros_like(d_late_q), d_late_q), _joined(d_early_kv, d_late_kv)

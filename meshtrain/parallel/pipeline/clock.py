@@ -50,6 +50,10 @@ class Carry(NamedTuple):
     blocks: Tree  # sums of gradients; None in a forward alone
     edge: Tree  # those of embedding and head
 
+    @property
+    def forward_only(self) -> bool:
+        return self.edge is None
+
 
 @dataclass(frozen=True)
 class ClockRow:
@@ -348,7 +352,7 @@ class Clock:
         if not self.ops.forward:
             return carry, None
         slot = self.row.f
-        run = self.stage.forward if carry.blocks is not None else self.stage.forward_only
+        run = self.stage.forward_only if carry.forward_only else self.stage.forward
         forward = partial(run, self.input_of(carry), slot=slot)
         idle = lambda stash: (self.stage.zeros(), stash)
         y, stash = self.execution.if_active(slot.active, forward, idle)(carry.stash)
@@ -369,7 +373,7 @@ class Clock:
         stage = self.stage
         row = self.row
         exits = row.exit >= 0 if self.execution.shared_vocabulary else row.last
-        if carry.edge is None:
+        if carry.forward_only:
 
             def keep(label_losses: LabelLosses) -> LabelLosses:
                 return write(label_losses, stage.label_losses(y, row.exit, row.last), row.exit)
@@ -421,13 +425,12 @@ class Clock:
         in_one_loop = ops.backward and not self.execution.skips
         with_weight = in_one_loop and ops.weight and not ops.forward
         if in_one_loop and (ops.forward or with_weight):
-            carry, x, gx = self.run_in_one_loop(carry)
-            return carry, x if ops.forward else None, gx, with_weight
-        carry, activation = self.forward(carry)
-        carry, cotangent = self.backward(carry)
-        return carry, activation, cotangent, False
+            return *self.run_in_one_loop(carry), with_weight
+        carry, y = self.forward(carry)
+        carry, gx = self.backward(carry)
+        return carry, y, gx, False
 
-    def run_in_one_loop(self, carry: Carry) -> tuple[Carry, Array, Array]:
+    def run_in_one_loop(self, carry: Carry) -> tuple[Carry, Array | None, Array]:
         row = self.row
         if self.ops.forward:
             x = self.input_of(carry)
@@ -443,7 +446,7 @@ class Clock:
             w_residuals=self.execution.settled(pair.w_residuals),
             blocks=pair.gradients,
         )
-        return after, pair.x, pair.cotangent
+        return after, pair.x if self.ops.forward else None, pair.cotangent
 
     def embed_next(self, carry: Carry) -> Carry:
         if not self.ops.enter:

@@ -39,6 +39,7 @@ class Executor:
 
     def __init__(self, forward: Forward, table: Table) -> None:
         self.forward = forward
+        # Whether G and R of the table are done where it has them; else before and after all clocks.
         self.sends = forward.overlaps and table.has_sends
         self.table = table if self.sends else table.drop_sends()
         alike = len(forward.layout.segments) == 1
