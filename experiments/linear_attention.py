@@ -4,12 +4,15 @@ context beside rows over data.
     python -m experiments.linear_attention
     python -m experiments.linear_attention --compile h100    memory over context ranks, of described devices
     python -m experiments.linear_attention --chunks          what chunks move in memory, compiled for a described H100
+    python -m experiments.linear_attention --rules           what each rule moves and has at hand, beside the plan of it
 
 The first prints two tables, of seconds of a gradient's forward and backward, in float32 on a CPU; those of the processor
 bear other work on the machine. The rule of plain JAX is one `lax.scan` over chunks behind batched products and
 `solve_triangular`, differentiated by JAX.
 """
 
+import itertools
+import math
 import os
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
@@ -25,10 +28,18 @@ from jax import lax
 
 from experiments import bench, plain_jax
 from experiments.plan.__main__ import planned_and_compiled
+from experiments.plan.work import Work
 from meshtrain.config import Config, load
+from meshtrain.config.model import LinearConfig
 from meshtrain.hlo.module import Module, byte_count
-from meshtrain.model.delta_rule import Documents, RuleInputs, chunk_terms
+from meshtrain.model.attention import Heads
+from meshtrain.model.collectives import Collectives
+from meshtrain.model.delta_rule import Documents, RuleInputs, chunk_terms, delta_rule
+from meshtrain.model.linear_attention import Kernels, Projected, rule_inputs
+from meshtrain.plan import shapes
+from meshtrain.plan.activations import AT_HAND
 from meshtrain.plan.compiled import described_devices
+from meshtrain.plan.compute import RULE_MOVES
 from meshtrain.step import Program
 
 Tree = Any
@@ -154,11 +165,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compile", metavar="TARGET", help="a100, h100, h200 or b200")
     parser.add_argument("--chunks", action="store_true")
+    parser.add_argument("--rules", action="store_true")
     options = parser.parse_args()
     if options.compile:
         memory(options.compile)
         return
     rounds = options.rounds
+    if options.rules:
+        for kind, sizes in itertools.product(AT_HAND, SHAPES):
+            print(kind, *sizes, *rule_numbers(kind, *sizes))
+        return
     if options.chunks:
         title = "chunks of 8,192 tokens, 16 key and 32 value heads x 128, documents packed; GB"
         table = bench.Table("rule               ", "moved", "temporaries", title=title)
@@ -216,6 +232,53 @@ def compiled() -> dict[str, dict[str, float]]:
                 "kernels": sum("chunk_kernel" in op.attributes for op in operations),
             }
     return found
+
+
+HEADS = 32
+# chunk, widths of keys and of values
+SHAPES = ((64, 128, 128), (32, 128, 128), (64, 64, 128), (64, 128, 64), (64, 64, 64))
+
+
+def rule_numbers(kind: str, chunk: int, key: int, value: int) -> list[tuple[float, float]]:
+    """Returns what the rule's forward moves and its backward has at hand, float32 a token and head of 8,192 tokens:
+    compiled for a described H100, and planned.
+    """
+    at = jax.sharding.SingleDeviceSharding(described_devices("h100", 1)[0])
+    of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=at)
+    rows = partial(of, jnp.bfloat16, 1, 8192)
+    held = partial(of, jnp.float32)
+    sizes = LinearConfig(kind, HEADS // (1 + (kind != "kda")), HEADS, key, value, 4, chunk)
+    keys = sizes.key_heads, key
+    heads = lambda part: Heads(part(*keys), part(*keys), part(HEADS, value))
+    decays = (HEADS, key) if kind == "kda" else (HEADS,)
+    earlier = heads(partial(of, jnp.bfloat16, 1, 3))
+    beta = rows(HEADS)
+    kernels = Kernels(heads(partial(held, 4)), held(HEADS), held(*decays))
+    if kind == "mamba2":
+        beta = None
+        kernels = kernels._replace(biases=heads(held), skip=held(HEADS))
+    arrays = Projected(heads(rows), earlier, beta, rows(*decays)), kernels
+    collectives = Collectives()
+    collectives.platform = "gpu"
+    rule = lambda arrays: delta_rule(rule_inputs, chunk, collectives, arrays, None)
+    back = lambda arrays, cotangent: jax.vjp(rule, arrays)[1](cotangent)
+    # its instructions and buffers are those of full optimization
+    options = {"xla_backend_optimization_level": 0}
+    forward = Module(jax.jit(rule).lower(arrays).compile(options).as_text())
+    work = Work(forward)
+    moved = sum(
+        math.prod(turns or 1 for turns in loops) * work.moved(name, op).bytes
+        for name, loops in forward.bodies()
+        for op in forward.named(name).values()
+        if op.opcode != "while"
+    )
+    backward = jax.jit(back).lower(arrays, held(1, 8192, HEADS, value)).compile(options)
+    at_hand = backward.memory_analysis().temp_size_in_bytes
+    numbers = 4 * 8192 * HEADS
+    return [
+        (moved / numbers, shapes.rule_numbers(RULE_MOVES[kind], sizes, value, value)),
+        (at_hand / numbers, shapes.rule_numbers(AT_HAND[kind], sizes, value, value)),
+    ]
 
 
 def _print(title: str, found: dict[str, list[bench.Spent]]) -> None:

@@ -59,10 +59,9 @@ def is_uniform(model: Any) -> bool:
 
 def even_parts(model: Any) -> int:
     """Returns into how many stages a model's layers can be cut at most that all have the same kinds."""
-    if len(layers_of_stacks(model)) == 1:
-        return int(model.layers)
-    whole = not model.dense_layers and model.layers % len(model.pattern) == 0
-    return model.layers // len(model.pattern) if whole else 1
+    names = " ".join((*stack_of_layers(model), ""))
+    # A text is found in itself and itself again at its shortest period.
+    return len(names) // (2 * names).find(names, 1)
 
 
 def stack_of_layers(model: Any) -> tuple[str, ...]:

@@ -515,11 +515,9 @@ def notes(config: Config) -> list[str]:
     assigned = stages(config)
     places = len(assigned.counts) * assigned.longest
     if model.layers < places and parallel.layer_split is None:
-        kinds = "" if is_uniform(model) else ", of several kinds,"
         notes.append(
-            f"model.layers {model.layers}{kinds} does not divide over {len(assigned.counts)} stages: the longest has "
-            f"{assigned.longest}, "
-            f"so {1 - model.layers / places:.0%} of the stages' time is idle."
+            f"model.layers {model.layers} does not fill {len(assigned.counts)} stages evenly: the longest "
+            f"has {assigned.longest} places, so {1 - model.layers / places:.0%} of the stages' time is idle."
         )
     return [*notes, *_shard_notes(config)]
 

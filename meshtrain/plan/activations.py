@@ -438,13 +438,13 @@ def _block_of_scores(config: Config, w: Widths) -> float:
     return 4 * w.heads * min(length, block_size(length)) / (1 + pieces)
 
 
-# Numbers a token and head that the rule's backward has at hand: of the pairs of a chunk's tokens, of a key's width,
-# of a value's, and of the states of chunks. Read off programs for a described H100, with chunks of 32 and 64, widths of
-# 64 and 128.
-PAIRS = 3
-KEYS = 7
-VALUES = 4
-STATES = 2
+# What the rule's backward has at hand (`shapes.rule_numbers`), read off programs for a described H100, with chunks of
+# 32 and 64, widths of 64 and 128.
+AT_HAND = {
+    "gated_delta": (3.4, 4.9, 4.0, 3.3),
+    "kda": (30.0, 3.7, 1.6, 1.4),
+    "mamba2": (1.7, 3.6, 2.0, 3.4),
+}
 
 
 def _rule(config: Config) -> float:
@@ -452,10 +452,8 @@ def _rule(config: Config) -> float:
     of its pieces' maps beside those of the states.
     """
     sizes = config.model.linear
-    maps = sizes.key_dim if config.mesh.context > 1 else 0
-    states = sizes.key_dim * (sizes.value_dim + maps) / sizes.chunk
-    within = PAIRS * sizes.chunk + KEYS * sizes.key_dim + VALUES * sizes.value_dim
-    numbers = within + STATES * states
+    columns = sizes.value_dim + (config.mesh.context > 1) * sizes.key_dim
+    numbers = shapes.rule_numbers(AT_HAND[sizes.kind], sizes, sizes.value_dim, columns)
     return FLOAT32 * numbers * sizes.value_heads / config.mesh.tensor
 
 

@@ -274,14 +274,14 @@ def _attention_mixer(
     }
 
 
-# Numbers a token and head that the rule's forward reads and writes, float32: of a key's width, a value's, the pairs of
-# a chunk's tokens, and the states of chunks. Read off programs for a described H100, with chunks of 32 and 64, widths
-# of 64 and 128. They bound it, its products do not; and its backward, which begins with a forward of its own, as much
-# beside it as that of attention's kernel does (2.9 to 3.3 times).
-RULE_KEYS = 10.8
-RULE_VALUES = 18.7
-RULE_PAIRS = 4.8
-RULE_STATES = 9.4
+# What the rule's forward reads and writes (`shapes.rule_numbers`), read off programs for a described H100, with chunks
+# of 32 and 64, widths of 64 and 128. It bounds the rule, products do not; and its backward, which begins with a forward
+# of its own, as much beside it as that of attention's kernel does (2.4 to 3.4 times).
+RULE_MOVES = {
+    "gated_delta": (10.8, 18.7, 4.8, 9.4),
+    "kda": (41.5, 19.6, 43.7, 9.9),
+    "mamba2": (5.5, 15.0, 10.1, 9.0),
+}
 
 
 def _linear_mixer(
@@ -297,15 +297,16 @@ def _linear_mixer(
     heads = sizes.value_heads // shape.tensor
     keys = sizes.key_heads // shape.tensor * sizes.key_dim
     values = heads * sizes.value_dim
-    k = sizes.key_dim
-    v = sizes.value_dim + (k if shape.context > 1 else 0)
-    within = RULE_KEYS * k + RULE_VALUES * v + RULE_PAIRS * sizes.chunk
-    moved = 4 * heads * n * (within + RULE_STATES * k * v / sizes.chunk)
+    columns = sizes.value_dim + (shape.context > 1) * sizes.key_dim
+    moved = 4 * heads * n * shapes.rule_numbers(RULE_MOVES[sizes.kind], sizes, columns, columns)
     products = partial(_products, accelerator, shape.dtype)
     rows = shapes.itemsize(shape.dtype) * n * 3 * values
     gates = [(n, d, values), (n, d, heads * sizes.gates)]
     if sizes.latent:
-        gates = [(n, d, 2 * sizes.latent + heads), (n, sizes.latent, values + heads * k)]
+        gates = [
+            (n, d, 2 * sizes.latent + heads),
+            (n, sizes.latent, values + heads * sizes.key_dim),
+        ]
     return {
         "qkv": products((n, d, 2 * keys), (n, d, values), *gates),
         "attention": Seconds(

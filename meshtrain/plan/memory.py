@@ -329,8 +329,11 @@ def _unpipelined_moments(config: Config, platform: str) -> dict[str, list[Memory
     trained = shapes.trained(config)
     vocabulary = shapes.resident(config).vocabulary
     chunked = shapes.loss_chunks(config) > 1
+    # In a loop over periods XLA makes it before them, in the dtype that is scattered.
+    period = len(stack_configs(config)) > 1 and len(config.model.pattern)
     between = gathers and platform != "cpu"
-    waits = bool(trained.vocabulary.full) and (between or not several) and not chunked
+    may_wait = (between or not several) and not (chunked or period)
+    waits = bool(trained.vocabulary.full) and may_wait
     logits, *head = _head_items(config, platform, _hidden(config))
     in_place = platform != "cpu" and sums_in_place(config)
     # Those of layers in float8 lie there twice while they are put beside those of skipped ones.
@@ -341,8 +344,10 @@ def _unpipelined_moments(config: Config, platform: str) -> dict[str, list[Memory
     # add it to the sums at once.
     embedding = 4 * trained.tokens.full if gathers != several else 0
     added = chunked and platform == "cpu"
-    late = 0 if waits or added else size * trained.vocabulary.largest
+    wide = period and scatters_at_use(config)
+    late = 0 if waits or added else (4 if wide else size) * trained.vocabulary.largest
     new = [MemoryItem("new gradients of the vocabulary", "gradients", embedding + late)]
+    zeros = MemoryItem("gradient of the embedding, zeros", "gradients", embedding * bool(period))
     early = gradients if _sets_early(config, platform) else []
     # CPUs gather embedding and head before the loop over microbatches, and hold them through it.
     through = gathers and several and platform == "cpu"
@@ -353,11 +358,11 @@ def _unpipelined_moments(config: Config, platform: str) -> dict[str, list[Memory
         "gradients",
         (size + 4 * scatters_at_use(config)) * trained.vocabulary.largest,
     )
-    weights, scattered = _layer_items(config)
+    weights, scattered = _layer_items(config, period)
     work = MemoryItem("work of one layer", "activations", activations.work(config, platform))
     always = [gathered, _summed(config), *early]
     return {
-        "loss": [logits, *head, *always],
+        "loss": [logits, *head, zeros, *always],
         "further predictions": [*always, *_predictions(config, platform, [logits, *head])],
         "loss head": [*head, gathered, *(new if several and not waits else [largest]), *early],
         "backward": [
@@ -381,11 +386,14 @@ def _sets_early(config: Config, platform: str) -> bool:
     return several and (config.mesh.tensor > 1 or remat not in ("dots", "names"))
 
 
-def _layer_items(config: Config) -> list[MemoryItem]:
-    """Returns the items for a layer's weights as they are gathered, and for its gradients before they are scattered."""
+def _layer_items(config: Config, period: int = 0) -> list[MemoryItem]:
+    """Returns the items for a layer's weights as they are gathered, and for its gradients before they are scattered;
+    those of a period's layers all wait until it ends.
+    """
     kinds = [one for _, one in stack_configs(config)]
     weights = gathers_at_use(config) * _itemsize(config) * shapes.resident(config).block.largest
-    full = max(shapes.trained(one).block.full for one in kinds)
+    waiting = period * _chunk_trained(config).block.full
+    full = waiting or max(shapes.trained(one).block.full for one in kinds)
     gradients = scatters_at_use(config) * 4 * full
     return [
         MemoryItem("gathered weights of a layer", "parameters", weights),

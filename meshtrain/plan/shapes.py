@@ -2,14 +2,15 @@
 
 import functools
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from meshtrain.cluster.accelerators import ACCELERATORS, KINDS, canonical
 from meshtrain.config import Config, MeshConfig, ModelConfig, follow
 from meshtrain.config.follow import microbatch_rows
-from meshtrain.config.model import LoraConfig, patches_of, positions_of
+from meshtrain.config.model import LinearConfig, LoraConfig, patches_of, positions_of
 from meshtrain.config.rl import has_reference
 from meshtrain.config.schema import OptimizerConfig
 from meshtrain.config.stacks import BLOCKS, LINEAR, count_global, kinds_of_layers
@@ -176,6 +177,14 @@ def replicated(config: Config, layers: int) -> dict[tuple[str, int], int]:
                 each = weight.on_rank() * (places if weight.stacked else 1)
                 counts[key] = counts.get(key, 0) + each
     return counts
+
+
+def rule_numbers(each: Sequence[float], sizes: LinearConfig, value: int, columns: int) -> float:
+    """Counts float32 numbers a token and head of linear attention's rule, of values of a width and states of so many
+    columns: so many each of a key's width, of a value's, of the tokens of a chunk, and of the states of chunks.
+    """
+    states = sizes.key_dim * columns / sizes.chunk
+    return sum(map(operator.mul, each, (sizes.key_dim, value, sizes.chunk, states)))
 
 
 def vocabulary_degree(config: Config) -> int:

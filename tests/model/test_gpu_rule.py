@@ -24,3 +24,13 @@ def test_chunks_are_one_kernel_without_temporaries_and_spilled_registers(kind, s
     assert (kernel["kernels"], halves["kernels"]) == (1, 0)
     assert kernel["temporaries"] < 1024 < halves["temporaries"]
     assert kernel["moved"] <= share * halves["moved"]
+
+
+@pytest.mark.parametrize("kind", ["gated_delta", "kda", "mamba2"])
+def test_what_a_rule_moves_and_has_at_hand_is_planned_for_its_own_kind(kind):
+    code = f"from experiments.linear_attention import rule_numbers as r; print(r({kind!r}, 64, 64, 64))"
+    (moved, planned), (at_hand, held) = json.loads(
+        printed("-c", code).replace("(", "[").replace(")", "]")
+    )
+    assert planned == pytest.approx(moved, rel=0.12)
+    assert held == pytest.approx(at_hand, rel=0.12)

@@ -74,9 +74,3 @@ def test_experts_lie_over_tensor_too_where_parts_of_sequences_are_sent_to_them()
     assert over(parts) == by_experts
     # 6 experts do not divide over 4 ranks
     assert over(parts, swapped, "model.moe.experts=6") == by_columns
-
-
-def test_layers_of_several_kinds_that_leave_slots_idle_are_said_to_be_of_several_kinds():
-    model = {"layers": 4, "pattern": ["linear", "full"]}
-    four = load({"mesh": {"pipeline": 4}, "model": model})
-    assert any("model.layers 4, of several kinds, " in note for note in notes(four))

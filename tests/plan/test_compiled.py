@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from meshtrain.config import ConfigError, to_yaml
+from experiments.plan.__main__ import HYBRIDS, config_of
+from meshtrain.config import ConfigError, load, to_yaml
 from meshtrain.plan.compiled import GPUS, parse_target, target_config
 
 CUDA = (
@@ -72,3 +73,11 @@ def test_memory_and_traffic_are_those_of_xlas_gpu_program(llama_8b, tmp_path):
     for axis in ("data", "tensor", "pipeline"):
         sent = sum(c["sent_bytes"] for c in compiled["collectives"] if c["axis"] == axis)
         assert found["traffic_bytes_per_step"][axis] == pytest.approx(sent, rel=0.01)
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not CUDA, reason="needs the extra meshtrain[compile]")
+def test_a_hybrids_embedding_has_a_float32_gradient_beside_its_logits(tmp_path):
+    found = json.loads(planned(load(config_of(HYBRIDS[0])), "h100x8", tmp_path).stdout)
+    compiled = found["compiled"]["total_bytes"]
+    assert found["per_device_bytes"]["total"] == pytest.approx(compiled, rel=0.05)
