@@ -2,9 +2,8 @@
 
     sent       each way K whole matrices of a stack, of which a rank has its own shards already
     products   5 iterations of a matrix [m, n], m <= n: 2 of (m, m, n), 1 of (m, m, m)
-    held       beside gradients as many numbers as all of a rank's matrices have, 6.5 times, where they were sent 5.5
-               times in their place, and as x times its transpose has, 1.5 times: read off XLA's CPU programs, which
-               iterate all stacks at once
+    held       beside gradients as many numbers as all of a rank's matrices have, 6.5 times, and as x times its
+               transpose has, 1.5 times: read off XLA's CPU programs, which iterate all stacks at once
 
 K are the matrices of a rank, see `parallel.stacks`.
 """
@@ -57,11 +56,10 @@ def _transfers(config: Config, stack: Stack) -> Iterator[Transfer]:
 
 def held_bytes(config: Config) -> float:
     """Bytes of a device while matrices are iterated, beside state and gradients."""
-    numbers = 0.0
-    for stack in stacks(config):
-        times = HELD - bool(stack.form.holders)
-        grams = GRAMS * min(stack.form.sides) ** 2
-        numbers += stack.on_rank * (times * math.prod(stack.form.padded) + grams)
+    numbers = sum(
+        stack.on_rank * (HELD * math.prod(stack.form.padded) + GRAMS * min(stack.form.sides) ** 2)
+        for stack in stacks(config)
+    )
     return FLOAT32 * numbers
 
 
