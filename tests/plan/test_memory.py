@@ -137,7 +137,8 @@ def traced_residuals(config) -> float:
 
     def local(masters, tokens):
         weights = program.local.zero.gather_params(masters)
-        batch = {"tokens": tokens, "labels": tokens, "rows": jnp.arange(tokens.shape[0])}
+        rows = vary(jnp.arange(tokens.shape[0]), (DATA,))
+        batch = {"tokens": tokens, "labels": tokens, "rows": rows}
         key = jax.random.key(0) if config.model.dropout else None
         x = program.local.forward.embed(weights, batch, None)
         layer, layer_at = (
@@ -468,7 +469,7 @@ def test_weights_that_are_held_in_float8_are_counted(cell):
 def test_a_layer_keeps_more_where_cpus_skip_padding_by_a_conditional(remat):
     keys = {"schedule": "zb_h1", "microbatches": 2, "layer_split": [1, 6], "remat": remat}
     config = layer("llama", stages=2, **keys)
-    planned, _ = memory._with_conditional(config, activations.kept(config, remat), 0.0)
+    planned, _ = memory._add_conditional(config, activations.kept(config, remat), 0.0)
     assert planned == pytest.approx(traced_stage(config)[0], rel=0.03)
 
 
