@@ -452,8 +452,9 @@ def _rule(config: Config) -> float:
     of its pieces' maps beside those of the states.
     """
     sizes = config.model.linear
-    columns = sizes.value_dim + (config.mesh.context > 1) * sizes.key_dim
-    numbers = shapes.rule_numbers(AT_HAND[sizes.kind], sizes, sizes.value_dim, columns)
+    value = sizes.value_dim
+    columns = value + (config.mesh.context > 1) * sizes.key_dim
+    numbers = shapes.rule_numbers(AT_HAND[sizes.kind], sizes, value, columns)
     return FLOAT32 * numbers * sizes.value_heads / config.mesh.tensor
 
 

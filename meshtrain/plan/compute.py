@@ -295,7 +295,6 @@ def _linear_mixer(
     d = shape.model.d_model
     n = shape.sequences * shape.length // shape.context
     heads = sizes.value_heads // shape.tensor
-    keys = sizes.key_heads // shape.tensor * sizes.key_dim
     values = heads * sizes.value_dim
     columns = sizes.value_dim + (shape.context > 1) * sizes.key_dim
     moved = 4 * heads * n * shapes.rule_numbers(RULE_MOVES[sizes.kind], sizes, columns, columns)
@@ -308,7 +307,9 @@ def _linear_mixer(
             (n, sizes.latent, values + heads * sizes.key_dim),
         ]
     return {
-        "qkv": products((n, d, 2 * keys), (n, d, values), *gates),
+        "qkv": products(
+            (n, d, 2 * (sizes.key_heads // shape.tensor * sizes.key_dim)), (n, d, values), *gates
+        ),
         "attention": Seconds(
             attention=moved / accelerator.memory_rate, memory=rows / accelerator.memory_rate
         ),

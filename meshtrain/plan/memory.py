@@ -344,10 +344,10 @@ def _unpipelined_moments(config: Config, platform: str) -> dict[str, list[Memory
     # add it to the sums at once.
     embedding = 4 * trained.tokens.full if gathers != several else 0
     added = chunked and platform == "cpu"
-    wide = period and scatters_at_use(config)
-    late = 0 if waits or added else (4 if wide else size) * trained.vocabulary.largest
+    head_size = 4 if period and scatters_at_use(config) else size
+    late = 0 if waits or added else head_size * trained.vocabulary.largest
     new = [MemoryItem("new gradients of the vocabulary", "gradients", embedding + late)]
-    zeros = MemoryItem("gradient of the embedding, zeros", "gradients", embedding * bool(period))
+    zeros = MemoryItem("gradient of the embedding, zeros", "gradients", period and embedding)
     early = gradients if _sets_early(config, platform) else []
     # CPUs gather embedding and head before the loop over microbatches, and hold them through it.
     through = gathers and several and platform == "cpu"
@@ -392,8 +392,8 @@ def _layer_items(config: Config, period: int = 0) -> list[MemoryItem]:
     """
     kinds = [one for _, one in stack_configs(config)]
     weights = gathers_at_use(config) * _itemsize(config) * shapes.resident(config).block.largest
-    waiting = period * _chunk_trained(config).block.full
-    full = waiting or max(shapes.trained(one).block.full for one in kinds)
+    largest = max(shapes.trained(one).block.full for one in kinds)
+    full = period * _chunk_trained(config).block.full or largest
     gradients = scatters_at_use(config) * 4 * full
     return [
         MemoryItem("gathered weights of a layer", "parameters", weights),

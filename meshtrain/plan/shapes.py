@@ -183,8 +183,8 @@ def rule_numbers(each: Sequence[float], sizes: LinearConfig, value: int, columns
     """Counts float32 numbers a token and head of linear attention's rule, of values of a width and states of so many
     columns: so many each of a key's width, of a value's, of the tokens of a chunk, and of the states of chunks.
     """
-    states = sizes.key_dim * columns / sizes.chunk
-    return sum(map(operator.mul, each, (sizes.key_dim, value, sizes.chunk, states)))
+    widths = sizes.key_dim, value, sizes.chunk, sizes.key_dim * columns / sizes.chunk
+    return sum(map(operator.mul, each, widths))
 
 
 def vocabulary_degree(config: Config) -> int:
