@@ -162,7 +162,7 @@ def test_the_longest_stage_is_named(config, capsys):
 
 
 BAD = {
-    ("--set", "mesh.dta=2"): "did you mean data",
+    ("--set", "mesh.dta=2"): "did you mean mesh.data",
     ("--set", "mesh.tensor=3"): "does not divide",
     ("--cluster", "h1000"): "did you mean h100",
     ("--cluster", "nowhere.yaml"): "there is no cluster description",

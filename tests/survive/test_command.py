@@ -92,7 +92,7 @@ def test_a_name_or_an_address_that_is_none(config, tmp_path, capsys, option, val
         ("survive.restarts=-1", "survive.restarts"),
         ("survive.inject=[kill@3:1]", "kill@3:1 is for rank 1, .* has 1, .*from 0"),
         ("survive.inject=[disk-full@3:0]", "disk-full .*before a run"),
-        ("survive.leest=1", r"did you mean least\?"),
+        ("survive.leest=1", r"did you mean survive.least\?"),
     ],
 )
 def test_a_config_that_no_run_can_have(config, tmp_path, capsys, key, words):

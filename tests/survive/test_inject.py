@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -344,11 +345,14 @@ def test_nothing_is_injected_without_a_supervisor(tmp_path):
 
 def test_a_slow_process_naps_for_half_a_step(tmp_path, monkeypatch):
     naps: list[float] = []
+    sleep = time.sleep
+    here = threading.get_ident()  # threads of other tests sleep too
+    nap = lambda seconds: naps.append(seconds) if threading.get_ident() == here else sleep(seconds)
     monkeypatch.setattr(Injector, "_look", lambda self, looked: looked.set())
     heartbeat = Heartbeat()
     heartbeat.supervised = supervised(tmp_path)
     injector = Injector(heartbeat, ["slow@1:0"])
-    monkeypatch.setattr(time, "sleep", naps.append)
+    monkeypatch.setattr(time, "sleep", nap)
     injector.at("dispatch", 5)
     assert naps == [], "the pace is not known"
     monkeypatch.setattr(Heartbeat, "pace", 2.0)
