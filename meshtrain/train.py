@@ -328,7 +328,9 @@ def _end(loop: "Loop", start: int, last: int, record: RunRecord) -> int:
         )
         loop.report(f"stopped on request {where}, run again to go on.")
     heartbeat.phase("end")
-    return STOPPED if stopped else DONE
+    if stopped:
+        return STOPPED
+    return DONE
 
 
 @dataclass

@@ -119,10 +119,15 @@ def _apply(keep: Array, rate: float, x: Array) -> Array:
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)
 
 
-_apply.defvjp(
-    lambda keep, rate, x: (_apply(keep, rate, x), keep),
-    lambda rate, keep, g: (None, _apply(keep, rate, g)),
-)
+def _applied(keep: Array, rate: float, x: Array) -> tuple[Array, Array]:
+    return _apply(keep, rate, x), keep
+
+
+def _gradient(rate: float, keep: Array, g: Array) -> tuple[None, Array]:
+    return None, _apply(keep, rate, g)
+
+
+_apply.defvjp(_applied, _gradient)
 
 
 def keep_mask(rate: float, word: Array, other: Array, queries: Array, keys: Array) -> Array:

@@ -124,7 +124,9 @@ class ContextCollectives(MeshCollectives):
 
     def gather_row(self, latents: Any) -> Any:
         gathers = self.context > 1 and not (self.rings or self.by_heads)
-        return _gathered(latents) if gathers else latents
+        if gathers:
+            return _gathered(latents)
+        return latents
 
     def attend_in_zigzag(
         self, kernel: Any, scoring: Any, heads: Heads, masks: Any, sinks: Any = None

@@ -84,7 +84,9 @@ class ExpertCollectives(ContextCollectives):
         return y, rounds * jnp.sum(chosen[:, 0] < experts)
 
     def expert_collectives(self) -> ContextCollectives:
-        return PartsOfSequences(self) if TENSOR in self.expert_axes else self
+        if TENSOR in self.expert_axes:
+            return PartsOfSequences(self)
+        return self
 
     def share_all_rows(
         self, compute: Compute, here: int, room: int, chosen_NK: jax.Array

@@ -117,7 +117,9 @@ def metrics(config: Config, layout: Layout, gradients: Tree) -> dict[str, jax.Ar
 
 
 def _joined(arrays: list[jax.Array]) -> jax.Array:
-    return jnp.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+    if len(arrays) > 1:
+        return jnp.concatenate(arrays)
+    return arrays[0]
 
 
 def divided(counts: Any, experts: int) -> tuple[Any, Any, Any]:

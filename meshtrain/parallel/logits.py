@@ -56,4 +56,6 @@ def compute_logits(forward: Forward, weights: Weights, x_BTD: Array, here: Array
 
 def _only(here: Array, x: Array) -> Array:
     """Sends the value of the one stage where `here` is true to all stages."""
-    return lax.psum(jnp.where(here, x, 0), PIPELINE) if PIPELINE in varying(x) else x
+    if PIPELINE in varying(x):
+        return lax.psum(jnp.where(here, x, 0), PIPELINE)
+    return x

@@ -96,4 +96,6 @@ def _iterate(stack: Stack, matrices: jax.Array, eps: float) -> jax.Array:
     iterate = lambda x: muon.update(x, muon.init(x))[0]
     # XLA sums up the numbers of a matrix in the order in which it does for a layer's weight: one matrix, or experts.
     experts = "experts" in stack.members[0][0].axes
-    return iterate(matrices) if experts else jax.vmap(iterate)(matrices)
+    if experts:
+        return iterate(matrices)
+    return jax.vmap(iterate)(matrices)

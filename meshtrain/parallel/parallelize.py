@@ -294,7 +294,9 @@ class LocalStep:
             for axis in sorted(varying(loss))
             if axis in self.summed_over or axis not in self.config.mesh.token_axes()
         )
-        return lax.psum(loss, axes) if axes else loss
+        if axes:
+            return lax.psum(loss, axes)
+        return loss
 
 
 def _divisor(count: jax.Array) -> jax.Array:

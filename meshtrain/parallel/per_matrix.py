@@ -78,7 +78,9 @@ def _over_layers(
 
     def map_layers(function: Callable, in_axes: Tree, out_axes: Tree) -> Callable:
         """Maps a function over layers; returns it as it is where no layer is trained."""
-        return jax.vmap(function, in_axes=in_axes, out_axes=out_axes) if layers_train else function
+        if layers_train:
+            return jax.vmap(function, in_axes=in_axes, out_axes=out_axes)
+        return function
 
     def axes(blocks: Tree) -> Tree:
         """0 for what each layer has, None for what all share (counts)."""

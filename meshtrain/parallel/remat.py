@@ -53,7 +53,9 @@ def _policy(parallel: ParallelConfig, rank: int) -> Callable | None:
     policies = jax.checkpoint_policies
     if parallel.remat == "dots":
         # Products with weights; attention's have batch dimensions.
-        return partial(_products, rank) if rank else policies.dots_with_no_batch_dims_saveable
+        if rank:
+            return partial(_products, rank)
+        return policies.dots_with_no_batch_dims_saveable
     if parallel.remat in ("names", "selective"):
         return policies.save_and_offload_only_these_names(
             names_which_can_be_saved=list(parallel.names_kept),

@@ -99,7 +99,9 @@ class MeshCollectives(VocabularyShards):
         return super().vocabulary_max(vary(x, self.vocabulary))
 
     def stream_axes(self) -> tuple[str, ...]:
-        return (TENSOR,) if self.sequence_parallel else ()
+        if self.sequence_parallel:
+            return (TENSOR,)
+        return ()
 
     def share_last_stage(self, y: jax.Array, here: jax.Array) -> jax.Array:
         """Returns the value of `y` where `here` is true, on every stage that shares the vocabulary; its gradient flows

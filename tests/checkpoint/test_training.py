@@ -139,7 +139,7 @@ def test_a_run_whose_text_has_changed_goes_on_only_when_that_is_allowed(
     capsys.readouterr()
     assert main(["--config", str(again)]) == 2
     prepared, said = capsys.readouterr().err.splitlines()
-    assert prepared.startswith("meshtrain: preparing 2 files ")
+    assert prepared.startswith(f"meshtrain: preparing {text} (2 files")
     assert tells(said, "checkpoints/2 does not fit", f"data.source {text}")
     assert said.endswith(" with checkpoint.allow: [data.source].")
     assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == kept

@@ -1,9 +1,9 @@
 """A schedule's table inside the compiled step.
 
-Every device runs one program: a scan over clocks, in which it looks up its own row of the table (`clock.ClockRow`). A
-schedule is thus no code, and one that is read from a CSV file runs as the named ones do. Forwards and backwards of
-different microbatches alternate, so there is no `jax.grad` around the pipeline: the forward of a stage stashes its
-residuals in one clock, and the backward takes them up in another.
+Every device runs one program: a scan over clocks, in which it looks up its own row of the table
+(`parallel.pipeline.clock.ClockRow`). A schedule is thus no code, and one that is read from a CSV file runs as the named
+ones do. Forwards and backwards of different microbatches alternate, so there is no `jax.grad` around the pipeline: the
+forward of a stage stashes its residuals in one clock, and the backward takes them up in another.
 
     table ──buffers──► places ──phases──► loops over clocks ──► CompiledTable        meshtrain.schedule, without JAX
                                                │

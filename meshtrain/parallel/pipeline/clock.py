@@ -196,7 +196,9 @@ class Execution:
     def end(self, carry: Carry) -> Carry:
         """The carry with the last embedding's gradient."""
         last = self.compiled.leaves_last
-        return self.add_embedding_gradient(carry, jnp.asarray(last)) if last >= 0 else carry
+        if last >= 0:
+            return self.add_embedding_gradient(carry, jnp.asarray(last))
+        return carry
 
     # --- one clock
 
@@ -295,7 +297,9 @@ class Execution:
 
     def is_embedded(self, here: Array) -> Array:
         """Returns `here` on stage 0, or on all stages where they share the vocabulary; else False."""
-        return here if self.shared_vocabulary else here & (lax.axis_index(PIPELINE) == 0)
+        if self.shared_vocabulary:
+            return here
+        return here & (lax.axis_index(PIPELINE) == 0)
 
     # --- messages
 
@@ -321,7 +325,9 @@ class Execution:
         """`run`, on CPU only where active: elsewhere an idle stage computes what nobody reads (see
         `schedule.buffers`).
         """
-        return partial(lax.cond, active, run, idle) if self.skips else run
+        if self.skips:
+            return partial(lax.cond, active, run, idle)
+        return run
 
     def when(self, active: Array, run: Callable, idle: Callable) -> Callable:
         """`run` where active, else `idle`: skipped on CPU, selected elsewhere."""
@@ -334,7 +340,9 @@ class Execution:
         """Writes before the next slot reads. A chunk of one layer has no loop: without this, XLA would let both read
         the old values, and copy the buffer.
         """
-        return buffers if self.skips else jax.tree.map(lax.optimization_barrier, buffers)
+        if self.skips:
+            return buffers
+        return jax.tree.map(lax.optimization_barrier, buffers)
 
 
 class Clock:
@@ -465,7 +473,9 @@ class Clock:
         return carry._replace(gx=gx if always else jnp.where(self.row.b.active, gx, carry.gx))
 
     def send(self, slot: int, message: Array | None) -> Messages | None:
-        return None if message is None else self.execution.send(slot, message)
+        if message is None:
+            return None
+        return self.execution.send(slot, message)
 
     def receive(self, slot: int, carry: Carry, messages: Messages | None) -> Carry:
         """Returns the carry with the messages at their places in the inbox of F or B."""

@@ -89,4 +89,6 @@ class Executor:
 
 def _sum_over_stages(loss: jax.Array) -> jax.Array:
     """Returns the sum where only the last stage has the loss, others zeros; if all have it, returns it."""
-    return lax.psum(loss, PIPELINE) if PIPELINE in varying(loss) else loss
+    if PIPELINE in varying(loss):
+        return lax.psum(loss, PIPELINE)
+    return loss
