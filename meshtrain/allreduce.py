@@ -100,7 +100,9 @@ def _slowest(links: Links) -> float:
 
 
 def _only_powers_of_two(devices: int) -> str:
-    return "whose reduce-scatter is for powers of two" if devices & (devices - 1) else ""
+    if devices & (devices - 1):
+        return "whose reduce-scatter is for powers of two"
+    return ""
 
 
 def _late(programs: str) -> Callable[[], Any]:

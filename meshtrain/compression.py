@@ -42,7 +42,9 @@ class Compression:
 def codec_of(reduce: Keys) -> Any:
     """Returns the codec that a config asks for; None where no codec makes bytes of rows."""
     codec = COMPRESSIONS[reduce.compression].codec
-    return None if codec is None else codec(reduce)
+    if codec is None:
+        return None
+    return codec(reduce)
 
 
 def _late(name: str, *keys: str) -> Callable[[Keys], Codec]:

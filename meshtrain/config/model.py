@@ -41,7 +41,9 @@ def _family_default(name: str) -> Callable[[Any], Any]:
 def _pattern(config: Any) -> tuple[str, ...]:
     """Returns the family's pattern, as far as the layers go."""
     pattern = FAMILIES[config.model.family].pattern[: config.model.layers]
-    return period_of(pattern) if pattern else ()
+    if pattern:
+        return period_of(pattern)
+    return ()
 
 
 def _query_scalar(config: Any) -> float:
@@ -311,7 +313,9 @@ class LinearConfig:
     @property
     def latent(self) -> int:
         """Numbers a token that what it forgets is made of, and likewise the gate of its output; 0: of the stream."""
-        return self.value_dim if self.kind == "kda" else 0
+        if self.kind == "kda":
+            return self.value_dim
+        return 0
 
 
 @dataclass(frozen=True)

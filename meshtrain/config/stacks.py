@@ -134,7 +134,9 @@ def expert_layers(model: Any) -> list[int]:
 
 def kind_of(model: Any) -> str:
     """Returns the kind of a model's layers, which are all alike (`model_of_stack`)."""
-    return model.pattern[0] if model.pattern else FULL
+    if model.pattern:
+        return model.pattern[0]
+    return FULL
 
 
 def stack_of(name: str) -> str:

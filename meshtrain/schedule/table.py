@@ -395,7 +395,9 @@ def _read_row(
             _check_sent(cell, sent, sends)
         except IllegalTable as error:
             raise IllegalTable(f"{where}, column {stage + 1} (stage {stage}): {error}") from None
-    return sent[0] if sent else {}
+    if sent:
+        return sent[0]
+    return {}
 
 
 def _check_pairs(table: Table, rows: list[list[str]], source: str) -> None:
