@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from http.client import UNAUTHORIZED
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -145,7 +145,8 @@ def _ask(
         except Exception as error:
             said = getattr(error, "strerror", None) or str(error) or type(error).__name__
             reason = said.splitlines()[0].rstrip(".")
-            if isinstance(error, PermissionError) or getattr(error, "code", None) == UNAUTHORIZED:
+            code = getattr(error, "code", None)
+            if isinstance(error, PermissionError) or code == HTTPStatus.UNAUTHORIZED:
                 number = errno.EACCES
                 # A credential that has expired may have been renewed where it came from.
                 if fresh:
