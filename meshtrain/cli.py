@@ -275,7 +275,7 @@ class Parser(argparse.ArgumentParser):
             self._refuse_bare_config(words)
         parsed, beyond = super().parse_known_args(words, namespace)
         if beyond:
-            before = words[words.index(beyond[0]) - 1]
+            before = ["", *words][words.index(beyond[0])]
             ending = self._setting(*((before, beyond[0]) if before in keys(Config) else beyond[:1]))
             if not ending and "--prompt" in self._option_string_actions:
                 ending = f"; did you mean --prompt {shlex.quote(short(beyond[0]))}?"
