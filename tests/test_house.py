@@ -14,7 +14,7 @@ import house
 import pytest
 
 TESTS = Path(__file__).parent
-LONGEST_FILE = 630  # lines
+LONGEST_FILE = 655  # lines
 
 LIMITS = {
     "files": 441,
