@@ -16,7 +16,8 @@ from meshtrain.config import Config
 from meshtrain.data.permutation import key_of
 from meshtrain.sources import SOURCES, SourceKind
 
-VALUES, KEYS = 8, 16  # ids: the values, a question for each key, then the items of the table
+# ids: the values, a question for each key, then the items of the table
+VALUES, KEYS = 8, 16
 
 
 class RecallRows:
@@ -37,8 +38,13 @@ class RecallRows:
     def read(self, places: np.ndarray) -> dict[str, Any]:
         rows = np.empty((len(places), self.length + 1), np.int32)
         for row, item in zip(rows, places.tolist(), strict=True):
-            draw = np.random.Generator(np.random.Philox(key=[self.key, np.uint64(item)]))
-            values, asked = draw.integers(0, VALUES, KEYS), draw.integers(0, KEYS, self.length)
+            draw = np.random.Generator(
+                np.random.Philox(key=[self.key, np.uint64(item)])
+            )
+            values, asked = (
+                draw.integers(0, VALUES, KEYS),
+                draw.integers(0, KEYS, self.length),
+            )
             table = VALUES + KEYS + np.arange(KEYS) * VALUES + values
             answered = np.stack([VALUES + asked, values[asked]], axis=1).reshape(-1)
             row[:] = np.append(draw.permutation(table), answered)[: len(row)]

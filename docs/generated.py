@@ -29,7 +29,9 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
 }
-PICTURES = {name: name for name in ("experiments/interleaved.svg", "experiments/transfer.svg")}
+PICTURES = {
+    name: name for name in ("experiments/interleaved.svg", "experiments/transfer.svg")
+}
 ALONE = ("LICENSE", "CITATION.cff")  # linked to in the repository, but no pages
 served = False
 
@@ -43,15 +45,23 @@ def on_startup(command: str, **_: Any) -> None:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages and pictures that lie elsewhere in the repository, and the API reference."""
     for source, page in PAGES.items():
-        files.append(File.generated(config, page, content=_with_links((ROOT / source).read_text())))
+        files.append(
+            File.generated(
+                config, page, content=_with_links((ROOT / source).read_text())
+            )
+        )
     for source, picture in PICTURES.items():
         files.append(File.generated(config, picture, abs_src_path=str(ROOT / source)))
     if served:
-        files.append(File.generated(config, "api/index.html", content="left out of mkdocs serve"))
+        files.append(
+            File.generated(config, "api/index.html", content="left out of mkdocs serve")
+        )
         return files
     with tempfile.TemporaryDirectory() as directory:
         api_reference.build(Path(directory), sources=False)
-        for path in sorted(path for path in Path(directory).rglob("*") if path.is_file()):
+        for path in sorted(
+            path for path in Path(directory).rglob("*") if path.is_file()
+        ):
             name = f"api/{path.relative_to(directory).as_posix()}"
             files.append(File.generated(config, name, content=path.read_bytes()))
     return files

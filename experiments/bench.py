@@ -92,7 +92,9 @@ def least(function: Callable[[], Any], times: int = 3) -> float:
 class Stepping:
     """A compiled step with its state, run again and again."""
 
-    def __init__(self, step: Callable[..., tuple[Any, Any]], state: Any, *batch: Any) -> None:
+    def __init__(
+        self, step: Callable[..., tuple[Any, Any]], state: Any, *batch: Any
+    ) -> None:
         self.step = step
         self.state = state
         self.batch = batch
@@ -114,12 +116,17 @@ class Compared(NamedTuple):
     @property
     def walls(self) -> list[float]:
         """The step's wall-clock time over the reference's."""
-        return [step.wall / reference.wall for step, reference in zip(*self, strict=True)]
+        return [
+            step.wall / reference.wall for step, reference in zip(*self, strict=True)
+        ]
 
     @property
     def processors(self) -> list[float]:
         """The same of processor seconds."""
-        return [step.processor / reference.processor for step, reference in zip(*self, strict=True)]
+        return [
+            step.processor / reference.processor
+            for step, reference in zip(*self, strict=True)
+        ]
 
     @property
     def processor(self) -> float:
@@ -131,9 +138,7 @@ class Compared(NamedTuple):
 
 
 _SPENT = f"{'wall':>6} {'user':>6} {'sys':>5} {'faults':>6}"
-HEADER = (
-    f"{'ratio':>6} {'(min-max)':>11} {'CPU':>5} {_SPENT} | {_SPENT} of the reference; s, thousands"
-)
+HEADER = f"{'ratio':>6} {'(min-max)':>11} {'CPU':>5} {_SPENT} | {_SPENT} of the reference; s, thousands"
 
 
 def spread(values: Sequence[float]) -> str:
@@ -167,7 +172,10 @@ def quiet(most: float = 10.0, patience: float = 20.0) -> None:
 @contextmanager
 def busy(count: int) -> Iterator[None]:
     """Keeps so many processes busy meanwhile."""
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    others = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(count)
+    ]
     try:
         yield
     finally:
@@ -192,16 +200,20 @@ class Table:
     def row(self, *cells: object) -> None:
         """Prints a row, the first cell to the left and numbers to the right."""
         texts = [
-            str(cell).ljust(width) for cell, width in zip(cells[:1], self.widths, strict=False)
+            str(cell).ljust(width)
+            for cell, width in zip(cells[:1], self.widths, strict=False)
         ]
         texts += [
-            str(cell).rjust(width) for cell, width in zip(cells[1:], self.widths[1:], strict=True)
+            str(cell).rjust(width)
+            for cell, width in zip(cells[1:], self.widths[1:], strict=True)
         ]
         print(f"| {' | '.join(texts)} |", flush=True)
 
 
 def until(
-    condition: Callable[[], Any], seconds: float, alive: Callable[[], Any] = lambda: True
+    condition: Callable[[], Any],
+    seconds: float,
+    alive: Callable[[], Any] = lambda: True,
 ) -> bool:
     """Waits for a condition for at most so many seconds, or as long as what must meet it is alive."""
     end = time.monotonic() + seconds
@@ -237,7 +249,11 @@ def in_process(*words: object, **environment: str) -> Any:
     """Runs `python -m words` in a process of its own, and returns the JSON of its last line, if it prints any."""
     command = [sys.executable, "-m", *map(str, words)]
     done = subprocess.run(
-        command, env=os.environ | environment, check=True, stdout=subprocess.PIPE, text=True
+        command,
+        env=os.environ | environment,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     lines = done.stdout.split("\n")
     return json.loads(lines[-2]) if len(lines) > 1 else None

@@ -41,7 +41,10 @@ LAYOUTS = {  # name -> (mesh, parallel)
     "8 x 1 x 1, ZeRO-3": ((8, 1, 1), {"zero_stage": 3}),
     "1 x 1 x 1": ((1, 1, 1), {}),
     "1 x 2 x 4, ZeRO-0": ((1, 2, 4), {"zero_stage": 0}),
-    "2 x 2 x 2, interleaved": ((2, 2, 2), {"schedule": "interleaved", "virtual_stages": 2}),
+    "2 x 2 x 2, interleaved": (
+        (2, 2, 2),
+        {"schedule": "interleaved", "virtual_stages": 2},
+    ),
 }
 AS_IT_LIES, *_, REARRANGED = LAYOUTS
 
@@ -53,12 +56,16 @@ def main() -> None:
         "--directory", type=Path, help="where to write; default: a temporary directory"
     )
     parser.add_argument("--saves", type=int, default=5)
-    parser.add_argument("--lora", action="store_true", help="the saves of a run with adapters")
+    parser.add_argument(
+        "--lora", action="store_true", help="the saves of a run with adapters"
+    )
     parser.add_argument("--orbax", action="store_true", help="beside Orbax alone")
     parser.add_argument("--restore", metavar="LAYOUT", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.restore:
-        print(json.dumps(restore(options.directory, options.megabytes, options.restore)))
+        print(
+            json.dumps(restore(options.directory, options.megabytes, options.restore))
+        )
         return
     with bench.directory(options.directory) as root:
         if options.lora:
@@ -72,7 +79,9 @@ def main() -> None:
             save(root / layout, options.megabytes, layout, options.saves)
         last = root / AS_IT_LIES / "checkpoints" / str(options.saves)
         verify(last)
-        table = Table("restored onto         ", "seconds", "state MB", "peak MB", "peak / state")
+        table = Table(
+            "restored onto         ", "seconds", "state MB", "peak MB", "peak / state"
+        )
         for layout in LAYOUTS:
             words = [
                 "--restore",
@@ -85,11 +94,16 @@ def main() -> None:
             found = bench.in_process("experiments.bench_checkpoint", *words)
             sizes = [f"{found[name] / 1e6:.0f}" for name in ("state", "peak")]
             table.row(
-                layout, f"{found['seconds']:.2f}", *sizes, f"{found['peak'] / found['state']:.2f}"
+                layout,
+                f"{found['seconds']:.2f}",
+                *sizes,
+                f"{found['peak'] / found['state']:.2f}",
             )
 
 
-def program(directory: Path, megabytes: int, layout: str, lora: bool = False) -> Program:
+def program(
+    directory: Path, megabytes: int, layout: str, lora: bool = False
+) -> Program:
     """Returns a llama with `megabytes` of float32 masters and Adam moments, or of a frozen base."""
     mesh, parallel = LAYOUTS[layout]
     a_layer = 4 * WIDTH**2 + 3 * WIDTH * D_FF
@@ -112,7 +126,9 @@ def program(directory: Path, megabytes: int, layout: str, lora: bool = False) ->
     return Program(config, make_mesh(config))
 
 
-def save(root: Path, megabytes: int, layout: str, saves: int, lora: bool = False) -> None:
+def save(
+    root: Path, megabytes: int, layout: str, saves: int, lora: bool = False
+) -> None:
     built = program(root, megabytes, layout, lora)
     checkpointer = Checkpointer(built.config, built)
     state = jax.block_until_ready(checkpointer.restore_or_init()[0])
@@ -146,7 +162,9 @@ def save(root: Path, megabytes: int, layout: str, saves: int, lora: bool = False
             f"{1e3 * took.processor:.0f}",
         )
         table.row(step, *times, written)
-    copying = least(lambda: jax.block_until_ready(jax.tree.map(lambda x: x.copy(), state)))
+    copying = least(
+        lambda: jax.block_until_ready(jax.tree.map(lambda x: x.copy(), state))
+    )
     asking = least(lambda: bool(built.is_finite(state)))
     told = f"a plain copy of the state: {1e3 * copying:.0f} ms; asking whether it is finite: {1e3 * asking:.0f} ms"
     print(f"median share blocked {statistics.median(shares):.1%} ({told})\n")
@@ -193,11 +211,17 @@ def beside_orbax(root: Path, megabytes: int, rounds: int) -> None:
             took = spent(lambda name=name: jax.block_until_ready(loads[name]()))
             restored[name].append(took.wall)
         checkpointer.close()
-    table = Table("ms, median (least)".ljust(22), "blocked", "whole save  ", "restore     ")
+    table = Table(
+        "ms, median (least)".ljust(22), "blocked", "whole save  ", "restore     "
+    )
     for name in names:
         found_of = (blocked[name], whole[name], restored[name])
         table.row(
-            name, *(f"{1e3 * statistics.median(x):.0f} ({1e3 * min(x):.0f})" for x in found_of)
+            name,
+            *(
+                f"{1e3 * statistics.median(x):.0f} ({1e3 * min(x):.0f})"
+                for x in found_of
+            ),
         )
     for name in names[1:]:
         words = []
@@ -225,7 +249,10 @@ def noise(state: Any) -> Any:
 def on_disk(directory: Path) -> None:
     found = steps.numbered(directory)
     once = {
-        p.stat().st_ino: p.stat().st_size for step in found for p in step.rglob("*") if p.is_file()
+        p.stat().st_ino: p.stat().st_size
+        for step in found
+        for p in step.rglob("*")
+        if p.is_file()
     }
     apart = sum(map(digests.total_bytes, found))
     print(
@@ -246,23 +273,33 @@ def verify(directory: Path) -> None:
 def restore(root: Path, megabytes: int, layout: str) -> dict[str, float]:
     built = program(root, megabytes, layout)
     checkpointer = Checkpointer(built.config, built)
-    warm = jax.device_put(jax.numpy.ones((16, 16)), jax.NamedSharding(built.mesh, jax.P()))
+    warm = jax.device_put(
+        jax.numpy.ones((16, 16)), jax.NamedSharding(built.mesh, jax.P())
+    )
     # The compiler's own memory is one that the step needs anyway.
     jax.block_until_ready(jax.jit(lambda x: jax.numpy.tanh(x @ x))(warm))
     gc.collect()
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # starts the peak anew
     found: list[Any] = []
-    took = spent(lambda: found.append(jax.block_until_ready(checkpointer.restore_or_init()[0])))
+    took = spent(
+        lambda: found.append(jax.block_until_ready(checkpointer.restore_or_init()[0]))
+    )
     peak = memory("VmHWM")
-    held = sum(shard.data.nbytes for x in jax.tree.leaves(found) for shard in x.addressable_shards)
+    held = sum(
+        shard.data.nbytes
+        for x in jax.tree.leaves(found)
+        for shard in x.addressable_shards
+    )
     checkpointer.close()
     return {"seconds": took.wall, "state": held, "peak": peak - before}
 
 
 def memory(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{field}:")))
+    return 1024 * int(
+        next(line.split()[1] for line in lines if line.startswith(f"{field}:"))
+    )
 
 
 if __name__ == "__main__":

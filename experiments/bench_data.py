@@ -27,6 +27,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,12 @@ def main() -> None:
         default=6.0,
         help="how long each loader runs, in 3 turns (default: 6)",
     )
-    parser.add_argument("--directory", type=Path, default=Path("/tmp/meshtrain-bench-data"))
+    parser.add_argument(
+        "--directory", type=Path, default=Path("/tmp/meshtrain-bench-data")
+    )
     parser.add_argument("--only", default=",".join(sections))
-    parser.add_argument("--pass-over", help=argparse.SUPPRESS)  # the child process of `memory`
+    # The child process of `memory`
+    parser.add_argument("--pass-over", help=argparse.SUPPRESS)
     parser.add_argument("--mix", type=int, help=argparse.SUPPRESS)  # that of `mixture`
     chosen = parser.parse_args()
     if chosen.pass_over:
@@ -87,7 +91,12 @@ def main() -> None:
 
 def config(source: str, batching: str, length: int = LENGTH, **data: Any) -> Config:
     values = {"source": source, "batching": batching, **data}
-    return load({"data": values, "train": {"sequence_length": length, "global_batch_size": ROWS}})
+    return load(
+        {
+            "data": values,
+            "train": {"sequence_length": length, "global_batch_size": ROWS},
+        }
+    )
 
 
 # The corpus
@@ -97,7 +106,10 @@ def documents() -> list[str]:
     """Returns the standard library's source files."""
     parts = [part for unit in units(stdlib_files().files) for part in unit]
     return [
-        document.text for part in parts for document in read(part, "text") if not document.problem
+        document.text
+        for part in parts
+        for document in read(part, "text")
+        if not document.problem
     ]
 
 
@@ -115,7 +127,8 @@ def shards(chosen: argparse.Namespace) -> Path:
                 if written >= chosen.gigabytes * 1e9 / 2:
                     break
                 written += stream.write(
-                    json.dumps({"text": f"# {number}\n{document}"}, ensure_ascii=False) + "\n"
+                    json.dumps({"text": f"# {number}\n{document}"}, ensure_ascii=False)
+                    + "\n"
                 )
         os.replace(chosen.directory / "unfinished", text)
     prepare(find([str(text)]).files, output, PrepareOptions(), WORKERS)
@@ -147,10 +160,13 @@ def padding(chosen: argparse.Namespace) -> None:
     made = Table("up to", "random", "grouped", "ratio", "budget", "ratio", title=title)
     for length in (1024, 8192, 65536):
         train = {
-            b: open_data(config("stdlib", b, length, last="pad"))[0] for b in ("grouped", "budget")
+            b: open_data(config("stdlib", b, length, last="pad"))[0]
+            for b in ("grouped", "budget")
         }
         pieces = train["grouped"].batches.pieces  # type: ignore[union-attr]
-        shuffled = pieces.lengths(np.random.default_rng(0).permutation(len(pieces.first)))
+        shuffled = pieces.lengths(
+            np.random.default_rng(0).permutation(len(pieces.first))
+        )
         drawn = shuffled[: len(shuffled) // ROWS * ROWS].reshape(-1, ROWS)
         at_random = 1 - drawn.sum() / (drawn.max(1) * ROWS).sum()
         cells = [
@@ -214,7 +230,9 @@ def grain_packed(shards: Path) -> Iterator[int]:
 
     pieces = grain.MapDataset.source(GrainDocuments(shards)).shuffle(seed=0)
     packed = grain.experimental.FirstFitPackIterDataset(
-        pieces.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=64)),
+        pieces.to_iter_dataset(
+            grain.ReadOptions(num_threads=1, prefetch_buffer_size=64)
+        ),
         length_struct={"tokens": LENGTH, "labels": LENGTH},
         num_packing_bins=ROWS,
     )
@@ -259,7 +277,8 @@ def loaders(chosen: argparse.Namespace) -> None:
         for _ in range(ROUNDS)
     ]
     best = {
-        name: [max(found[name][i] for found in rounds) for i in range(2)] for name in runs
+        name: [max(found[name][i] for found in rounds) for i in range(2)]
+        for name in runs
     }  # the least disturbed
     title = f"batches of {ROWS} x {LENGTH}, {os.cpu_count()} cores; millions of tokens"
     made = Table(
@@ -273,7 +292,8 @@ def loaders(chosen: argparse.Namespace) -> None:
     for name, (batching, _) in runs.items():
         mine = best[f"ours, {batching}"]
         cells = [
-            (f"{rate:.1f}", f"{rate / our:.2f}") for rate, our in zip(best[name], mine, strict=True)
+            (f"{rate:.1f}", f"{rate / our:.2f}")
+            for rate, our in zip(best[name], mine, strict=True)
         ]
         made.row(name, *cells[0], *cells[1])
 
@@ -283,8 +303,12 @@ def loaders(chosen: argparse.Namespace) -> None:
 
 def reading(chosen: argparse.Namespace) -> None:
     """Random rows of one large file: mapped, mapped and given back, and by position, as shards.Corpus does."""
-    path = max(shards(chosen).glob("train-*.tokens"), key=lambda found: found.stat().st_size)
-    path = joined(chosen.directory / "one.tokens", sorted(path.parent.glob("train-*.tokens")))
+    path = max(
+        shards(chosen).glob("train-*.tokens"), key=lambda found: found.stat().st_size
+    )
+    path = joined(
+        chosen.directory / "one.tokens", sorted(path.parent.glob("train-*.tokens"))
+    )
     count = path.stat().st_size // 2
     title = f"reading random rows of {path.stat().st_size / 1e9:.2f} GB: processor time, and the most memory resident"
     heads = [
@@ -294,7 +318,9 @@ def reading(chosen: argparse.Namespace) -> None:
     ]
     made = Table("rows of", *heads, title=title)
     for length in (256, 1024, 4096):
-        starts = np.random.default_rng(0).permutation(count // length - 1)[:100_000] * length
+        starts = (
+            np.random.default_rng(0).permutation(count // length - 1)[:100_000] * length
+        )
         cells = []
         for how in ("mapped", "back", "position"):
             with multiprocessing.get_context("spawn").Pool(1) as pool:
@@ -311,7 +337,9 @@ def joined(path: Path, parts: list[Path]) -> Path:
     return path
 
 
-def read_rows(path: Path, starts: np.ndarray, length: int, how: str) -> tuple[float, float]:
+def read_rows(
+    path: Path, starts: np.ndarray, length: int, how: str
+) -> tuple[float, float]:
     """(seconds of processor time, most MB resident) to read the rows once."""
     row = np.empty(length, np.int32)
     peak = 0.0
@@ -323,7 +351,9 @@ def read_rows(path: Path, starts: np.ndarray, length: int, how: str) -> tuple[fl
             began = time.process_time()
             for start in some.tolist():
                 if how == "position":
-                    row[:] = np.frombuffer(os.pread(stream.fileno(), 2 * length, 2 * start), "<u2")
+                    row[:] = np.frombuffer(
+                        os.pread(stream.fileno(), 2 * length, 2 * start), "<u2"
+                    )
                 else:
                     row[:] = tokens[start : start + length]
             seconds += time.process_time() - began
@@ -337,12 +367,19 @@ def read_rows(path: Path, starts: np.ndarray, length: int, how: str) -> tuple[fl
 
 # The floor
 
-LENGTHS = {  # how long documents are: the mean of a log-normal distribution, and its sigma
+# How long documents are: the mean of a log-normal distribution, and its sigma
+LENGTHS = {
     "short, 80": (80, 0.8),
     "code, 8,000": (8_000, 1.2),
     "long, 40,000": (40_000, 1.0),
 }
-FLOOR_TOKENS, FLOOR_SHARDS, FLOOR_BATCHES, FLOOR_ROUNDS, LABELS = 120_000_000, 4, 200, 5, 32_768
+FLOOR_TOKENS, FLOOR_SHARDS, FLOOR_BATCHES, FLOOR_ROUNDS, LABELS = (
+    120_000_000,
+    4,
+    200,
+    5,
+    32_768,
+)
 
 
 def floors(chosen: argparse.Namespace) -> None:
@@ -361,20 +398,27 @@ def floors(chosen: argparse.Namespace) -> None:
             settings = config(str(shards), batching, length, verify=False)
             size = LABELS // length
             values = dataclasses.replace(
-                settings, train=dataclasses.replace(settings.train, global_batch_size=size)
+                settings,
+                train=dataclasses.replace(settings.train, global_batch_size=size),
             )
             train, _ = open_data(values)
             places = train.batches.rows.locate(np.arange(FLOOR_BATCHES * size))  # type: ignore[union-attr]
-            stretches = list(zip(places.first.tolist(), places.lengths.tolist(), strict=True))
+            stretches = list(
+                zip(places.first.tolist(), places.lengths.tolist(), strict=True)
+            )
+            packed = batching == "packed"
             runs = {
-                "two": lambda: mapped_batches(train, stretches, length, False),  # noqa: B023
-                "all": lambda: mapped_batches(train, stretches, length, batching == "packed"),  # noqa: B023
-                "ours": lambda: one_by_one(enumerate(map(train.batch, range(FLOOR_BATCHES)))),  # noqa: B023
-                "loader": lambda: one_by_one(Loader(train)),  # noqa: B023
+                "two": partial(mapped_batches, train, stretches, length, False),
+                "all": partial(mapped_batches, train, stretches, length, packed),
+                "ours": partial(read_batches, train),
+                "loader": partial(load_batches, train),
             }
             times = bench.turns(runs, FLOOR_ROUNDS, warm=0)
             rates = {
-                run: FLOOR_BATCHES * LABELS / min(one.processor for one in times[run]) / 1e6
+                run: FLOOR_BATCHES
+                * LABELS
+                / min(one.processor for one in times[run])
+                / 1e6
                 for run in runs
             }
             cells = [
@@ -411,7 +455,9 @@ def drawn(directory: Path, mean: int, sigma: float) -> Path:
     return directory
 
 
-def mapped_batches(train: Any, stretches: list[tuple[int, int]], length: int, every: bool) -> None:
+def mapped_batches(
+    train: Any, stretches: list[tuple[int, int]], length: int, every: bool
+) -> None:
     """What a loop over a new memory map needs for the same batches: tokens and labels, or with `every` all five
     arrays.
     """
@@ -440,6 +486,14 @@ def mapped_batches(train: Any, stretches: list[tuple[int, int]], length: int, ev
         at += n
 
 
+def read_batches(train: Any) -> None:
+    one_by_one(enumerate(map(train.batch, range(FLOOR_BATCHES))))
+
+
+def load_batches(train: Any) -> None:
+    one_by_one(Loader(train))
+
+
 def one_by_one(batches: Iterator[tuple[int, Any]]) -> None:
     """Takes batches and lets each go before the next comes."""
     for _ in range(FLOOR_BATCHES):
@@ -454,7 +508,9 @@ def one_by_one(batches: Iterator[tuple[int, Any]]) -> None:
 def memory(chosen: argparse.Namespace) -> None:
     shards(chosen)
     title = "a pass over the corpus: MB resident after 1%, at most later, at the end"
-    made = Table("batching", "after 1%", " most", "  end", "growth", "Mtokens/s", title=title)
+    made = Table(
+        "batching", "after 1%", " most", "  end", "growth", "Mtokens/s", title=title
+    )
     for batching in ("window", "packed", "grouped"):
         words = ["--directory", chosen.directory, "--pass-over", batching]
         told = bench.in_process("experiments.bench_data", *words)
@@ -475,10 +531,17 @@ def mixture(chosen: argparse.Namespace) -> None:
     for _ in range(ROUNDS):
         for number, found in turns.items():
             words = ["--directory", chosen.directory, "--seconds", chosen.seconds]
-            found.append(bench.in_process("experiments.bench_data", *words, "--mix", number))
+            found.append(
+                bench.in_process("experiments.bench_data", *words, "--mix", number)
+            )
     for number, found in turns.items():
         best = max(found, key=lambda turn: turn["rate"])
-        made.row(number, f"{best['rate']:.1f}", f"{best['memory']:.0f}", f"{best['threads']:.0f}")
+        made.row(
+            number,
+            f"{best['rate']:.1f}",
+            f"{best['memory']:.0f}",
+            f"{best['threads']:.0f}",
+        )
 
 
 def domains(directory: Path) -> list[Path]:
@@ -505,7 +568,9 @@ def mix(chosen: argparse.Namespace) -> None:
     mixed = chosen.mix > 1
     source = "mixture" if mixed else str(chosen.directory / "shards")
     parts = [str(directory) for directory in domains(chosen.directory)]
-    data: dict[str, Any] = {"mixture": parts, "weights": [1.0] * DOMAINS} if mixed else {}
+    data: dict[str, Any] = (
+        {"mixture": parts, "weights": [1.0] * DOMAINS} if mixed else {}
+    )
     most = 0
 
     def batches() -> Iterator[int]:
@@ -531,12 +596,18 @@ def pass_over(shards: Path, batching: str) -> None:
             seen.append(resident())
         if k == last:
             break
-    print(json.dumps({"memory": seen, "rate": tokens / (time.perf_counter() - began) / 1e6}))
+    print(
+        json.dumps(
+            {"memory": seen, "rate": tokens / (time.perf_counter() - began) / 1e6}
+        )
+    )
 
 
 def resident() -> float:
     """Resident memory of this process in MB."""
-    found = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    found = dict(
+        line.split(":") for line in Path("/proc/self/status").read_text().splitlines()
+    )
     return int(found["VmRSS"].split()[0]) / 1e3
 
 

@@ -48,7 +48,11 @@ def config(mesh: tuple[int, ...], parallel: dict, batch: int, length: int) -> Co
         {
             "model": MODEL,
             "mesh": dict(
-                zip(("data", "tensor", "pipeline", "context"), (*mesh, 1)[:4], strict=True)
+                zip(
+                    ("data", "tensor", "pipeline", "context"),
+                    (*mesh, 1)[:4],
+                    strict=True,
+                )
             ),
             "parallel": {"schedule": "1f1b"} | parallel,
             "train": {"global_batch_size": batch, "sequence_length": length},
@@ -68,7 +72,9 @@ def parse(text: str, batch: int) -> list[tuple[tuple[int, ...], dict]]:
         mesh_text, *options = entry.split()
         mesh = tuple(int(n) for n in mesh_text.split(","))
         parallel = dict(option.split("=", 1) for option in options)
-        layouts.append((mesh, {"microbatches": default_microbatches(mesh, batch), **parallel}))
+        layouts.append(
+            (mesh, {"microbatches": default_microbatches(mesh, batch), **parallel})
+        )
     return layouts
 
 
@@ -79,7 +85,9 @@ def main() -> None:
         help="'data,tensor,pipeline[,context] key=value ...; ...' with keys of parallel",
     )
     parser.add_argument(
-        "--by-hand", action="store_true", help="beside each layout in plain JAX, sharded by hand"
+        "--by-hand",
+        action="store_true",
+        help="beside each layout in plain JAX, sharded by hand",
     )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--batch", type=int, default=16)
@@ -90,14 +98,20 @@ def main() -> None:
         layouts = parse(options.layouts, options.batch)
     else:
         layouts = [
-            (mesh, {"zero_stage": zero, "microbatches": default_microbatches(mesh, options.batch)})
+            (
+                mesh,
+                {
+                    "zero_stage": zero,
+                    "microbatches": default_microbatches(mesh, options.batch),
+                },
+            )
             for zero in (1, 3)
             for mesh in MESHES
         ]
     random = np.random.default_rng(0)
-    tokens = random.integers(0, MODEL["vocab_size"], (options.batch, options.length + 1)).astype(
-        np.int32
-    )
+    tokens = random.integers(
+        0, MODEL["vocab_size"], (options.batch, options.length + 1)
+    ).astype(np.int32)
     tokens, labels = tokens[:, :-1], tokens[:, 1:]
 
     reference, reference_state = plain_jax.make_step(
@@ -107,9 +121,13 @@ def main() -> None:
     plain = Stepping(compiled, reference_state, tokens, labels)
     print(f"reference temp {megabytes(compiled):.0f} MB", flush=True)
     columns = " | by hand: temp MB, speed, of processor" if options.by_hand else ""
-    print(f"{'data,tensor,pipeline':22} {'options':44} {'temp MB':>8} {HEADER}{columns}")
+    print(
+        f"{'data,tensor,pipeline':22} {'options':44} {'temp MB':>8} {HEADER}{columns}"
+    )
     for mesh, parallel in layouts:
-        program = Program(c := config(mesh, parallel, options.batch, options.length), make_mesh(c))
+        program = Program(
+            c := config(mesh, parallel, options.batch, options.length), make_mesh(c)
+        )
         state = program.init()
         batch = program.place({"tokens": tokens, "labels": labels})
         step = program.train_step.lower(state, batch).compile()

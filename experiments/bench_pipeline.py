@@ -13,6 +13,7 @@ slots skipped (CPU), and masked (accelerators).
 """
 
 import dataclasses
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -69,7 +70,10 @@ def configuration(
                 **parallel,
             },
             "precision": {"compute": compute},
-            "train": {"global_batch_size": mesh[0] * microbatches, "sequence_length": length},
+            "train": {
+                "global_batch_size": mesh[0] * microbatches,
+                "sequence_length": length,
+            },
         }
     )
 
@@ -101,7 +105,9 @@ def temp_bytes(program: Program) -> int:
 def batch_of(program: Program) -> dict[str, jax.Array]:
     config = program.config
     shape = (config.train.global_batch_size, config.train.sequence_length + 1)
-    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, np.int32)
+    tokens = np.random.default_rng(0).integers(
+        0, config.model.vocab_size, shape, np.int32
+    )
     return jax.device_put(
         {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}, program.batch_sharding
     )
@@ -117,14 +123,18 @@ def entries_held(program: Program) -> list[int]:
         weights = program.local.zero.gather_params(masters)
         stage = Stage(executor.forward, executor.table.chunks, weights, batches, None)
         execution = Execution(executor.compiled, stage, jnp.float32(1))
-        ((inputs, _),) = execution.run(executor.compiled.phases, execution.start()).stash
+        ((inputs, _),) = execution.run(
+            executor.compiled.phases, execution.start()
+        ).stash
         return jnp.any(inputs != 0, axis=tuple(range(1, inputs.ndim)))[None]
 
     specs = (program.layout.shards, PartitionSpec("data"))
     out = PartitionSpec(("data", "pipeline"))
     mapped = jax.shard_map(local, mesh=program.mesh, in_specs=specs, out_specs=out)
     return (
-        np.asarray(jax.jit(mapped)(program.init().params, batch_of(program))).sum(axis=1).tolist()
+        np.asarray(jax.jit(mapped)(program.init().params, batch_of(program)))
+        .sum(axis=1)
+        .tolist()
     )
 
 
@@ -134,12 +144,20 @@ def memory(schedules: list[str]) -> None:
         "with 8"
     )
     table = Table(
-        "schedule      ", "idle   ", "    8", "   64", "ratio", "entries", "simulated", title=title
+        "schedule      ",
+        "idle   ",
+        "    8",
+        "   64",
+        "ratio",
+        "entries",
+        "simulated",
+        title=title,
     )
     for schedule in schedules:
         for idle in ("skipped", "masked"):
             programs = [
-                program_of(configuration(schedule, m, SMALL), idle == "masked") for m in (8, 64)
+                program_of(configuration(schedule, m, SMALL), idle == "masked")
+                for m in (8, 64)
             ]
             few, many = map(temp_bytes, programs)
             pipeline = programs[0].layout.table
@@ -152,7 +170,12 @@ def memory(schedules: list[str]) -> None:
                     simulate(pipeline, Durations()).peak_in_flight.tolist(),
                 ]
             table.row(
-                schedule, idle, f"{few / 1e3:.0f}", f"{many / 1e3:.0f}", f"{many / few:.3f}", *held
+                schedule,
+                idle,
+                f"{few / 1e3:.0f}",
+                f"{many / 1e3:.0f}",
+                f"{many / few:.3f}",
+                *held,
             )
     table = Table("parallel.remat", "temp kB", title="1f1b, 16 microbatches")
     for remat in ("none", "dots", "full"):
@@ -161,9 +184,7 @@ def memory(schedules: list[str]) -> None:
 
 
 def compile_time(schedules: list[str]) -> None:
-    title = (
-        "4 stages; processor seconds to trace, lower and compile with 8 and with 256 microbatches"
-    )
+    title = "4 stages; processor seconds to trace, lower and compile with 8 and with 256 microbatches"
     table = Table("schedule      ", "idle   ", "    8", "  256", "ratio", title=title)
 
     def compiling(schedule: str, microbatches: int, masked: bool) -> None:
@@ -173,7 +194,7 @@ def compile_time(schedules: list[str]) -> None:
     for schedule in schedules:
         for idle in ("skipped", "masked"):
             masked = idle == "masked"
-            runs = {str(m): lambda m=m: compiling(schedule, m, masked) for m in (8, 256)}  # noqa: B023
+            runs = {str(m): partial(compiling, schedule, m, masked) for m in (8, 256)}
             found = {
                 m: min(one.processor for one in times)
                 for m, times in bench.turns(runs, 2, warm=0).items()
@@ -199,14 +220,19 @@ def step_time(schedules: list[str], rounds: int) -> None:
     )
     print(f"{'schedule':16} {HEADER}")
     for schedule in schedules:
-        program = program_of(configuration(schedule, microbatches, MEDIUM, length=length))
+        program = program_of(
+            configuration(schedule, microbatches, MEDIUM, length=length)
+        )
         state, batch = program.init(), batch_of(program)
         if plain is None:
             tokens, labels = (np.asarray(batch[name]) for name in ("tokens", "labels"))
             compiled = reference.lower(reference_state, tokens, labels).compile()
             plain = Stepping(compiled, reference_state, tokens, labels)
         step = program.train_step.lower(state, batch).compile()
-        print(f"{schedule:16} {compare(plain, Stepping(step, state, batch), rounds)}", flush=True)
+        print(
+            f"{schedule:16} {compare(plain, Stepping(step, state, batch), rounds)}",
+            flush=True,
+        )
 
 
 def large() -> None:
@@ -217,7 +243,13 @@ def large() -> None:
         kinds["described GPUs"] = described_devices("h100", 512)
     title = "1f1b on 512 devices: processor seconds to lower and to compile, GiB of state and temporaries on a device"
     table = Table(
-        "devices         ", "parameters", "lower", "compile", "state", " temp", title=title
+        "devices         ",
+        "parameters",
+        "lower",
+        "compile",
+        "state",
+        " temp",
+        title=title,
     )
     for kind, devices in kinds.items():
         program = Program(config, make_mesh(config, devices))
@@ -226,7 +258,8 @@ def large() -> None:
         compile = spent(lambda: made.append(made[0].compile())).processor  # noqa: B023
         held = made[1].memory_analysis()
         sizes = [
-            f"{size / 2**30:.1f}" for size in (held.argument_size_in_bytes, held.temp_size_in_bytes)
+            f"{size / 2**30:.1f}"
+            for size in (held.argument_size_in_bytes, held.temp_size_in_bytes)
         ]
         table.row(
             kind,
@@ -239,7 +272,14 @@ def large() -> None:
 
 def vocabulary(schedules: list[str]) -> None:
     title = "Llama-3 8B, 4 stages, 16 microbatches of 1 x 8192: TFLOP of matrix products in a GPU's compiled step"
-    table = Table("schedule      ", " edge", "spread", " gain", "clocks with the head", title=title)
+    table = Table(
+        "schedule      ",
+        " edge",
+        "spread",
+        " gain",
+        "clocks with the head",
+        title=title,
+    )
     for schedule in schedules:
         flops = {}
         for vocab in ("edge", "spread"):
@@ -252,13 +292,23 @@ def vocabulary(schedules: list[str]) -> None:
         assert program.layout.table is not None
         head = int(ops_per_clock(phases(program.layout.table))[:, 1].sum())
         gain = 1 - flops["spread"] / flops["edge"]
-        table.row(schedule, f"{flops['edge']:.0f}", f"{flops['spread']:.0f}", f"{gain:.1%}", head)
+        table.row(
+            schedule,
+            f"{flops['edge']:.0f}",
+            f"{flops['spread']:.0f}",
+            f"{gain:.1%}",
+            head,
+        )
 
 
 def main() -> None:
     parser = bench.parser(__doc__)
-    parser.add_argument("what", choices=["memory", "compile", "time", "large", "vocabulary"])
-    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument(
+        "what", choices=["memory", "compile", "time", "large", "vocabulary"]
+    )
+    parser.add_argument(
+        "--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES)
+    )
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     if options.what != "vocabulary":
@@ -268,9 +318,9 @@ def main() -> None:
     elif options.what == "large":
         large()
     else:
-        {"memory": memory, "compile": compile_time, "vocabulary": vocabulary}[options.what](
-            options.schedules
-        )
+        {"memory": memory, "compile": compile_time, "vocabulary": vocabulary}[
+            options.what
+        ](options.schedules)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,15 @@ def main() -> None:
     from meshtrain.data.unit import PrepareOptions
 
     parser = bench.parser(__doc__)
-    parser.add_argument("--megabytes", type=int, default=200, help="of text (default: 200)")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of a turn (default: 4)")
-    parser.add_argument("--rounds", type=int, default=3, help="turns of each (default: 3)")
+    parser.add_argument(
+        "--megabytes", type=int, default=200, help="of text (default: 200)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=4.0, help="of a turn (default: 4)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="turns of each (default: 3)"
+    )
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch, store_server():
         os.environ["XDG_CACHE_HOME"] = f"{scratch}/cache"
@@ -59,7 +65,12 @@ def main() -> None:
             for name, batches in sources.items():
                 turns[name].append(rate(batches, chosen.seconds))
     best = max(turns["local"])
-    made = Table("shards", "Mtokens/s", "of local", title="batches of 32 x 1024, best of the turns")
+    made = Table(
+        "shards",
+        "Mtokens/s",
+        "of local",
+        title="batches of 32 x 1024, best of the turns",
+    )
     made.row("store, cold", f"{cold / 1e6:.1f}", f"{cold / best:.2f}")
     for name, rates in turns.items():
         made.row(name, f"{max(rates) / 1e6:.1f}", f"{max(rates) / best:.2f}")
@@ -70,7 +81,9 @@ def opened(source: str) -> Any:
     from meshtrain.data import open_data
 
     sizes = {"sequence_length": LENGTH, "global_batch_size": ROWS}
-    return open_data(load({"data": {"source": source, "verify": False}, "train": sizes}))[0]
+    return open_data(
+        load({"data": {"source": source, "verify": False}, "train": sizes})
+    )[0]
 
 
 def rate(batches: Any, seconds: float) -> float:

@@ -49,7 +49,13 @@ LONG = 131072  # tokens
 
 def config(length: int, rows: int, pattern: list[str], mesh: dict[str, int]) -> Config:
     sizes = {"layers": 4, "d_model": 512, "heads": 8, "kv_heads": 8, "d_ff": 1376}
-    linear = {"key_heads": 4, "value_heads": 4, "key_dim": 64, "value_dim": 128, "chunk": CHUNK}
+    linear = {
+        "key_heads": 4,
+        "value_heads": 4,
+        "key_dim": 64,
+        "value_dim": 128,
+        "chunk": CHUNK,
+    }
     return load(
         {
             "model": sizes | {"vocab_size": 512, "pattern": pattern, "linear": linear},
@@ -67,9 +73,13 @@ def gradients(config: Config) -> tuple[Program, Any]:
     tokens = np.random.default_rng(0).integers(0, 512, shape, np.int32)
     batch = program.place({"tokens": tokens, "labels": tokens})
     params = program.init().params
-    compiled = jax.jit(program.gradients).lower(params, batch, jnp.int32(0), jnp.float32(1))
+    compiled = jax.jit(program.gradients).lower(
+        params, batch, jnp.int32(0), jnp.float32(1)
+    )
     run = compiled.compile()
-    return program, lambda: jax.block_until_ready(run(params, batch, jnp.int32(0), jnp.float32(1)))
+    return program, lambda: jax.block_until_ready(
+        run(params, batch, jnp.int32(0), jnp.float32(1))
+    )
 
 
 # --- plain JAX
@@ -93,14 +103,22 @@ def inverse(system: jax.Array) -> jax.Array:
     return found
 
 
-def rule(q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array) -> jax.Array:
+def rule(
+    q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.Array
+) -> jax.Array:
     rows, length, heads, width = v.shape
-    chunked = lambda x: jnp.moveaxis(x.reshape(rows, -1, CHUNK, *x.shape[2:]), (1, 3), (0, 2))
+    chunked = lambda x: jnp.moveaxis(
+        x.reshape(rows, -1, CHUNK, *x.shape[2:]), (1, 3), (0, 2)
+    )
     q, k, v, decay, beta = map(chunked, (q, k, v, decay, beta))
     total = jnp.cumsum(decay, axis=3)
     seen = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
-    weights = jnp.exp(jnp.where(seen, total[..., :, None] - total[..., None, :], -jnp.inf))
-    system = jnp.tril(jnp.einsum("...ik,...jk->...ij", k, k) * weights * beta[..., None], -1)
+    weights = jnp.exp(
+        jnp.where(seen, total[..., :, None] - total[..., None, :], -jnp.inf)
+    )
+    system = jnp.tril(
+        jnp.einsum("...ik,...jk->...ij", k, k) * weights * beta[..., None], -1
+    )
     given = [v * beta[..., None], k * (beta * jnp.exp(total))[..., None]]
     solved = inverse(system) @ jnp.concatenate(given, -1)
     u, w = jnp.split(solved, [width], axis=-1)
@@ -109,10 +127,14 @@ def rule(q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.A
     keys = k * jnp.exp(total[..., -1:] - total)[..., None]
     keep = jnp.exp(total[..., -1])[..., None, None]
 
-    def step(state: jax.Array, here: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def step(
+        state: jax.Array, here: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, jax.Array]:
         u, w, scores, queries, keys, keep = here
         new = u - w @ state
-        return keep * state + keys.swapaxes(-1, -2) @ new, queries @ state + scores @ new
+        return keep * state + keys.swapaxes(
+            -1, -2
+        ) @ new, queries @ state + scores @ new
 
     start = jnp.zeros((rows, heads, k.shape[-1], width))
     out = lax.scan(step, start, (u, w, scores, queries, keys, keep))[1]
@@ -122,7 +144,9 @@ def rule(q: jax.Array, k: jax.Array, v: jax.Array, decay: jax.Array, beta: jax.A
 def mixed(x: jax.Array, w: Tree) -> jax.Array:
     q, k, v, z = (jnp.einsum("btd,dhk->bthk", x, w[n]) for n in ("q", "k", "v", "z"))
     q, k, v = (convolved(a, w[f"{n}_conv"]) for n, a in (("q", q), ("k", k), ("v", v)))
-    q, k = (a * lax.rsqrt(jnp.sum(a * a, axis=-1, keepdims=True) + 1e-6) for a in (q, k))
+    q, k = (
+        a * lax.rsqrt(jnp.sum(a * a, axis=-1, keepdims=True) + 1e-6) for a in (q, k)
+    )
     decay = -jnp.exp(w["decay_log"]) * jax.nn.softplus(x @ w["decay"] + w["decay_bias"])
     o = rule(q * q.shape[-1] ** -0.5, k, v, decay, jax.nn.sigmoid(x @ w["beta"]))
     o = plain_jax.rms(o, w["norm"]["scale"]) * jax.nn.silu(z)
@@ -140,20 +164,34 @@ def loss(params: Tree, tokens: jax.Array) -> jax.Array:
 
     x, _ = lax.scan(layer, x, params["linear_blocks"])
     full = jax.tree.map(lambda a: a[0], params["blocks"])
-    norms = {"norm1": full["attention_norm"]["scale"], "norm2": full["mlp_norm"]["scale"]}
+    norms = {
+        "norm1": full["attention_norm"]["scale"],
+        "norm2": full["mlp_norm"]["scale"],
+    }
     x = plain_jax.block(x, full["attention"] | full["mlp"] | norms)
     head = params["head"]
-    return plain_jax.head_loss({"norm": head["norm"]["scale"], "head": head["weight"]}, x, tokens)
+    return plain_jax.head_loss(
+        {"norm": head["norm"]["scale"], "head": head["weight"]}, x, tokens
+    )
 
 
 def memory(target: str) -> None:
     """Prints what a step with two layers holds at once besides its state, over more and more context ranks."""
     table = bench.Table(
-        "context", "compiled MiB", "of one rank", title=f"{target}, rows of {LONG:,} tokens"
+        "context",
+        "compiled MiB",
+        "of one rank",
+        title=f"{target}, rows of {LONG:,} tokens",
     )
     first = 0.0
     for ranks in (1, 2, 4, 8):
-        model = {"layers": 2, "d_model": 1024, "heads": 8, "d_ff": 1024, "vocab_size": 512}
+        model = {
+            "layers": 2,
+            "d_model": 1024,
+            "heads": 8,
+            "d_ff": 1024,
+            "vocab_size": 512,
+        }
         linear = {"key_heads": 4, "value_heads": 8}
         found = planned_and_compiled(
             {
@@ -190,10 +228,14 @@ def main() -> None:
         title = "chunks of 8,192 tokens, 16 key and 32 value heads x 128, documents packed; GB"
         table = bench.Table("rule               ", "moved", "temporaries", title=title)
         for name, found in compiled().items():
-            table.row(name, f"{found['moved'] / 1e9:.2f}", f"{found['temporaries'] / 1e9:.2f}")
+            table.row(
+                name, f"{found['moved'] / 1e9:.2f}", f"{found['temporaries'] / 1e9:.2f}"
+            )
         return
 
-    program, ours = gradients(config(1024, 2, ["linear", "linear", "linear", "full"], {}))
+    program, ours = gradients(
+        config(1024, 2, ["linear", "linear", "linear", "full"], {})
+    )
     params = program.layout.canonical(program.init().params)
     tokens = np.random.default_rng(0).integers(0, 512, (2, 1024), np.int32)
     plain = jax.jit(jax.value_and_grad(loss)).lower(params, tokens).compile()
@@ -206,7 +248,10 @@ def main() -> None:
     runs = {}
     for name, mesh in (("context 4", {"context": 4}), ("data 4", {"data": 4})):
         runs[name] = gradients(config(4096, 4, ["linear"], mesh))[1]
-    _print("4 layers of linear attention, 4 rows of 4,096 tokens", bench.turns(runs, rounds))
+    _print(
+        "4 layers of linear attention, 4 rows of 4,096 tokens",
+        bench.turns(runs, rounds),
+    )
 
 
 # --- compiled for a described H100
@@ -221,7 +266,9 @@ def compiled() -> dict[str, dict[str, float]]:
     A kernel whose registers do not hold its numbers raises RuntimeError.
     """
     at = jax.sharding.SingleDeviceSharding(described_devices("h100", 1)[0])
-    rows = lambda *shape: jax.ShapeDtypeStruct((1, 8192, *shape), jnp.float32, sharding=at)
+    rows = lambda *shape: jax.ShapeDtypeStruct(
+        (1, 8192, *shape), jnp.float32, sharding=at
+    )
     ids = lambda length: jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=at)
     options = {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
     found = {}
@@ -235,10 +282,14 @@ def compiled() -> dict[str, dict[str, float]]:
             named = module.named(module.entry)
             operations = [op for op in named.values() if op.opcode not in UNMOVED]
             arrays = [
-                array for op in operations for array in (op, *(named[name] for name in op.operands))
+                array
+                for op in operations
+                for array in (op, *(named[name] for name in op.operands))
             ]
             found[f"{kind}, {how}"] = {
-                "moved": sum(byte_count(a.result) for a in arrays if a.opcode != "constant"),
+                "moved": sum(
+                    byte_count(a.result) for a in arrays if a.opcode != "constant"
+                ),
                 "temporaries": program.memory_analysis().temp_size_in_bytes,
                 "kernels": sum("chunk_kernel" in op.attributes for op in operations),
             }
@@ -250,7 +301,9 @@ HEADS = 32
 SHAPES = ((64, 128, 128), (32, 128, 128), (64, 64, 128), (64, 128, 64), (64, 64, 64))
 
 
-def rule_numbers(kind: str, chunk: int, key: int, value: int) -> list[tuple[float, float]]:
+def rule_numbers(
+    kind: str, chunk: int, key: int, value: int
+) -> list[tuple[float, float]]:
     """Returns what the rule's forward moves and its backward has at hand, float32 a token and head of 8,192 tokens:
     compiled for a described H100, and planned.
     """
@@ -258,7 +311,9 @@ def rule_numbers(kind: str, chunk: int, key: int, value: int) -> list[tuple[floa
     of = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=at)
     rows = partial(of, jnp.bfloat16, 1, 8192)
     held = partial(of, jnp.float32)
-    sizes = LinearConfig(kind, HEADS // (1 + (kind != "kda")), HEADS, key, value, 4, chunk)
+    sizes = LinearConfig(
+        kind, HEADS // (1 + (kind != "kda")), HEADS, key, value, 4, chunk
+    )
     keys = sizes.key_heads, key
     heads = lambda part: Heads(part(*keys), part(*keys), part(HEADS, value))
     decays = (HEADS, key) if kind == "kda" else (HEADS,)

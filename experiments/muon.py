@@ -20,11 +20,24 @@ from meshtrain.plan.compiled import compile_step
 from meshtrain.plan.orthogonal import orthogonal_transfers
 from meshtrain.step import Program
 
-MODEL = {"layers": 8, "d_model": 256, "heads": 8, "kv_heads": 8, "d_ff": 1024, "vocab_size": 512}
-MESHES = ({"data": 8}, {"data": 4, "tensor": 2}, {"data": 2, "tensor": 2, "pipeline": 2})
+MODEL = {
+    "layers": 8,
+    "d_model": 256,
+    "heads": 8,
+    "kv_heads": 8,
+    "d_ff": 1024,
+    "vocab_size": 512,
+}
+MESHES = (
+    {"data": 8},
+    {"data": 4, "tensor": 2},
+    {"data": 2, "tensor": 2, "pipeline": 2},
+)
 
 
-def config_of(name: str, mesh: dict[str, int], stage: int, length: int, rows: int = 16) -> Config:
+def config_of(
+    name: str, mesh: dict[str, int], stage: int, length: int, rows: int = 16
+) -> Config:
     """Returns the config of a case."""
     return load(
         {
@@ -39,14 +52,22 @@ def config_of(name: str, mesh: dict[str, int], stage: int, length: int, rows: in
 
 def print_bytes(length: int) -> None:
     """Prints MiB that a device sends in a step."""
-    table = Table("mesh".ljust(40), "ZeRO", "adamw, MiB", "muon, MiB", "ratio", "shards, MiB")
+    table = Table(
+        "mesh".ljust(40), "ZeRO", "adamw, MiB", "muon, MiB", "ratio", "shards, MiB"
+    )
     for mesh in MESHES:
         for stage in (1, 3):
-            configs = [config_of(name, mesh, stage, length) for name in ("adamw", "muon")]
-            adamw, muon = (sum(Program(c).collectives().traffic.values()) for c in configs)
+            configs = [
+                config_of(name, mesh, stage, length) for name in ("adamw", "muon")
+            ]
+            adamw, muon = (
+                sum(Program(c).collectives().traffic.values()) for c in configs
+            )
             shards = sum(transfer.sent for transfer in orthogonal_transfers(configs[1]))
             cells = (f"{n / 2**20:.1f}" for n in (adamw, muon))
-            table.row(mesh, stage, *cells, f"{muon / adamw:.3f}", f"{shards / 2**20:.1f}")
+            table.row(
+                mesh, stage, *cells, f"{muon / adamw:.3f}", f"{shards / 2**20:.1f}"
+            )
 
 
 def print_seconds(rounds: int) -> None:
@@ -59,17 +80,31 @@ def print_seconds(rounds: int) -> None:
             tokens = np.zeros((64, 256), "int32")
             batch = program.place({"tokens": tokens, "labels": tokens})
             runs[name] = Stepping(program.train_step, program.init(), batch)
-        found = {name: typical(spent).processor for name, spent in turns(runs, rounds).items()}
+        found = {
+            name: typical(spent).processor
+            for name, spent in turns(runs, rounds).items()
+        }
         cells = (f"{seconds:.2f}" for seconds in found.values())
         table.row(mesh, *cells, f"{found['muon'] / found['adamw']:.3f}")
 
 
 def print_planned() -> None:
     """Prints planned seconds of a step beside those of the compiled program."""
-    words = ["mesh.data=64", "mesh.tensor=1", "mesh.pipeline=1", "parallel.schedule=auto"]
-    words += ["parallel.virtual_stages=1", "parallel.microbatches=1", "parallel.remat=full"]
+    words = [
+        "mesh.data=64",
+        "mesh.tensor=1",
+        "mesh.pipeline=1",
+        "parallel.schedule=auto",
+    ]
+    words += [
+        "parallel.virtual_stages=1",
+        "parallel.microbatches=1",
+        "parallel.remat=full",
+    ]
     words += ["parallel.sequence_parallel=false"]
-    table = Table("optimizer", "planned, s", "compiled, s", "off by", "optimizer's part, s")
+    table = Table(
+        "optimizer", "planned, s", "compiled, s", "off by", "optimizer's part, s"
+    )
     cluster = named("h100", 64)
     for name in ("adamw", "muon"):
         config = load("configs/llama3_8b.yaml", [*words, f"optimizer.name={name}"])
@@ -83,10 +118,16 @@ def print_planned() -> None:
 
 def main() -> None:
     parser = bench.parser(__doc__)
-    parser.add_argument("--seconds", action="store_true", help="time steps in the place of bytes")
-    parser.add_argument("--length", type=int, default=256, help="tokens of a row, for bytes")
+    parser.add_argument(
+        "--seconds", action="store_true", help="time steps in the place of bytes"
+    )
+    parser.add_argument(
+        "--length", type=int, default=256, help="tokens of a row, for bytes"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="turns, for seconds")
-    parser.add_argument("--planned", action="store_true", help="8B on 64 described H100s")
+    parser.add_argument(
+        "--planned", action="store_true", help="8B on 64 described H100s"
+    )
     options = parser.parse_args()
     if options.planned:
         return print_planned()

@@ -108,10 +108,16 @@ def mutations(path: Path) -> Iterator[Mutation]:
             offsets[node.lineno - 1] + node.col_offset,
             offsets[node.end_lineno - 1] + node.end_col_offset,
         )
-        return Mutation(str(path), node.lineno, start, end, text, source[start:end].decode())
+        return Mutation(
+            str(path), node.lineno, start, end, text, source[start:end].decode()
+        )
 
-    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
-    for node in {id(n): n for function in functions for n in ast.walk(function)}.values():
+    functions = [
+        n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)
+    ]
+    for node in {
+        id(n): n for function in functions for n in ast.walk(function)
+    }.values():
         match node:
             case ast.Compare(left=left, ops=[operator], comparators=[right]) if (
                 type(operator) in COMPARISONS
@@ -133,7 +139,9 @@ def mutations(path: Path) -> Iterator[Mutation]:
                 )
             case ast.If(test=test) | ast.IfExp(test=test):
                 yield change(test, f"(not ({ast.unparse(test)}))")
-            case ast.Return(value=ast.expr() as value) if not isinstance(value, ast.Constant):
+            case ast.Return(value=ast.expr() as value) if not isinstance(
+                value, ast.Constant
+            ):
                 yield change(value, "None")
             case ast.Expr(value=ast.Call() as call):
                 yield change(call, "None")
@@ -144,7 +152,9 @@ def drawn(number: int) -> list[Mutation]:
     as many files as may be.
     """
     files = sorted(
-        path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py") if path.name != "__main__.py"
+        path.relative_to(PACKAGE)
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "__main__.py"
     )
     sizes = Counter[str]()
     by_file: dict[str, dict[Path, list[Mutation]]] = defaultdict(dict)
@@ -153,7 +163,8 @@ def drawn(number: int) -> list[Mutation]:
         # ordered by what is changed and not by its place, so that lines elsewhere do not change the draw
         visible = (m for m in mutations(path) if m.name not in EQUIVALENT)
         order = sorted(
-            visible, key=lambda m: random.Random(f"{m.path} {m.before} {m.text}").random()
+            visible,
+            key=lambda m: random.Random(f"{m.path} {m.before} {m.text}").random(),
         )
         if order:
             by_file[room(path)][path] = order
@@ -176,7 +187,9 @@ def record(suite: str, directory: Path, tests: list[str]) -> None:
     data = directory / suite / hashlib.sha1(" ".join(tests).encode()).hexdigest()
     data.parent.mkdir(exist_ok=True)
     settings = data.with_suffix(".ini")
-    settings.write_text(f"[run]\nsource = meshtrain\ndata_file = {data}\nrelative_files = true\n")
+    settings.write_text(
+        f"[run]\nsource = meshtrain\ndata_file = {data}\nrelative_files = true\n"
+    )
     words = [
         "coverage",
         "run",
@@ -189,13 +202,16 @@ def record(suite: str, directory: Path, tests: list[str]) -> None:
         "experiments.mutations",
     ]
     subprocess.run(
-        [sys.executable, "-m", *words, "-m", SUITES[suite], *tests], cwd=ROOT, check=False
+        [sys.executable, "-m", *words, "-m", SUITES[suite], *tests],
+        cwd=ROOT,
+        check=False,
     )
 
 
 SPENT: dict[
     str, float
-] = {}  # processor seconds of the tests that passed while this module was a plugin of pytest
+    # Processor seconds of the tests that passed while this module was a plugin of pytest
+] = {}
 
 
 def pytest_runtest_setup(item) -> None:
@@ -216,7 +232,9 @@ def pytest_sessionfinish() -> None:
     import coverage
 
     if measured := coverage.Coverage.current():
-        Path(f"{measured.get_data().data_filename()}.json").write_text(json.dumps(SPENT))
+        Path(f"{measured.get_data().data_filename()}.json").write_text(
+            json.dumps(SPENT)
+        )
 
 
 def tests_of(mutation: Mutation, records: Path) -> list[str]:
@@ -228,7 +246,11 @@ def tests_of(mutation: Mutation, records: Path) -> list[str]:
     from coverage import CoverageData
 
     parts = Path(mutation.path)
-    own = f"tests/{mutation.room}/" if mutation.room != "top level" else f"tests/test_{parts.stem}"
+    own = (
+        f"tests/{mutation.room}/"
+        if mutation.room != "top level"
+        else f"tests/test_{parts.stem}"
+    )
     mirror = f"tests/{parts.parent / f'test_{parts.stem}.py'}::"
     spent: dict[str, float] = {}
     executing: set[str] = set()
@@ -238,12 +260,16 @@ def tests_of(mutation: Mutation, records: Path) -> list[str]:
         passed = json.loads(seconds.read_text())
         spent |= {test: passed[test] for test in passed if test.startswith(mirror)}
         files = [
-            file for file in data.measured_files() if file.endswith(f"meshtrain/{mutation.path}")
+            file
+            for file in data.measured_files()
+            if file.endswith(f"meshtrain/{mutation.path}")
         ]
         by_line = data.contexts_by_lineno(files[0]) if files else {}
         # Of a statement over several lines only some are recorded.
         for line in range(mutation.line, mutation.line - 6, -1):
-            if seen := {test: passed[test] for test in by_line.get(line, ()) if test in passed}:
+            if seen := {
+                test: passed[test] for test in by_line.get(line, ()) if test in passed
+            }:
                 spent |= seen
                 executing |= set(seen)
                 break
@@ -252,7 +278,9 @@ def tests_of(mutation: Mutation, records: Path) -> list[str]:
     for test in sorted(spent, key=lambda test: spent[test]):
         cases[test.split("[")[0]] += 1
         later = cases[test.split("[")[0]] > 3
-        order.append((not test.startswith(own), test not in executing, later, spent[test], test))
+        order.append(
+            (not test.startswith(own), test not in executing, later, spent[test], test)
+        )
     chosen: list[str] = []
     left = CHEAP
     for *_, test in sorted(order)[:TESTS]:
@@ -262,7 +290,11 @@ def tests_of(mutation: Mutation, records: Path) -> list[str]:
     recorded = any(test.startswith(mirror) for test in chosen)
     return [
         *chosen,
-        *(name for name in [mirror.removesuffix("::")] if not recorded and (ROOT / name).exists()),
+        *(
+            name
+            for name in [mirror.removesuffix("::")]
+            if not recorded and (ROOT / name).exists()
+        ),
     ]
 
 
@@ -304,9 +336,13 @@ def red(tests: list[str], checkout: Path, marks: str) -> str:
         ):
             if ended.returncode in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
                 break
-            said = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", ended.stdout, re.MULTILINE)
+            said = re.search(
+                r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", ended.stdout, re.MULTILINE
+            )
             return said[1] if said else "pytest itself"
-        tests = [test for test in tests if not any(name.endswith(test) for name in gone)]
+        tests = [
+            test for test in tests if not any(name.endswith(test) for name in gone)
+        ]
     return ""
 
 
@@ -315,7 +351,9 @@ def made(mutation: Mutation, checkout: Path) -> Iterator[Path]:
     """Makes a mutation in a copy of the checkout for a while."""
     file = checkout / "meshtrain" / mutation.path
     source = file.read_bytes()
-    file.write_bytes(source[: mutation.start] + mutation.text.encode() + source[mutation.end :])
+    file.write_bytes(
+        source[: mutation.start] + mutation.text.encode() + source[mutation.end :]
+    )
     try:
         yield file
     finally:
@@ -335,7 +373,9 @@ def pytest_runtestloop(session) -> bool | None:
         names = dict.fromkeys(test for test in tests if test in items)
         names |= dict.fromkeys(test for test in items if test.split("::")[0] in tests)
         with made(mutation, session.config.rootpath) as file:
-            failing = forked([items[name] for name in names], partial(replace_code, file, mutation))
+            failing = forked(
+                [items[name] for name in names], partial(replace_code, file, mutation)
+            )
         if failing and not forked([items[failing]], lambda: None):
             asked.with_name(f"{number}").write_text(failing)
     return True
@@ -368,12 +408,20 @@ def replace_code(file: Path, mutation: Mutation) -> None:
     """Gives the functions around a mutation, which are imported already, the code that the file has now."""
     codes = [compile(file.read_bytes(), str(file), "exec")]
     for code in codes:  # grows
-        codes += (constant for constant in code.co_consts if isinstance(constant, CodeType))
+        codes += (
+            constant for constant in code.co_consts if isinstance(constant, CodeType)
+        )
     places = {(code.co_qualname, code.co_firstlineno): code for code in codes}
     for function in gc.get_objects():
-        if isinstance(function, FunctionType) and function.__code__.co_filename == str(file):
+        if isinstance(function, FunctionType) and function.__code__.co_filename == str(
+            file
+        ):
             old = function.__code__
-            if old.co_firstlineno <= mutation.line <= max(line or 0 for *_, line in old.co_lines()):
+            if (
+                old.co_firstlineno
+                <= mutation.line
+                <= max(line or 0 for *_, line in old.co_lines())
+            ):
                 function.__code__ = places[old.co_qualname, old.co_firstlineno]
 
 
@@ -396,7 +444,10 @@ def judge(
     with tempfile.TemporaryDirectory() as answers:
         asked = Path(answers, "asked")
         asked.write_text(json.dumps(list(tests.items())))
-        environment = os.environ | {"PYTHONPATH": str(checkout), "MUTATIONS": str(asked)}
+        environment = os.environ | {
+            "PYTHONPATH": str(checkout),
+            "MUTATIONS": str(asked),
+        }
         command = [
             sys.executable,
             "-m",
@@ -411,10 +462,17 @@ def judge(
         if files:
             words = [*command, "-m", SUITES[suite], *files]
             subprocess.run(
-                words, cwd=checkout, env=environment, check=False, stdout=subprocess.DEVNULL
+                words,
+                cwd=checkout,
+                env=environment,
+                check=False,
+                stdout=subprocess.DEVNULL,
             )
         return {
-            mutation.name: {"suite": suite, "test": Path(answers, str(number)).read_text()}
+            mutation.name: {
+                "suite": suite,
+                "test": Path(answers, str(number)).read_text(),
+            }
             for number, mutation in enumerate(tests)
             if Path(answers, str(number)).exists()
         }
@@ -431,7 +489,9 @@ def run(number: int, directory: Path, only: list[str]) -> None:
         checkout = Path(temporary)
         for name in COPIED:
             source, target = ROOT / name, checkout / name
-            shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
+            shutil.copytree(source, target) if source.is_dir() else shutil.copy(
+                source, target
+            )
         for suite, again in itertools.product(SUITES, (False, True)):
             for name in sorted({m.room for m in here}):
                 tests: dict[Mutation, list[str]] = {}
@@ -443,7 +503,9 @@ def run(number: int, directory: Path, only: list[str]) -> None:
                             if how and how["suite"] == suite
                         ]
                         tests[mutation] = list(
-                            dict.fromkeys([*first, *tests_of(mutation, directory / suite)])
+                            dict.fromkeys(
+                                [*first, *tests_of(mutation, directory / suite)]
+                            )
                         )
                 if tests:
                     caught |= judge(suite, tests, checkout, again)
@@ -460,8 +522,13 @@ def run(number: int, directory: Path, only: list[str]) -> None:
     )
     table: dict[str, Counter[str]] = defaultdict(Counter)
     for mutation in here:
-        table[mutation.room][caught.get(mutation.name, {"suite": "nothing"})["suite"]] += 1
-    for name, counts in [*sorted(table.items()), ("together", sum(table.values(), Counter()))]:
+        table[mutation.room][
+            caught.get(mutation.name, {"suite": "nothing"})["suite"]
+        ] += 1
+    for name, counts in [
+        *sorted(table.items()),
+        ("together", sum(table.values(), Counter())),
+    ]:
         print(
             f"| {name} | {counts.total()} | {counts['quick']} | {counts['quick'] + counts['thorough']} |"
         )
@@ -469,17 +536,22 @@ def run(number: int, directory: Path, only: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.mutations", description=(__doc__ or "").split("\n\n")[0]
+        prog="python -m experiments.mutations",
+        description=(__doc__ or "").split("\n\n")[0],
     )
     commands = parser.add_subparsers(dest="command", required=True)
     recording = commands.add_parser("record", help="which tests execute which lines")
     recording.add_argument("suite", choices=SUITES)
-    recording.add_argument("tests", nargs="*", help="files or folders of tests; none for all")
+    recording.add_argument(
+        "tests", nargs="*", help="files or folders of tests; none for all"
+    )
     running = commands.add_parser("run", help="mutations, and what catches them")
     running.add_argument("--number", type=int, default=125)
     running.add_argument("--room", nargs="*", default=[], help="these rooms alone")
     parser.add_argument(
-        "--directory", type=Path, default=Path(tempfile.gettempdir(), "meshtrain-mutations")
+        "--directory",
+        type=Path,
+        default=Path(tempfile.gettempdir(), "meshtrain-mutations"),
     )
     options = parser.parse_args()
     options.directory.mkdir(exist_ok=True)

@@ -58,19 +58,25 @@ def rope(x: jax.Array) -> jax.Array:
     angle = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (-jnp.arange(half) / half)
     cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
     low, high = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(
-        x.dtype
-    )
+    return jnp.concatenate(
+        [low * cos - high * sin, high * cos + low * sin], axis=-1
+    ).astype(x.dtype)
 
 
-def attention(x: jax.Array, w: Tree, kernel: Literal["xla", "cudnn"] | None = None) -> jax.Array:
+def attention(
+    x: jax.Array, w: Tree, kernel: Literal["xla", "cudnn"] | None = None
+) -> jax.Array:
     a = rms(x, w["norm1"])
     q, k, v = (jnp.einsum("btd,dhk->bthk", a, w[n]) for n in "qkv")
-    a = jax.nn.dot_product_attention(rope(q), rope(k), v, is_causal=True, implementation=kernel)
+    a = jax.nn.dot_product_attention(
+        rope(q), rope(k), v, is_causal=True, implementation=kernel
+    )
     return x + jnp.einsum("bthk,hkd->btd", a, w["out"])
 
 
-def block(x: jax.Array, w: Tree, kernel: Literal["xla", "cudnn"] | None = None) -> jax.Array:
+def block(
+    x: jax.Array, w: Tree, kernel: Literal["xla", "cudnn"] | None = None
+) -> jax.Array:
     x = attention(x, w, kernel)
     m = rms(x, w["norm2"])
     return x + (jax.nn.silu(m @ w["gate"]) * (m @ w["up"])) @ w["down"]
@@ -123,7 +129,9 @@ def make_step(
             kernel,
         )
 
-    def step(state: Tree, tokens: jax.Array, labels: jax.Array) -> tuple[Tree, jax.Array]:
+    def step(
+        state: Tree, tokens: jax.Array, labels: jax.Array
+    ) -> tuple[Tree, jax.Array]:
         weights, moments = state
         value, gradients = jax.value_and_grad(computed)(weights, tokens, labels)
         updates, moments = optimizer.update(gradients, moments, weights)

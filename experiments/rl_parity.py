@@ -81,15 +81,30 @@ def frozen() -> Tokens:
     drawn = now + 0.45 * np.sin(2.3 * at + 1.1)
     reference = now + 0.3 * np.cos(0.9 * at)
     advantages = 1.3 * np.sin(1.9 * np.arange(len(LENGTHS)) + 0.7)
-    return Tokens(*map(by_answer, (now, drawn, reference)), advantages.astype(np.float32))
+    return Tokens(
+        *map(by_answer, (now, drawn, reference)), advantages.astype(np.float32)
+    )
 
 
 def config_of(case: Case) -> Config:
     rl = {"prompts": "prompts.jsonl", "reward": "exact", "group": len(LENGTHS) // 2}
-    keys = {"loss": case.loss, "average": case.average, "beta": case.beta, "clip": case.clip}
-    train = {"objective": "grpo", "global_batch_size": len(LENGTHS), "sequence_length": 16}
+    keys = {
+        "loss": case.loss,
+        "average": case.average,
+        "beta": case.beta,
+        "clip": case.clip,
+    }
+    train = {
+        "objective": "grpo",
+        "global_batch_size": len(LENGTHS),
+        "sequence_length": 16,
+    }
     # a reference needs adapters
-    sections = {"train": train, "rl": {**rl, **keys, "answers": MOST}, "lora": {"rank": 2}}
+    sections = {
+        "train": train,
+        "rl": {**rl, **keys, "answers": MOST},
+        "lora": {"rank": 2},
+    }
     return load(sections)
 
 
@@ -143,11 +158,17 @@ def theirs(case: Case, tokens: Tokens) -> tuple[float, np.ndarray]:
     low, high = case.clip
     same = lambda x, **how: x
     trainer = SimpleNamespace(
-        _get_per_token_logps_and_entropies=lambda *of, **how: (now, torch.zeros_like(now), None),
+        _get_per_token_logps_and_entropies=lambda *of, **how: (
+            now,
+            torch.zeros_like(now),
+            None,
+        ),
         _metrics=defaultdict(lambda: defaultdict(list)),
         _entropy_bonus_enabled=False,
         accelerator=SimpleNamespace(num_processes=1, gather=same, reduce=same),
-        args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
+        args=SimpleNamespace(
+            use_bias_correction_kl=False, delta=None, steps_per_generation=1
+        ),
         aux_loss_enabled=False,
         beta=case.beta,
         current_gradient_accumulation_steps=1,
@@ -184,15 +205,24 @@ def main() -> None:
         import torch
         import trl
     except ImportError as error:
-        raise SystemExit(f"TRL is not here ({error}); pip install trl torch installs it.") from None
+        raise SystemExit(
+            f"TRL is not here ({error}); pip install trl torch installs it."
+        ) from None
     print(f"TRL {trl.__version__}, torch {torch.__version__}")
     heads = ("rl.loss", "average", "beta", "TRL".ljust(16), "its loss ", "our loss ")
     table = Table(*heads, "difference", "gradient")
     tokens = frozen()
     for case in CASES:
-        (mine, gradient), (other, their_gradient) = ours(case, tokens), theirs(case, tokens)
+        (mine, gradient), (other, their_gradient) = (
+            ours(case, tokens),
+            theirs(case, tokens),
+        )
         apart = np.abs(gradient - their_gradient).max()
-        name = case.loss_type if case.level == "token" else f"{case.loss_type}, {case.level}"
+        name = (
+            case.loss_type
+            if case.level == "token"
+            else f"{case.loss_type}, {case.level}"
+        )
         losses = f"{other:.7f}", f"{mine:.7f}", f"{abs(mine - other):.1e}"
         table.row(case.loss, case.average, case.beta, name, *losses, f"{apart:.1e}")
 

@@ -51,7 +51,11 @@ def specs(data: str | None) -> dict[str, P]:
 def weights_of(params: Tree) -> Tree:
     """The weights of `plain_jax` from a canonical tree of ours."""
     embedding, blocks, head = params["embedding"], params["blocks"], params["head"]
-    norms = {"norm1": blocks["attention_norm"], "norm2": blocks["mlp_norm"], "norm": head["norm"]}
+    norms = {
+        "norm1": blocks["attention_norm"],
+        "norm2": blocks["mlp_norm"],
+        "norm": head["norm"],
+    }
     ends = {"embedding": embedding["tokens"], "head": head["weight"]}
     return (
         ends
@@ -70,7 +74,10 @@ def stage(config: Config, blocks: Tree, x: jax.Array) -> jax.Array:
     full = specs(None)
 
     def layer(x: jax.Array, w: Tree) -> tuple[jax.Array, None]:
-        w = {name: checkpoint_name(pin(a, *full[name][1:]), "gathered") for name, a in w.items()}
+        w = {
+            name: checkpoint_name(pin(a, *full[name][1:]), "gathered")
+            for name, a in w.items()
+        }
         return pin(plain_jax.block(pin(x, "data"), w), "data"), None
 
     if config.parallel.zero_stage == 3:
@@ -98,7 +105,9 @@ def gpipe(config: Config, blocks: Tree, xs: jax.Array) -> jax.Array:
     return lax.psum(jnp.where(here == last, ys[last:], 0), "pipeline")
 
 
-def loss(config: Config, weights: Tree, tokens: jax.Array, labels: jax.Array) -> jax.Array:
+def loss(
+    config: Config, weights: Tree, tokens: jax.Array, labels: jax.Array
+) -> jax.Array:
     """Mean loss of a microbatch [b, T], or of all of them [M, b, T] through the stages of a pipeline."""
     blocks = {name: weights[name] for name in plain_jax.BLOCK}
     x = weights["embedding"][tokens]
@@ -127,7 +136,9 @@ def loss_and_gradients(
         return jax.tree.map(jnp.add, sums, of(weights, *batch)), None
 
     sums = lax.scan(
-        microbatch, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, weights)), (tokens, labels)
+        microbatch,
+        (jnp.zeros(()), jax.tree.map(jnp.zeros_like, weights)),
+        (tokens, labels),
     )[0]
     return jax.tree.map(lambda x: x / count, sums)
 
@@ -150,11 +161,15 @@ def compiled(
             "by hand there are data, tensor, pipeline and ZeRO; leave out --by-hand for other layouts."
         )
     axes = {"data": m.data, "tensor": m.tensor, "pipeline": m.pipeline}
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * 3)
+    mesh = jax.make_mesh(
+        tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * 3
+    )
     optimizer, zero = plain_jax.make_optimizer(config), parallel.zero_stage
     held, used = specs("data" if zero else None), specs("data" if zero == 3 else None)
 
-    def step(state: Tree, tokens: jax.Array, labels: jax.Array) -> tuple[Tree, jax.Array]:
+    def step(
+        state: Tree, tokens: jax.Array, labels: jax.Array
+    ) -> tuple[Tree, jax.Array]:
         weights, moments = state
         resident = {name: pin(w, *used[name]) for name, w in weights.items()}
         value, gradients = loss_and_gradients(config, resident, tokens, labels)
@@ -170,13 +185,22 @@ def compiled(
         shardings = (
             of,
             mirrors(
-                optimizer, lambda _, s: s, state[1], of, transform_non_params=lambda _: everywhere
+                optimizer,
+                lambda _, s: s,
+                state[1],
+                of,
+                transform_non_params=lambda _: everywhere,
             ),
         )
-        cut = [a.reshape(-1, parallel.microbatches, a.shape[-1]).swapaxes(0, 1) for a in batch]
+        cut = [
+            a.reshape(-1, parallel.microbatches, a.shape[-1]).swapaxes(0, 1)
+            for a in batch
+        ]
         placed = jax.device_put(cut, NamedSharding(mesh, P(None, "data")))
-        state, placed = jax.block_until_ready((jax.device_put(state, shardings), placed))
-        lowered = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None)).lower(
-            state, *placed
+        state, placed = jax.block_until_ready(
+            (jax.device_put(state, shardings), placed)
         )
+        lowered = jax.jit(
+            step, donate_argnums=0, out_shardings=(shardings, None)
+        ).lower(state, *placed)
         return lowered.compile(), state, placed

@@ -35,7 +35,9 @@ SWEEP_WIDTHS = (64, 128, 512)
 RATES = tuple(2.0**n for n in range(-13, -6))
 
 
-def config_of(width: int, depth: int, rate: float, transfer: bool, **sections: Any) -> Config:
+def config_of(
+    width: int, depth: int, rate: float, transfer: bool, **sections: Any
+) -> Config:
     """Returns the config of a size."""
     heads = width // HEAD
     values: dict[str, Any] = {
@@ -69,7 +71,9 @@ def moved(config: Config, steps: int = STEPS) -> dict[str, float]:
 
     def noted(block: Any, x: Any, sequence: Any, collectives: Any, dropout: Any) -> Any:
         y = Block.__call__(block, x, sequence, collectives, dropout)
-        jax.debug.callback(lambda value: streams.append(np.asarray(value)), y, ordered=False)
+        jax.debug.callback(
+            lambda value: streams.append(np.asarray(value)), y, ordered=False
+        )
         return y
 
     program = Program(config)
@@ -109,7 +113,9 @@ def coordinates(
         for transfer, of_sizes in found.items():
             of_sizes.append(moved(config_of(width, depth, RATE, transfer)))
         usual, transferred = (of_sizes[-1] for of_sizes in found.values())
-        cells = [f"{values[name]:.3g}" for name in usual for values in (usual, transferred)]
+        cells = [
+            f"{values[name]:.3g}" for name in usual for values in (usual, transferred)
+        ]
         report(size, *cells)
     return found
 
@@ -120,7 +126,10 @@ def drawn(found: dict[str, dict[bool, list[dict[str, float]]]]) -> str:
     for column, (by, curves) in enumerate(found.items()):
         left = 40 + 260 * column
         body += [svg.small(left, 14, f"logits moved, by {by}, × the smallest")]
-        body += [svg.small(left + 50 * n, 196, size) for n, (size, *_) in enumerate(sizes(by))]
+        body += [
+            svg.small(left + 50 * n, 196, size)
+            for n, (size, *_) in enumerate(sizes(by))
+        ]
         for power in range(-2, 5):
             y = 140 - 24 * power
             body.append(svg.small(left - 8, y + 4, f"{2.0**power:g}", "end"))
@@ -136,7 +145,9 @@ def drawn(found: dict[str, dict[bool, list[dict[str, float]]]]) -> str:
             body.append(
                 f'<text x="{left + 90}" y="{34 + 16 * transfer}" fill="{colour}">{words}</text>'
             )
-    return svg.svg(540, 204, body, "how far four steps move logits, by width and by depth")
+    return svg.svg(
+        540, 204, body, "how far four steps move logits, by width and by depth"
+    )
 
 
 def print_coordinates(picture: Path | None) -> None:
@@ -144,7 +155,9 @@ def print_coordinates(picture: Path | None) -> None:
     found = {}
     for by in ("width", "depth"):
         heads = ("logits", "with transfer", "stream", "with transfer")
-        table = Table(by.ljust(6), *heads, title=f"Moved by {STEPS} steps at {RATE:g}, by {by}")
+        table = Table(
+            by.ljust(6), *heads, title=f"Moved by {STEPS} steps at {RATE:g}, by {by}"
+        )
         found[by] = coordinates(by, table.row)
     if picture is not None:
         picture.write_text(svg.file(drawn(found)))
@@ -166,24 +179,37 @@ def last_loss(config: Config) -> float:
 
 def print_sweep(steps: int, picture: Path | None) -> None:
     """Prints losses by rate, and how many steps of the grid the best one moves with the width; writes the picture."""
-    columns = [(width, transfer) for transfer in (False, True) for width in SWEEP_WIDTHS]
+    columns = [
+        (width, transfer) for transfer in (False, True) for width in SWEEP_WIDTHS
+    ]
     small = columns.pop(columns.index((BASE["width"], False)))
-    heads = [f"{width}{', transfer' if transfer else ''}".ljust(13) for width, transfer in columns]
-    table = Table("rate".ljust(10), *heads, title=f"Loss behind {steps} steps, by width")
+    heads = [
+        f"{width}{', transfer' if transfer else ''}".ljust(13)
+        for width, transfer in columns
+    ]
+    table = Table(
+        "rate".ljust(10), *heads, title=f"Loss behind {steps} steps, by width"
+    )
     train = {"steps": steps, "global_batch_size": 8, "sequence_length": 64}
     losses: dict[tuple[int, bool], list[float]] = {column: [] for column in columns}
     for rate in RATES:
         for column, found in losses.items():
             found.append(
-                last_loss(config_of(column[0], BASE["depth"], rate, column[1], train=train))
+                last_loss(
+                    config_of(column[0], BASE["depth"], rate, column[1], train=train)
+                )
             )
         table.row(f"{rate:.2g}", *(f"{found[-1]:.3f}" for found in losses.values()))
     losses[small] = losses[BASE["width"], True]
     best = {column: int(np.argmin(found)) for column, found in losses.items()}
     for transfer, words in ((False, "without"), (True, "with transfer")):
-        rates = ", ".join(f"{RATES[best[w, transfer]]:.2g} at width {w}" for w in SWEEP_WIDTHS)
+        rates = ", ".join(
+            f"{RATES[best[w, transfer]]:.2g} at width {w}" for w in SWEEP_WIDTHS
+        )
         apart = best[SWEEP_WIDTHS[-1], transfer] - best[small]
-        print(f"{words}: the best rate is {rates}; {abs(apart)} steps of the grid apart")
+        print(
+            f"{words}: the best rate is {rates}; {abs(apart)} steps of the grid apart"
+        )
     if picture is not None:
         picture.write_text(svg.file(drawn_sweep(losses)))
         print(f"\n{picture}")
@@ -205,7 +231,9 @@ def drawn_sweep(losses: dict[tuple[int, bool], list[float]]) -> str:
             y = 176 - 9.6 * tenth
             body.append(svg.small(left - 8, y + 4, f"{lowest + tenth / 10:.1f}", "end"))
             body.append(f'<path d="M{left} {y}h200" stroke="{svg.GRID}"/>')
-        for width, colour in zip(SWEEP_WIDTHS, (svg.PALE, svg.SECOND, svg.FIRST), strict=True):
+        for width, colour in zip(
+            SWEEP_WIDTHS, (svg.PALE, svg.SECOND, svg.FIRST), strict=True
+        ):
             values = np.array(losses[width, bool(column)])
             ys = 176 - 96 * np.minimum(values - lowest, 1.5)
             places = [f"{left + 28 * n},{y:.1f}" for n, y in enumerate(ys)]
@@ -215,7 +243,9 @@ def drawn_sweep(losses: dict[tuple[int, bool], list[float]]) -> str:
                 f'<circle cx="{x}" cy="{y}" r="4" fill="{colour}"/>'
             )
     entries = zip(
-        (svg.PALE, svg.SECOND, svg.FIRST), map("width {}".format, SWEEP_WIDTHS), strict=True
+        (svg.PALE, svg.SECOND, svg.FIRST),
+        map("width {}".format, SWEEP_WIDTHS),
+        strict=True,
     )
     keys, end = svg.keys(entries, 40, 206)
     return svg.svg(540, end, body + keys, "loss by learning rate at three widths")
@@ -225,7 +255,9 @@ def main() -> None:
     parser = bench.parser(__doc__)
     parser.add_argument("what", choices=("coordinates", "sweep"))
     parser.add_argument("--svg", type=Path, help="where the picture is written")
-    parser.add_argument("--steps", type=int, default=60, help="steps of each run of a sweep")
+    parser.add_argument(
+        "--steps", type=int, default=60, help="steps of each run of a sweep"
+    )
     options: argparse.Namespace = parser.parse_args()
     fake_devices(1)
     if options.what == "sweep":

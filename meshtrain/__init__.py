@@ -32,7 +32,10 @@ def _is_command() -> bool:
     if sys.argv[:1] != ["-m"]:
         return os.path.basename(sys.argv[0] if sys.argv else "") == __name__
     # `-m`, which looks for the module still.
-    return sys.orig_argv[-len(sys.argv) :][0].removeprefix("-m").partition(".")[0] == __name__
+    return (
+        sys.orig_argv[-len(sys.argv) :][0].removeprefix("-m").partition(".")[0]
+        == __name__
+    )
 
 
 if _is_command():
@@ -98,9 +101,13 @@ if not TYPE_CHECKING:
             else:
                 schedule = None
             there = (
-                f"; it is mt.schedule.{name}" if name in getattr(schedule, "__all__", ()) else ""
+                f"; it is mt.schedule.{name}"
+                if name in getattr(schedule, "__all__", ())
+                else ""
             )
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{there}")
+            raise AttributeError(
+                f"module {__name__!r} has no attribute {name!r}{there}"
+            )
         home = importlib.import_module(f"{__name__}.{_HOMES[name] or name}")
         globals()[name] = home
         if _HOMES[name]:

@@ -30,12 +30,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ending = nearest(name, COMMANDS) or f"; legal are {', '.join(COMMANDS)}."
         say(f"there is no command {short(name)}{ending}")
         return 2
-    cli.typed = "python -m meshtrain" if Path(sys.argv[0]).name == "__main__.py" else "meshtrain"
+    cli.typed = (
+        "python -m meshtrain"
+        if Path(sys.argv[0]).name == "__main__.py"
+        else "meshtrain"
+    )
     if name == "train" and (code := _refuse(rest[:-1])):
         return code
     sys.argv = [f"meshtrain.{name}", *rest[:-1]]
     # Ends by the command's own exit code.
-    runpy.run_module(f"meshtrain.{MODULES.get(name, name)}", run_name="__main__", alter_sys=True)
+    runpy.run_module(
+        f"meshtrain.{MODULES.get(name, name)}", run_name="__main__", alter_sys=True
+    )
     return 0
 
 

@@ -79,10 +79,14 @@ def _halving_doubling(links: Links, nbytes: float) -> float:
     total = 0.0
     distance = 1
     while distance < members:
-        hop = next((h for h in links.hops if distance < h.members * h.fan), links.hops[-1])
+        hop = next(
+            (h for h in links.hops if distance < h.members * h.fan), links.hops[-1]
+        )
         total += hop.latency + nbytes * distance / members / hop.bytes_per_second
         distance *= 2
-    return total + (0.0 if members == links.size else links.latency + nbytes / _slowest(links))
+    return total + (
+        0.0 if members == links.size else links.latency + nbytes / _slowest(links)
+    )
 
 
 def _double_tree(links: Links, nbytes: float) -> float:
@@ -114,7 +118,9 @@ ALGORITHMS = Registry(
     Algorithm("psum"),
     Algorithm("ring", _late("meshtrain.parallel.reduce.algorithms:RING"), _ring),
     Algorithm(
-        "two_way_ring", _late("meshtrain.parallel.reduce.algorithms:TWO_WAY_RING"), _two_way_ring
+        "two_way_ring",
+        _late("meshtrain.parallel.reduce.algorithms:TWO_WAY_RING"),
+        _two_way_ring,
     ),
     Algorithm(
         "halving_doubling",
@@ -127,7 +133,9 @@ ALGORITHMS = Registry(
         "double_tree",
         _late("meshtrain.parallel.reduce.double_tree:DOUBLE_TREE"),
         _double_tree,
-        no_scatter=lambda devices: "which ends at the roots of its trees and has no reduce-scatter",
+        no_scatter=lambda devices: (
+            "which ends at the roots of its trees and has no reduce-scatter"
+        ),
     ),
     Algorithm(
         "hierarchical",

@@ -179,7 +179,11 @@ class Help(argparse.HelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         stated = not action.help or "(default: " in action.help
-        if stated or action.default in (None, False, argparse.SUPPRESS) or action.default == []:
+        if (
+            stated
+            or action.default in (None, False, argparse.SUPPRESS)
+            or action.default == []
+        ):
             return action.help
         return f"{action.help} (default: %(default)s)"
 
@@ -200,17 +204,21 @@ class Parser(argparse.ArgumentParser):
     @property
     def commands(self) -> Mapping[str, "Parser"]:
         """The parsers of its commands, if it has any."""
-        choices = (a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction))
+        choices = (
+            a.choices
+            for a in self._actions
+            if isinstance(a, argparse._SubParsersAction)
+        )
         return next(choices, None) or {
             name: of_command() for name, of_command in self.beside.items()
         }
 
     def add_config(self, required: bool = True) -> None:
         """Adds --config and --set, as every command that needs a run's config takes them."""
-        meaning = (
-            "the YAML file of the run, or a config that ships with meshtrain, such as quickstart"
+        meaning = "the YAML file of the run, or a config that ships with meshtrain, such as quickstart"
+        self.add_argument(
+            "--config", required=required, metavar="FILE|NAME", help=meaning
         )
-        self.add_argument("--config", required=required, metavar="FILE|NAME", help=meaning)
         meaning = "overrides one key, as in mesh.data=2; may be repeated"
         self.add_argument(
             "--set", action="append", default=[], metavar="KEY.PATH=VALUE", help=meaning
@@ -219,9 +227,16 @@ class Parser(argparse.ArgumentParser):
 
     def add_trust(self) -> None:
         """Adds --trust, as every command takes it that may meet the code of a run."""
-        meaning = "imports the code that run.imports of this run names, even if others own it"
+        meaning = (
+            "imports the code that run.imports of this run names, even if others own it"
+        )
         self.add_argument(
-            "--trust", action="append", default=[], type=_folder, metavar="RUN", help=meaning
+            "--trust",
+            action="append",
+            default=[],
+            type=_folder,
+            metavar="RUN",
+            help=meaning,
         )
 
     def add_model(self, drafts: bool = False) -> None:
@@ -240,7 +255,9 @@ class Parser(argparse.ArgumentParser):
             metavar="data=A,tensor=B",
             help="the mesh over which the model is spread (default: the fewest devices that hold it)",
         )
-        meaning = "the dtype to compute in: float32, bfloat16, float16 (default: the model's)"
+        meaning = (
+            "the dtype to compute in: float32, bfloat16, float16 (default: the model's)"
+        )
         add("--precision", metavar="DTYPE", help=meaning)
         add(
             "--weights",
@@ -248,9 +265,7 @@ class Parser(argparse.ArgumentParser):
             help="holds the layers' matmul weights in 8 bits",
         )
         if drafts:
-            meaning = (
-                "lets the model's model.mtp layer guess tokens ahead: the same text in fewer steps"
-            )
+            meaning = "lets the model's model.mtp layer guess tokens ahead: the same text in fewer steps"
             add("--draft", action="store_true", help=meaning)
         add(
             "--step",
@@ -266,7 +281,9 @@ class Parser(argparse.ArgumentParser):
         )
         self.add_trust()
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+    def parse_known_args(
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
         words = list(sys.argv[1:] if args is None else args)
         self._check(words[: words.index("--")] if "--" in words else words)
         if "--config" in self._option_string_actions and not any(
@@ -276,13 +293,17 @@ class Parser(argparse.ArgumentParser):
         parsed, beyond = super().parse_known_args(words, namespace)
         if beyond:
             before = ["", *words][words.index(beyond[0])]
-            ending = self._setting(*((before, beyond[0]) if before in keys(Config) else beyond[:1]))
+            ending = self._setting(
+                *((before, beyond[0]) if before in keys(Config) else beyond[:1])
+            )
             if not ending and "--prompt" in self._option_string_actions:
                 ending = f"; did you mean --prompt {shlex.quote(short(beyond[0]))}?"
             self.error(f"unexpected argument {short(beyond[0])}{ending}")
         if folders := getattr(parsed, "trust", None):
             already = os.environ.get(TRUST, "").split(os.pathsep)
-            os.environ[TRUST] = os.pathsep.join(filter(None, dict.fromkeys([*already, *folders])))
+            os.environ[TRUST] = os.pathsep.join(
+                filter(None, dict.fromkeys([*already, *folders]))
+            )
         return parsed, beyond
 
     def _refuse_bare_config(self, words: Sequence[str]) -> None:
@@ -313,8 +334,11 @@ class Parser(argparse.ArgumentParser):
         if paths and (path := meant(name)) and name not in paths:
             return f"; did you mean --set {path}={short(value)}?"
         if "." not in name:
-            paths = {path: key for path, key in paths.items() if path.endswith(f".{name}")}
-            name = next(iter(paths)) if len(paths) == 1 else ""  # several sections may have it
+            paths = {
+                path: key for path, key in paths.items() if path.endswith(f".{name}")
+            }
+            # Several sections may have it
+            name = next(iter(paths)) if len(paths) == 1 else ""
         return nearest(name, paths, lambda path: f"--set {path}={short(value)}")
 
     def _check(self, words: Sequence[str]) -> None:
@@ -323,12 +347,19 @@ class Parser(argparse.ArgumentParser):
         """
         options = [name for action in self._actions for name in action.option_strings]
         commands = next(
-            (a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)), None
+            (
+                a.choices
+                for a in self._actions
+                if isinstance(a, argparse._SubParsersAction)
+            ),
+            None,
         )
         for i, word in enumerate(words):
             name = word.partition("=")[0]
             if not word or (name in options and word == f"{name}="):
-                self.error(f"an argument is empty; give {name or 'it'} a value, or leave it out")
+                self.error(
+                    f"an argument is empty; give {name or 'it'} a value, or leave it out"
+                )
             if (
                 name.startswith("-")
                 and name not in options
@@ -339,10 +370,14 @@ class Parser(argparse.ArgumentParser):
                     [option.lstrip("-") for option in options if option[:2] == "--"],
                     "--{}".format,
                 )
-                self.error(f"there is no option {name}{self._setting(*words[i:]) or near or '.'}")
+                self.error(
+                    f"there is no option {name}{self._setting(*words[i:]) or near or '.'}"
+                )
             if commands is not None and not name.startswith("-"):
                 if word not in commands:
-                    ending = nearest(word, commands) or f"; legal are {', '.join(commands)}."
+                    ending = (
+                        nearest(word, commands) or f"; legal are {', '.join(commands)}."
+                    )
                     self.error(f"there is no command {word}{ending}")
                 return  # what follows are the command's own words, which it checks
         if commands is not None and not {"-h", "--help"} & set(words):
@@ -357,7 +392,8 @@ class Parser(argparse.ArgumentParser):
 def train_parser() -> Parser:
     """Returns the parser of `meshtrain.train`, which imports JAX and needs it earlier."""
     parser = Parser(
-        prog="python -m meshtrain.train", description="Trains a transformer on a device mesh."
+        prog="python -m meshtrain.train",
+        description="Trains a transformer on a device mesh.",
     )
     parser.add_config()
     parser.add_argument(
@@ -392,7 +428,9 @@ def number_from(
                 legal = f"from {least:g} to {most:g}"
             else:
                 legal = f"of at least {least:g}"
-            raise argparse.ArgumentTypeError(f"{short(repr(text))} is not {what} {legal}")
+            raise argparse.ArgumentTypeError(
+                f"{short(repr(text))} is not {what} {legal}"
+            )
         return value
 
     return number
@@ -465,6 +503,10 @@ def _refused(path: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"{short(path)} cannot be written: {refusal(error)}.") from None
+        raise ConfigError(
+            f"{short(path)} cannot be written: {refusal(error)}."
+        ) from None
     except ValueError:  # a NUL, or half a surrogate pair
-        raise ConfigError(f"{short(path)} is not a path that a file can have.") from None
+        raise ConfigError(
+            f"{short(path)} is not a path that a file can have."
+        ) from None

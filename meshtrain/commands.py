@@ -43,8 +43,11 @@ GROUPS = {
         "completion": "prints shell completion of commands, options and keys for bash or zsh",
     },
 }  # fmt: skip
-COMMANDS = {name: meaning for group in GROUPS.values() for name, meaning in group.items()}
-MODULES = {"config": "keys", "check-gpu": "check_gpu"}  # of a command whose module has another name
+COMMANDS = {
+    name: meaning for group in GROUPS.values() for name, meaning in group.items()
+}
+# Of a command whose module has another name
+MODULES = {"config": "keys", "check-gpu": "check_gpu"}
 
 
 def parser_of(name: str) -> cli.Parser:
@@ -62,5 +65,9 @@ def listed() -> str:
     """Returns the list of commands, as `meshtrain` alone prints it."""
     lines = ["usage: meshtrain COMMAND ...; see meshtrain COMMAND --help"]
     for group, commands in GROUPS.items():
-        lines += ["", group, *(f"  {name:<11} {meaning}" for name, meaning in commands.items())]
+        lines += [
+            "",
+            group,
+            *(f"  {name:<11} {meaning}" for name, meaning in commands.items()),
+        ]
     return "\n".join(lines)

@@ -20,9 +20,13 @@ def varying(x: jax.Array | jax.ShapeDtypeStruct) -> frozenset[str]:
     return frozenset(manual.varying if manual is not None else kind.vma)
 
 
-def struct_like(shape: tuple[int, ...], dtype: Any, x: jax.Array) -> jax.ShapeDtypeStruct:
+def struct_like(
+    shape: tuple[int, ...], dtype: Any, x: jax.Array
+) -> jax.ShapeDtypeStruct:
     """A shape and dtype whose value varies over the same manual mesh axes as that of `x`."""
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
+    return jax.ShapeDtypeStruct(
+        shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type
+    )
 
 
 def vary(tree: Tree, axes: Iterable[str]) -> Tree:
@@ -155,8 +159,12 @@ def compile_collectives_anew() -> None:
         **named: Any,
     ) -> Any:
         if backend.platform == "cpu" and devices.size > 1:
-            return compiler.backend_compile_and_load(backend, module, placed, options, callbacks)
-        return cached(backend, module, devices, options, callbacks, placed, *more, **named)
+            return compiler.backend_compile_and_load(
+                backend, module, placed, options, callbacks
+            )
+        return cached(
+            backend, module, devices, options, callbacks, placed, *more, **named
+        )
 
     compiler.compile_or_get_cached = compile_program  # type: ignore[assignment]
 

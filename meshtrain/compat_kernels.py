@@ -61,7 +61,8 @@ def cudnn_attention_backward(
         variadic_args=(False, False),
         layout=cudnn.AttentionLayout.BTNH.value,
     )
-    if "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters:  # from 0.12 on
+    # From 0.12 on
+    if "score_mod" in inspect.signature(cudnn.dot_product_attention).parameters:
         params["score_mod"] = None
     call = cudnn._dot_product_attention_bwd_p_wrapper
     return tuple(call.bind(*heads, *[none] * 7, log_sum, out, d_out, **params))
@@ -80,7 +81,9 @@ def splash_backward(
     """Cotangents of q, k and v of a splash attention kernel that returned `out` and `log_sum`; it offers only a rule
     that keeps both.
     """
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as splash,
+    )
 
     names = (
         "save_residuals",
@@ -92,7 +95,17 @@ def splash_backward(
         "attn_logits_soft_cap",
         "interpret",
     )
-    kept = (q, k, v, segments, None, out, log_sum, kernel.dq_mask_info, kernel.dkv_mask_info)
+    kept = (
+        q,
+        k,
+        v,
+        segments,
+        None,
+        out,
+        log_sum,
+        kernel.dq_mask_info,
+        kernel.dkv_mask_info,
+    )
     rule: Any = splash._splash_attention_bwd
     return rule(*[kernel.kwargs[name] for name in names], kept, d_out)[3:6]
 

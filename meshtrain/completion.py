@@ -46,9 +46,13 @@ def parser() -> cli.Parser:
         description='Prints a script that completes commands, options and keys; eval "$(meshtrain '
         'completion bash)" activates it.',
     )
-    parser.add_argument("shell", nargs="?", choices=SHELLS, help="the shell to complete in")
     parser.add_argument(
-        "--markdown", action="store_true", help="prints the reference of all commands instead"
+        "shell", nargs="?", choices=SHELLS, help="the shell to complete in"
+    )
+    parser.add_argument(
+        "--markdown",
+        action="store_true",
+        help="prints the reference of all commands instead",
     )
     return parser
 
@@ -58,7 +62,9 @@ def completion(shell: str) -> str:
     try:
         import shtab
     except ImportError:
-        raise not_installed("completion needs the shtab library", "completion") from None
+        raise not_installed(
+            "completion needs the shtab library", "completion"
+        ) from None
 
     whole = argparse.ArgumentParser(prog="meshtrain")
     commands = whole.add_subparsers()
@@ -69,7 +75,9 @@ def completion(shell: str) -> str:
         "bash": f"_meshtrain_keys() {{ compopt -o nospace; compgen -S= -W '{words}' -- \"$1\"; }}",
         "zsh": f"_meshtrain_keys() {{ compadd -S= -- {words}; }}",
     }
-    script: str = shtab.complete(whole, shell, root_prefix="meshtrain", preamble=functions[shell])
+    script: str = shtab.complete(
+        whole, shell, root_prefix="meshtrain", preamble=functions[shell]
+    )
     return script
 
 
@@ -106,7 +114,12 @@ def markdown() -> str:
     for group, commands in GROUPS.items():
         lines += [f"## {group.capitalize()}", ""]
         for name, meaning in commands.items():
-            lines += [f"### meshtrain {name}", "", f"{meaning[0].upper()}{meaning[1:]}.", ""]
+            lines += [
+                f"### meshtrain {name}",
+                "",
+                f"{meaning[0].upper()}{meaning[1:]}.",
+                "",
+            ]
             for one in _help_texts(parser_of(name)):
                 lines += ["```text", one, "```", ""]
     return "\n".join(lines)

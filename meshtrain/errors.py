@@ -38,7 +38,9 @@ _SECRET_NAME = re.compile(
     r"(^|_)(token|secret|passwd|password|credentials?|webhook_url|(api|access|auth|private)_?key)(_|$)",
     re.IGNORECASE,
 )
-_SPECIAL_TOKEN = re.compile("(pad|eos|bos|unk|mask|sep|cls|special|end)_token", re.IGNORECASE)
+_SPECIAL_TOKEN = re.compile(
+    "(pad|eos|bos|unk|mask|sep|cls|special|end)_token", re.IGNORECASE
+)
 
 
 class ConfigError(ValueError):
@@ -101,7 +103,8 @@ def short(value: object) -> str:
 def masked(text: str) -> str:
     """Returns a text with … in the place of each secret in it."""
     return _WEBHOOK.sub(
-        r"\1…", _SECRETS.sub(lambda found: next(filter(None, found.groups()), "") + "…", text)
+        r"\1…",
+        _SECRETS.sub(lambda found: next(filter(None, found.groups()), "") + "…", text),
     )
 
 
@@ -112,7 +115,9 @@ def names_secret(key: str) -> bool:
 
 def printable(text: str, and_also: str = "") -> str:
     """Escapes what no terminal shows: control characters, and those that turn letters round (U+202E)."""
-    return "".join(c if c.isprintable() or c in and_also else ascii(c)[1:-1] for c in text)
+    return "".join(
+        c if c.isprintable() or c in and_also else ascii(c)[1:-1] for c in text
+    )
 
 
 def say(sentence: object) -> None:
@@ -121,7 +126,9 @@ def say(sentence: object) -> None:
         print(f"{PREFIX}{printable(str(sentence), LINES)}", file=sys.stderr)
 
 
-def nearest(word: str, legal: Iterable[str], shown: Callable[[str], object] = str) -> str:
+def nearest(
+    word: str, legal: Iterable[str], shown: Callable[[str], object] = str
+) -> str:
     """Returns the end of a sentence on the legal word nearest to a wrong one, as it is `shown`; nothing if none is
     near.
     """
@@ -143,7 +150,10 @@ def listed_divisors(n: int) -> str:
     """Returns the divisors of n for a sentence; of many, the small ones and n itself."""
     all_divisors = divisors(n)
     return ", ".join(
-        map(str, all_divisors if len(all_divisors) <= 12 else [*all_divisors[:11], "...", n])
+        map(
+            str,
+            all_divisors if len(all_divisors) <= 12 else [*all_divisors[:11], "...", n],
+        )
     )
 
 
@@ -151,4 +161,6 @@ def name_of(function: object) -> str:
     """Returns the name of a function, for a sentence."""
     while isinstance(function, functools.partial):
         function = function.func
-    return getattr(function, "__qualname__", type(function).__qualname__).rpartition("<locals>.")[2]
+    return getattr(function, "__qualname__", type(function).__qualname__).rpartition(
+        "<locals>."
+    )[2]

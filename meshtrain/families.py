@@ -67,7 +67,8 @@ class Family:
     biases: bool  # of the projections; those of q, k and v where model.qkv_bias is null
     tied_head: bool  # where model.tied_head is null
     d_ff: Callable[[int], int]  # of d_model, where model.d_ff is null
-    block: Callable[..., Any] | None = None  # a BlockHook in place of the pre-norm block
+    # A BlockHook in place of the pre-norm block
+    block: Callable[..., Any] | None = None
     biased_qkv: bool = False  # q, k and v have biases though nothing else has
     qk_norm: bool = False  # where model.qk_norm is null; so with the keys below
     window: int = 0
@@ -88,13 +89,17 @@ class Family:
     )
     biased_experts: bool = False  # experts and their router have biases
     sinks: bool = (
-        False  # the softmax of each head has one more score, which is learned and of no key
+        # The softmax of each head has one more score, which is learned and of no key
+        False
     )
-    gated_attention: bool = False  # what attention gives is multiplied by a sigmoid of its input
-    gated_shared_experts: bool = False  # likewise of the shared experts, one number a token
+    # What attention gives is multiplied by a sigmoid of its input
+    gated_attention: bool = False
+    # Likewise of the shared experts, one number a token
+    gated_shared_experts: bool = False
     rope_share: float = 1.0  # where model.rope_share is null; so with the next
     pattern: tuple[str, ...] = ()
-    gate_limit: float = 0.0  # a gated MLP is activation(min(gate x, limit)) * (up x within limit, + 1); 0: it is not
+    # A gated MLP is activation(min(gate x, limit)) * (up x within limit, + 1); 0: it is not
+    gate_limit: float = 0.0
     # Images in patches, and classes of them, in the place of tokens.
     images: bool = False
     causal: bool = True

@@ -68,7 +68,9 @@ def unreadable(path: str | Path, error: OSError) -> Unreadable:
     return Unreadable(f"{short(path)} cannot be read now: {refusal(error)}")
 
 
-def refuse_passing(path: str | Path, error: OSError, passing: Collection[int] = PASSING) -> None:
+def refuse_passing(
+    path: str | Path, error: OSError, passing: Collection[int] = PASSING
+) -> None:
     """Raises Unreadable if what the system said may pass, and so says nothing of the file."""
     if error.errno in passing:
         raise unreadable(path, error) from None
@@ -103,7 +105,9 @@ def entries(directory: Path) -> list[Path]:
         raise unreadable(directory, error) from None
 
 
-def read_text(name: str | Path, what: str, takes: str, suffixes: Sequence[str], most: int) -> str:
+def read_text(
+    name: str | Path, what: str, takes: str, suffixes: Sequence[str], most: int
+) -> str:
     """Returns the text of a file of at most `most` bytes, or of a shell's <(command); ConfigError says `what` it should
     be, and what `takes` it.
     """
@@ -134,9 +138,13 @@ def read_text(name: str | Path, what: str, takes: str, suffixes: Sequence[str], 
         raise
     except ValueError:
         # a NUL, or half a surrogate pair
-        raise ConfigError(f"{shown} is not a path that a file can have; {takes}.") from None
+        raise ConfigError(
+            f"{shown} is not a path that a file can have; {takes}."
+        ) from None
     if len(content) > most:
-        raise ConfigError(f"{shown} is larger than a {what} can be, {most // 1024} KiB; {takes}.")
+        raise ConfigError(
+            f"{shown} is larger than a {what} can be, {most // 1024} KiB; {takes}."
+        )
     if content.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise ConfigError(f"{shown} is UTF-16; {takes} in UTF-8.")
     try:
@@ -152,7 +160,9 @@ def check_regular(path: Path) -> None:
     """
     kind = stat.S_IFMT(path.stat().st_mode)
     if kind != stat.S_IFREG:
-        raise ConfigError(f"{short(path)} is {KINDS.get(kind, 'a device')}; it must be a file.")
+        raise ConfigError(
+            f"{short(path)} is {KINDS.get(kind, 'a device')}; it must be a file."
+        )
 
 
 def _beginning(path: Path, most: int) -> bytes:

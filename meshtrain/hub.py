@@ -66,7 +66,9 @@ def push(directory: Path, name: str, private: bool = False) -> str:
     try:
         from huggingface_hub import HfApi
     except ImportError:
-        raise not_installed(f"{short(name)} is pushed by huggingface_hub", "hub") from None
+        raise not_installed(
+            f"{short(name)} is pushed by huggingface_hub", "hub"
+        ) from None
     api = HfApi()
     try:
         repository = api.create_repo(name, private=private, exist_ok=True)
@@ -74,23 +76,29 @@ def push(directory: Path, name: str, private: bool = False) -> str:
     # of the hub, of what talks to it, or of the disk
     except Exception as error:
         why = f"{short(directory)} cannot be pushed to {short(name)} ({reason(error)})"
-        raise ConfigError(f"{why}; hf auth login, or HF_TOKEN, opens what is yours.") from None
+        raise ConfigError(
+            f"{why}; hf auth login, or HF_TOKEN, opens what is yours."
+        ) from None
     return str(repository)
 
 
 def repository_of(path: Path) -> str | None:
     """Returns ORG/NAME of a directory in the hub's cache, models--ORG--NAME/snapshots/REVISION; None of another."""
-    kind, *parts = path.absolute().parents[1].name.split("--", 2) if len(path.parts) > 2 else [""]
-    return "/".join(parts) if kind == "models" and path.parent.name == "snapshots" else None
+    kind, *parts = (
+        path.absolute().parents[1].name.split("--", 2) if len(path.parts) > 2 else [""]
+    )
+    return (
+        "/".join(parts)
+        if kind == "models" and path.parent.name == "snapshots"
+        else None
+    )
 
 
 def reason(error: Exception) -> str:
     """Returns what the hub, or the way to it, has said, in one line, to stand within a sentence."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403, 404):
-        return (
-            f"it answers {status}: there is none of this name, or one that HF_TOKEN does not open"
-        )
+        return f"it answers {status}: there is none of this name, or one that HF_TOKEN does not open"
     if type(error).__name__ in ("LocalEntryNotFoundError", "OfflineModeIsEnabled"):
         return "it is not in the cache, and the hub is out of reach"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

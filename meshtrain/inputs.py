@@ -151,10 +151,13 @@ def _check_objective(batch: Mapping[str, ArrayLike], config: Config) -> None:
 def _text(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarray]:
     _check_objective(batch, config)
     arrays = {
-        name: some_ids(name, batch[name], config.model.vocab_size) for name in (TOKENS, LABELS)
+        name: some_ids(name, batch[name], config.model.vocab_size)
+        for name in (TOKENS, LABELS)
     }
     arrays |= {
-        name: np.asarray(batch[name], kind) for name, kind in OTHERS.items() if name in batch
+        name: np.asarray(batch[name], kind)
+        for name, kind in OTHERS.items()
+        if name in batch
     }
     for name, array in arrays.items():
         legal_shape = arrays[TOKENS].shape + row_shape(name, config)[1:]
@@ -191,9 +194,13 @@ def _images(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndar
         )
     labels = [name for name in (LABELS, OTHER_LABELS) if name in batch]
     arrays = {PATCHES: some_patches(batch[PATCHES], config.model)}
-    arrays |= {name: some_ids(name, batch[name], config.model.vocab_size) for name in labels}
     arrays |= {
-        name: np.asarray(batch[name], np.float32) for name in (MIX, WEIGHTS) if name in batch
+        name: some_ids(name, batch[name], config.model.vocab_size) for name in labels
+    }
+    arrays |= {
+        name: np.asarray(batch[name], np.float32)
+        for name in (MIX, WEIGHTS)
+        if name in batch
     }
     wanted = (len(arrays[PATCHES]), 1)
     for name, array in arrays.items():
@@ -251,4 +258,6 @@ def _array(name: str, values: ArrayLike, legal: str) -> np.ndarray:
     try:
         return np.asarray(values)
     except ValueError:
-        raise ConfigError(f"{name} are rows of different lengths; they must be {legal}.") from None
+        raise ConfigError(
+            f"{name} are rows of different lengths; they must be {legal}."
+        ) from None

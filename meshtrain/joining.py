@@ -51,7 +51,9 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
     """Returns what an environment says of this process, None if it is alone; ConfigError for what is missing or does
     not agree.
     """
-    tasks = _number(environment, TASKS, 1, MOST_PROCESSES) if environment.get(TASKS) else 1
+    tasks = (
+        _number(environment, TASKS, 1, MOST_PROCESSES) if environment.get(TASKS) else 1
+    )
     address = environment.get(ADDRESS)
     if address:
         _check_address(ADDRESS, address, "of the first process")
@@ -76,7 +78,9 @@ def _read_jax(environment: Mapping[str, str], address: str) -> Place:
     # Of which JAX takes its device even so.
     if "SLURM_LOCALID" in environment:
         _number(environment, "SLURM_LOCALID", 0, MOST_PROCESSES)
-    return Place(address, processes, process, _listen(environment, address.rpartition(":")[2]))
+    return Place(
+        address, processes, process, _listen(environment, address.rpartition(":")[2])
+    )
 
 
 def _read_slurm(environment: Mapping[str, str], tasks: int) -> Place:
@@ -91,7 +95,10 @@ def _read_slurm(environment: Mapping[str, str], tasks: int) -> Place:
     process = _number(environment, "SLURM_PROCID", 0, tasks - 1)
     _number(environment, "SLURM_LOCALID", 0, process)
     hosts = _count_hosts(nodes_text)
-    if NODES in environment and (nodes := _number(environment, NODES, 1, tasks)) != hosts:
+    if (
+        NODES in environment
+        and (nodes := _number(environment, NODES, 1, tasks)) != hosts
+    ):
         raise ConfigError(
             f"{NODES} is {nodes}, but {LIST} {short(repr(nodes_text))} names {hosts}; they must agree."
         )
@@ -157,15 +164,25 @@ def _count_hosts(text: str) -> int:
 def _length(part: str) -> int:
     first, _, last = part.partition("-")
     if last and int(last) < int(first):
-        raise ConfigError(f"{LIST} has the range {short(part)}, which ends before it begins.")
+        raise ConfigError(
+            f"{LIST} has the range {short(part)}, which ends before it begins."
+        )
     return int(last or first) - int(first) + 1
 
 
 def _number(environment: Mapping[str, str], name: str, least: int, most: int) -> int:
     text = environment.get(name)
-    if text is None or not re.fullmatch("[0-9]{1,19}", text) or not least <= int(text) <= most:
+    if (
+        text is None
+        or not re.fullmatch("[0-9]{1,19}", text)
+        or not least <= int(text) <= most
+    ):
         value = "not set" if text is None else short(repr(text))
-        legal = f"a whole number from {least} to {most}" if most < LARGEST else "a whole number"
+        legal = (
+            f"a whole number from {least} to {most}"
+            if most < LARGEST
+            else "a whole number"
+        )
         raise ConfigError(
             f"{name} is {value}; a process that joins others needs it, and it must be {legal}."
         )

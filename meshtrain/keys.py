@@ -64,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    parser = Parser(prog="python -m meshtrain config", description="Explains the keys of a config.")
+    parser = Parser(
+        prog="python -m meshtrain config", description="Explains the keys of a config."
+    )
     parser.add_argument(
         "key",
         nargs="?",
@@ -78,7 +80,9 @@ def parser() -> Parser:
         help="prints a JSON schema for completion in editors",
     )
     parser.add_argument(
-        "--markdown", action="store_true", help="prints tables in Markdown, a section each"
+        "--markdown",
+        action="store_true",
+        help="prints tables in Markdown, a section each",
     )
     return parser
 
@@ -107,7 +111,9 @@ def _named(name: str | None) -> list[DeclaredKey]:
         paths = [entry.path for entry in every]
         alike = [path for path in paths if path.rpartition(".")[2] == name]
         near = (
-            f"; did you mean {meant(str(name))}?" if meant(str(name)) else nearest(str(name), paths)
+            f"; did you mean {meant(str(name))}?"
+            if meant(str(name))
+            else nearest(str(name), paths)
         )
         ending = f"; there is {', '.join(alike)}." if alike else near
         raise ConfigError(
@@ -141,7 +147,10 @@ def _one(entry: DeclaredKey) -> str:
     }
     text = "\n".join(
         textwrap.fill(
-            line, max(width, 40), initial_indent=f"  {name:<10}", subsequent_indent=" " * 12
+            line,
+            max(width, 40),
+            initial_indent=f"  {name:<10}",
+            subsequent_indent=" " * 12,
         )
         for name, line in lines.items()
         if line
@@ -191,7 +200,9 @@ def markdown(entries: Sequence[DeclaredKey] = ()) -> str:
         )
         lines.append(
             "| "
-            + " | ".join(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells)
+            + " | ".join(
+                cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells
+            )
             + " |"
         )
     return "\n".join(lines[1:])
@@ -227,8 +238,16 @@ def _section(kind: type) -> dict[str, Any]:
         elif "key" in field.metadata:
             key: Key = field.metadata["key"]
             default = {} if key.null else {"default": key.default}
-            properties[field.name] = {"description": f"{key.doc}.", **default, **_schema(hint, key)}
-    return {"type": ["object", "null"], "additionalProperties": False, "properties": properties}
+            properties[field.name] = {
+                "description": f"{key.doc}.",
+                **default,
+                **_schema(hint, key),
+            }
+    return {
+        "type": ["object", "null"],
+        "additionalProperties": False,
+        "properties": properties,
+    }
 
 
 def _schema(hint: Any, key: Key) -> dict[str, Any]:
@@ -236,7 +255,11 @@ def _schema(hint: Any, key: Key) -> dict[str, Any]:
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return {"anyOf": [{"type": "null"} if a is type(None) else _schema(a, key) for a in args]}
+        return {
+            "anyOf": [
+                {"type": "null"} if a is type(None) else _schema(a, key) for a in args
+            ]
+        }
     if origin is Literal:
         schema: dict[str, Any] = {"enum": list(args)}
     elif origin is tuple:
@@ -244,7 +267,11 @@ def _schema(hint: Any, key: Key) -> dict[str, Any]:
     elif key.one_of is not None:
         schema = {"anyOf": [{"enum": list(key.one_of)}, {"type": "string"}]}
     else:
-        bounds = {"minimum": key.least, "exclusiveMinimum": key.above, "maximum": key.most}
+        bounds = {
+            "minimum": key.least,
+            "exclusiveMinimum": key.above,
+            "maximum": key.most,
+        }
         schema = {"type": TYPES[hint]} | {
             name: bound for name, bound in bounds.items() if bound is not None
         }

@@ -50,7 +50,8 @@ from meshtrain.xla import ask_for_pool, step_options
 # Seconds in which processes that have ended wait for the others to end: they do so together, unless one is stuck.
 SHUTDOWN_TIMEOUT = 30
 THREADS_PER_DEVICE = (
-    4  # fake CPU devices deadlock in collectives unless the client has at least 2 threads each
+    # Fake CPU devices deadlock in collectives unless the client has at least 2 threads each
+    4
 )
 
 
@@ -120,12 +121,17 @@ def join_cluster() -> None:
     if place is None:
         return
     if place.process == 0:
-        _check_port(place.listen, place.listen == os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"))
+        _check_port(
+            place.listen, place.listen == os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
+        )
     if place.by_slurm:
         jax.distributed.initialize(shutdown_timeout_seconds=SHUTDOWN_TIMEOUT)
     else:
         jax.distributed.initialize(
-            place.address, place.processes, place.process, shutdown_timeout_seconds=SHUTDOWN_TIMEOUT
+            place.address,
+            place.processes,
+            place.process,
+            shutdown_timeout_seconds=SHUTDOWN_TIMEOUT,
         )
 
 
@@ -183,7 +189,9 @@ def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
             )
     compile_collectives_anew()
     return Mesh(
-        arranged(devices[:needed], shape), shape.axes, axis_types=(AxisType.Auto,) * len(shape.axes)
+        arranged(devices[:needed], shape),
+        shape.axes,
+        axis_types=(AxisType.Auto,) * len(shape.axes),
     )
 
 
@@ -191,7 +199,9 @@ def _find_devices(config: Config) -> tuple[Sequence[jax.Device], bool]:
     """Returns JAX's devices, and whether as many could be faked as were asked for."""
     needed = config.mesh.devices
     processes = joined_processes()
-    fakes = config.run.fake_devices or (needed if 1 < needed <= MOST_FAKE_DEVICES else 0)
+    fakes = config.run.fake_devices or (
+        needed if 1 < needed <= MOST_FAKE_DEVICES else 0
+    )
     if processes > 1 and fakes:
         # whatever else was asked for: each process is to have a part of the mesh
         fakes = math.ceil(needed / processes)
@@ -203,9 +213,7 @@ def _find_devices(config: Config) -> tuple[Sequence[jax.Device], bool]:
         # an assertion, without a word, where JAX_PLATFORMS names what this machine has not
         asked = f"JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS', 'any')}, which is not there"
         reason = short(str(error).partition("\n")[0] or asked)
-        sentence = (
-            f"JAX finds no devices to run on: {reason}; JAX_PLATFORMS=cpu runs on fake CPU devices."
-        )
+        sentence = f"JAX finds no devices to run on: {reason}; JAX_PLATFORMS=cpu runs on fake CPU devices."
         raise ConfigError(sentence) from None
 
 
@@ -233,7 +241,9 @@ def device_names(devices: Sequence[jax.Device]) -> tuple[str, ...]:
     hosts = gathered(socket.gethostname())
     counts = Counter[str]()
     names: dict[jax.Device, str] = {}
-    for device in sorted(jax.devices(devices[0].platform), key=lambda d: (d.process_index, d.id)):
+    for device in sorted(
+        jax.devices(devices[0].platform), key=lambda d: (d.process_index, d.id)
+    ):
         host = hosts[device.process_index]
         names[device] = f"{host}/{counts[host]}"
         counts[host] += 1
@@ -263,7 +273,9 @@ def _order_by_cluster(devices: Sequence[jax.Device], path: str) -> list[jax.Devi
 
 def are_axes(names: tuple[str, ...]) -> bool:
     """Returns whether a mesh of ours has these axes: all it cannot do without, in their order."""
-    return set(AXES) <= set(names) and names == tuple(axis for axis in ALL_AXES if axis in names)
+    return set(AXES) <= set(names) and names == tuple(
+        axis for axis in ALL_AXES if axis in names
+    )
 
 
 def check_axes(mesh: Mesh) -> None:
@@ -323,7 +335,9 @@ def compiler_options(
     if platform(mesh) != "gpu":
         return {}
     flags = os.environ.get("XLA_FLAGS", "")
-    options = step_options(mesh.size, mesh.shape[TENSOR], overlaps_reduce_scatter, sends_by_table)
+    options = step_options(
+        mesh.size, mesh.shape[TENSOR], overlaps_reduce_scatter, sends_by_table
+    )
     return {option.name: option.value for option in options if option.name not in flags}
 
 
@@ -346,13 +360,17 @@ def own_part(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[slice, ..
         for part in sharding.addressable_devices_indices_map(split).values()
         if part is not None
     ]
-    bounds = [[part[at].indices(size)[:2] for part in parts] for at, size in enumerate(split)]
+    bounds = [
+        [part[at].indices(size)[:2] for part in parts] for at, size in enumerate(split)
+    ]
     lowest = [min(low for low, _ in each) for each in bounds]
     highest = [max(high for _, high in each) for each in bounds]
     return tuple(map(slice, lowest, highest))
 
 
-def place_own_part(sharding: NamedSharding, own: np.ndarray, shape: tuple[int, ...]) -> jax.Array:
+def place_own_part(
+    sharding: NamedSharding, own: np.ndarray, shape: tuple[int, ...]
+) -> jax.Array:
     """Returns the global array of `shape` of which this process gives its own (see `own_part`).
 
     JAX's `make_array_from_process_local_data` does not take rows that lie between those that the devices hold.

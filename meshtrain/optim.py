@@ -38,7 +38,11 @@ def learning_rate(config: Config) -> optax.Schedule:
     if not climb:
         return after
     return optax.join_schedules(
-        [optax.linear_schedule(o.learning_rate / peak_at, o.learning_rate, climb), after], [climb]
+        [
+            optax.linear_schedule(o.learning_rate / peak_at, o.learning_rate, climb),
+            after,
+        ],
+        [climb],
     )
 
 
@@ -56,7 +60,9 @@ def make_optimizer(config: Config, layout: Layout) -> optax.GradientTransformati
     o, rate = config.optimizer, learning_rate(config)
     kind = OPTIMIZERS[o.name]
     mask = jax.tree.map(
-        lambda weight: o.decay_norms or weight.decayed, layout.updated, is_leaf=is_placed
+        lambda weight: o.decay_norms or weight.decayed,
+        layout.updated,
+        is_leaf=is_placed,
     )
 
     def make(weights: Tree, *more: Any) -> optax.GradientTransformation:
@@ -74,7 +80,9 @@ def make_optimizer(config: Config, layout: Layout) -> optax.GradientTransformati
             optimizer = per_matrix.per_matrix(make, layout)
         else:
             spread = partial(orthogonal.orthogonalizer, layout)
-            parts = (make(weights, spread) for weights in per_matrix.divide(layout.updated))
+            parts = (
+                make(weights, spread) for weights in per_matrix.divide(layout.updated)
+            )
             optimizer = per_matrix.join(*parts)
     if not kind.decays or o.transfer:
         # Theirs differ in what the rate multiplies: here it is w -= rate * weight_decay * w for all, as in AdamW.
@@ -95,14 +103,20 @@ def _transferred(config: Config, weights: Tree) -> optax.GradientTransformation:
 
     def times(which: str) -> optax.GradientTransformation:
         by = jax.tree.map(
-            lambda weight: getattr(factors(config, weight), which), weights, is_leaf=is_placed
+            lambda weight: getattr(factors(config, weight), which),
+            weights,
+            is_leaf=is_placed,
         )
-        return optax.stateless(lambda updates, _: jax.tree.map(jnp.multiply, updates, by))
+        return optax.stateless(
+            lambda updates, _: jax.tree.map(jnp.multiply, updates, by)
+        )
 
     return optax.chain(times("gradient"), made, times("step"))
 
 
-def load_metrics(config: Config, layout: Layout, gradients: Tree) -> dict[str, jax.Array]:
+def load_metrics(
+    config: Config, layout: Layout, gradients: Tree
+) -> dict[str, jax.Array]:
     """Returns the routers' counts for the row of metrics; nothing without experts."""
     if not config.model.moe.experts:
         return {}
@@ -116,7 +130,9 @@ def _loads() -> Any:
     return loads
 
 
-def _decay(rate: optax.Schedule, weight_decay: float, mask: Tree) -> optax.GradientTransformation:
+def _decay(
+    rate: optax.Schedule, weight_decay: float, mask: Tree
+) -> optax.GradientTransformation:
     """Decoupled weight decay after an optimizer (Loshchilov & Hutter 2019)."""
 
     def update(updates: Tree, count: jax.Array, params: Tree) -> tuple[Tree, jax.Array]:
@@ -147,9 +163,14 @@ def mirrored_leaves(layout: Layout, state: Tree) -> list[Placed | None]:
     weights = {tuple(weight.name.split(".")): weight for weight in layout.flat}
 
     def mirrored(path: tuple, value: jax.ShapeDtypeStruct) -> Placed | None:
-        keys = tuple(str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p)))) for p in path)
+        keys = tuple(
+            str(getattr(p, "key", getattr(p, "name", getattr(p, "idx", p))))
+            for p in path
+        )
         endings = (keys[i:] for i in range(len(keys)))
-        weight = next((weights[ending] for ending in endings if ending in weights), None)
+        weight = next(
+            (weights[ending] for ending in endings if ending in weights), None
+        )
         if weight is None:
             return None
         if value.shape == weight.padded:
@@ -160,7 +181,8 @@ def mirrored_leaves(layout: Layout, state: Tree) -> list[Placed | None]:
             for dropped in (rank, *range(weight.stacked, rank))
         ]
         dims = next(
-            (k for k in choices if tuple(weight.unpadded[d] for d in k) == value.shape), None
+            (k for k in choices if tuple(weight.unpadded[d] for d in k) == value.shape),
+            None,
         )
         if dims is not None:
             return part(weight, dims)
@@ -169,4 +191,7 @@ def mirrored_leaves(layout: Layout, state: Tree) -> list[Placed | None]:
             return part(weight, [0], more=value.ndim - 1)
         return None
 
-    return [mirrored(path, value) for path, value in jax.tree_util.tree_flatten_with_path(state)[0]]
+    return [
+        mirrored(path, value)
+        for path, value in jax.tree_util.tree_flatten_with_path(state)[0]
+    ]

@@ -83,19 +83,27 @@ def _all(weight: OptimizedWeight) -> list[int]:
     return list(range(weight.stacked, len(weight.axes)))
 
 
-def _adamw(o: OptimizerKeys, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
+def _adamw(
+    o: OptimizerKeys, rate: Any, mask: Any, weights: Any
+) -> optax.GradientTransformation:
     import optax
 
-    return optax.adamw(rate, o.beta1, o.beta2, o.eps, weight_decay=o.weight_decay, mask=mask)
+    return optax.adamw(
+        rate, o.beta1, o.beta2, o.eps, weight_decay=o.weight_decay, mask=mask
+    )
 
 
-def _lion(o: OptimizerKeys, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
+def _lion(
+    o: OptimizerKeys, rate: Any, mask: Any, weights: Any
+) -> optax.GradientTransformation:
     import optax
 
     return optax.lion(rate, o.beta1, o.beta2, weight_decay=o.weight_decay, mask=mask)
 
 
-def _sgd(o: OptimizerKeys, rate: Any, mask: Any, weights: Any) -> optax.GradientTransformation:
+def _sgd(
+    o: OptimizerKeys, rate: Any, mask: Any, weights: Any
+) -> optax.GradientTransformation:
     import optax
 
     return optax.sgd(rate, o.beta1 or None)
@@ -106,7 +114,9 @@ def _adafactor(
 ) -> optax.GradientTransformation:
     import optax
 
-    return optax.adafactor(rate, weight_decay_rate=None, min_dim_size_to_factor=FACTORED_FROM)
+    return optax.adafactor(
+        rate, weight_decay_rate=None, min_dim_size_to_factor=FACTORED_FROM
+    )
 
 
 def _factors(o: OptimizerKeys, weight: OptimizedWeight) -> list[list[int]]:
@@ -127,11 +137,15 @@ def _muon(
     import optax
 
     is_weight = lambda x: hasattr(x, "axes")
-    matrices = [w for w in jax.tree.leaves(weights, is_leaf=is_weight) if orthogonalized(w)]
+    matrices = [
+        w for w in jax.tree.leaves(weights, is_leaf=is_weight) if orthogonalized(w)
+    ]
     momentum = _orthogonal_momentum(o, matrices, orthogonalizer(matrices, o.eps))
     adam = optax.adamw(rate, o.beta1, o.beta2, o.eps, weight_decay=0.0, nesterov=True)
     names = jax.tree.map(
-        lambda weight: "muon" if orthogonalized(weight) else "adam", weights, is_leaf=is_weight
+        lambda weight: "muon" if orthogonalized(weight) else "adam",
+        weights,
+        is_leaf=is_weight,
     )
     of_matrices = optax.chain(momentum, optax.scale_by_learning_rate(rate))
     return optax.partition({"muon": of_matrices, "adam": adam}, names)
@@ -159,7 +173,9 @@ def _orthogonal_momentum(
         )
         flat, tree = jax.tree.flatten(ahead)
         moved = orthogonalize(dict(zip((w.name for w in matrices), flat, strict=True)))
-        scaled = [jax.numpy.sqrt(max(1.0, width_ratio(w))) * moved[w.name] for w in matrices]
+        scaled = [
+            jax.numpy.sqrt(max(1.0, width_ratio(w))) * moved[w.name] for w in matrices
+        ]
         return jax.tree.unflatten(tree, scaled), MuonState(count, mu, None)
 
     return optax.GradientTransformation(init, update)
@@ -169,7 +185,9 @@ def matrix_sides(weight: OptimizedWeight) -> tuple[list[int], list[int]]:
     """Returns the dimensions of a layer's weight as a matrix, those of its inputs and of its outputs; of experts each
     is a matrix of its own, and so is each factor of an adapter, which leads into its rank or out of it.
     """
-    dims = [d for d, axis in enumerate(weight.axes) if axis not in ("layers", "experts")]
+    dims = [
+        d for d, axis in enumerate(weight.axes) if axis not in ("layers", "experts")
+    ]
     inputs = 1
     if weight.axes[-1] in ("embed", "rank"):
         inputs = len(dims) - 1
@@ -178,7 +196,9 @@ def matrix_sides(weight: OptimizedWeight) -> tuple[list[int], list[int]]:
 
 def width_ratio(weight: OptimizedWeight) -> float:
     """Returns the outputs of a layer's weight over its inputs."""
-    inputs, outputs = (math.prod(weight.shape[d] for d in side) for side in matrix_sides(weight))
+    inputs, outputs = (
+        math.prod(weight.shape[d] for d in side) for side in matrix_sides(weight)
+    )
     return outputs / inputs
 
 

@@ -31,7 +31,8 @@ class LossScale(NamedTuple):
 
     value: jax.Array  # float32
     good_steps: jax.Array  # int32, in a row, since the scale last grew
-    patience: jax.Array  # int32: overflows that are still forgiven before the scale is halved
+    # int32: overflows that are still forgiven before the scale is halved
+    patience: jax.Array
     skipped: jax.Array  # int32, steps skipped in the whole run
 
 
@@ -41,7 +42,9 @@ def initial_scale(precision: PrecisionConfig) -> LossScale | None:
         return None
     zero = jnp.zeros((), jnp.int32)
     value = min(precision.loss_scale, LARGEST_LOSS_SCALE)
-    return LossScale(jnp.float32(value), zero, jnp.int32(precision.loss_scale_hysteresis), zero)
+    return LossScale(
+        jnp.float32(value), zero, jnp.int32(precision.loss_scale_hysteresis), zero
+    )
 
 
 def factor(scale: LossScale | None) -> jax.Array:
@@ -57,7 +60,9 @@ def unscaled(gradients: Tree, scale: LossScale | None) -> Tree:
     return jax.tree.map(lambda g: g / scale.value, gradients)
 
 
-def next_scale(scale: LossScale, finite: jax.Array, precision: PrecisionConfig) -> LossScale:
+def next_scale(
+    scale: LossScale, finite: jax.Array, precision: PrecisionConfig
+) -> LossScale:
     """Doubled after `loss_scale_window` good steps in a row; halved by overflows, from the `loss_scale_hysteresis`-th
     on.
 
@@ -91,7 +96,8 @@ def is_finite(params: Tree, optimizer: Tree, precision: PrecisionConfig) -> jax.
     """
     greatest = float(jnp.finfo(precision.compute).max)
     most = min(greatest, math.sqrt(jnp.finfo(jnp.float32).max))
-    largest = _reduce_leaves(lambda x: jnp.max(jnp.abs(x)), params)  # a CPU's may pass over NaN
+    # A CPU's may pass over NaN
+    largest = _reduce_leaves(lambda x: jnp.max(jnp.abs(x)), params)
     sums = _reduce_leaves(jnp.sum, (params, optimizer))
     return jnp.all(largest <= most) & jnp.all(jnp.isfinite(sums))
 
@@ -132,10 +138,14 @@ class NumbersCheck(RunHook):
         step = row["step"]
         metrics = row
         if metrics.get("sync_islands") == 0:
-            raise _past_saving(f"no island has weights that are finite after step {step}")
+            raise _past_saving(
+                f"no island has weights that are finite after step {step}"
+            )
         if step > self.sees_all:
             return
-        bad = [name for name in ("loss", "grad_norm") if not math.isfinite(metrics[name])]
+        bad = [
+            name for name in ("loss", "grad_norm") if not math.isfinite(metrics[name])
+        ]
         if not bad:
             self.taken = step
             self.at_smallest = 0

@@ -41,7 +41,15 @@ from meshtrain.hf import loading
 from meshtrain.hf.hf_directory import config_of
 from meshtrain.hf.peft import Adapters, with_adapters
 from meshtrain.hf_families import is_hf_directory
-from meshtrain.inputs import PATCHES, TOKENS, a_batch, inputs, pad_rows, some_ids, some_patches
+from meshtrain.inputs import (
+    PATCHES,
+    TOKENS,
+    a_batch,
+    inputs,
+    pad_rows,
+    some_ids,
+    some_patches,
+)
 from meshtrain.mesh import check_axes, make_mesh
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
 from meshtrain.registry import Shown
@@ -57,7 +65,9 @@ class Model(Shown):
     `config` is the run's, with this mesh in place of its own.
     """
 
-    def __init__(self, program: Program, params: Any, step: int, directory: Path) -> None:
+    def __init__(
+        self, program: Program, params: Any, step: int, directory: Path
+    ) -> None:
         self.program = program
         self.params = params
         self.config: Config = program.config
@@ -71,12 +81,14 @@ class Model(Shown):
         """
         if self.program.of_images:
             patches = some_patches(values, self.config.model)
-            return self.program.logits(self.params, self._placed({PATCHES: patches})[PATCHES])[
-                : len(patches), 0
-            ]
+            return self.program.logits(
+                self.params, self._placed({PATCHES: patches})[PATCHES]
+            )[: len(patches), 0]
         ids = some_ids(TOKENS, values, self.config.model.vocab_size)
         check_learned(self.config.model, ids.shape[1])
-        return self.program.logits(self.params, self._placed({TOKENS: ids})[TOKENS])[: len(ids)]
+        return self.program.logits(self.params, self._placed({TOKENS: ids})[TOKENS])[
+            : len(ids)
+        ]
 
     def loss(self, batch: Mapping[str, ArrayLike]) -> float:
         """Returns the mean loss per token (of images per image) of a batch as `mt.open_data` gives them: int tokens and
@@ -88,7 +100,11 @@ class Model(Shown):
         arrays = a_batch(batch, self.config)
         if not self.program.of_images:
             positions = arrays.get("positions")
-            length = arrays[TOKENS].shape[1] if positions is None else int(positions.max()) + 1
+            length = (
+                arrays[TOKENS].shape[1]
+                if positions is None
+                else int(positions.max()) + 1
+            )
             check_learned(self.config.model, length)
         if (order := self.program.column_order(inputs(arrays).shape[1])) is not None:
             arrays = {name: array[:, order] for name, array in arrays.items()}
@@ -105,7 +121,9 @@ class Model(Shown):
         canonical = jax.jit(whole)(self.params)
         return {
             leaf.name: x
-            for leaf, x in zip(self.program.layout.flat, jax.tree.leaves(canonical), strict=True)
+            for leaf, x in zip(
+                self.program.layout.flat, jax.tree.leaves(canonical), strict=True
+            )
         }
 
     def _placed(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
@@ -176,7 +194,9 @@ def read_model(
         elif error is not None:
             raise error
         elif model is None:
-            damaged[directory] = f"checkpoint {directory} is damaged: {'; '.join(damage)}"
+            damaged[directory] = (
+                f"checkpoint {directory} is damaged: {'; '.join(damage)}"
+            )
         else:
             for sentence in damaged.values():
                 warnings.warn(f"{sentence}; it is passed over.", stacklevel=2)
@@ -199,7 +219,9 @@ def _root_of(path: str | Path) -> tuple[Path, bool]:
 
 
 def read_config(
-    path: str | Path, step: int | Literal["newest", "best"] = "newest", precision: str | None = None
+    path: str | Path,
+    step: int | Literal["newest", "best"] = "newest",
+    precision: str | None = None,
 ) -> Config:
     """Returns the config of the model that `read_model` would read, on one device; ConfigError if there is none.
 
@@ -214,11 +236,17 @@ def read_config(
 
 
 def _adopted(
-    root: Path, mesh: Mesh, adapter: str | Path | None, precision: str | None, **how: Any
+    root: Path,
+    mesh: Mesh,
+    adapter: str | Path | None,
+    precision: str | None,
+    **how: Any,
 ) -> Model:
     """Returns the model of a Hugging Face directory, with the adapters of a directory of PEFT's."""
     config = _set_precision(replaced(config_of(root), mesh=mesh.shape), precision)
-    adapters = None if adapter is None else Adapters(hub.directory(adapter), config.model)
+    adapters = (
+        None if adapter is None else Adapters(hub.directory(adapter), config.model)
+    )
     config = with_adapters(config, adapters)
     check(config)
     program = Program(config, mesh, **how)
@@ -236,7 +264,9 @@ def _choose(
     """
     there = {
         d.name: d
-        for d in map(Path, first_decides(lambda: [str(d) for d in steps.directories(root)]))
+        for d in map(
+            Path, first_decides(lambda: [str(d) for d in steps.directories(root)])
+        )
     }
     if not there:
         raise ConfigError(
@@ -283,7 +313,10 @@ def _model(directory: Path, mesh: Mesh, precision: str | None, **how: Any) -> Mo
     manifest = StepManifest.read(directory)
     program = Program(_config(directory, manifest, mesh.shape, precision), mesh, **how)
     restoring.compare_hooks(
-        manifest.hooks, program.hooks.names, f"checkpoint {directory}", weights_only=True
+        manifest.hooks,
+        program.hooks.names,
+        f"checkpoint {directory}",
+        weights_only=True,
     )
     with freed_blocks_returned():
         params = read_weights(GlobalArrays(program), directory, manifest)
@@ -291,7 +324,10 @@ def _model(directory: Path, mesh: Mesh, precision: str | None, **how: Any) -> Mo
 
 
 def _config(
-    directory: Path, manifest: StepManifest, mesh: Mapping[str, int], precision: str | None
+    directory: Path,
+    manifest: StepManifest,
+    mesh: Mapping[str, int],
+    precision: str | None,
 ) -> Config:
     """Returns the config of a run's checkpoint, without keys that this version does not know, on another mesh and with
     nothing else in `parallel`.
@@ -302,7 +338,11 @@ def _config(
         sections["run"]["imports"] = take(entries, directory / MANIFEST, run_directory)
     sections["data"] = opened_from(sections.get("data", {}), run_directory)
     run = load(
-        {name: values for name, values in sections.items() if name not in ("mesh", "parallel")}
+        {
+            name: values
+            for name, values in sections.items()
+            if name not in ("mesh", "parallel")
+        }
     )
     # A mesh need not divide the run's batch to read its model. Weights stay whole on every data rank: gathering them
     # for each call would cost more than it saves.
@@ -319,4 +359,8 @@ def _config(
 
 
 def _set_precision(config: Config, precision: str | None) -> Config:
-    return config if precision is None else replaced(config, precision={"compute": precision})
+    return (
+        config
+        if precision is None
+        else replaced(config, precision={"compute": precision})
+    )

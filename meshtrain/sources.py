@@ -57,11 +57,15 @@ def has_images(source: str) -> bool:
 
 
 SOURCES = Registry(
-    SourceKind("stdlib", documents=late("meshtrain.data.cache:open_stdlib"), of_python=True),
+    SourceKind(
+        "stdlib", documents=late("meshtrain.data.cache:open_stdlib"), of_python=True
+    ),
     SourceKind(
         "synthetic",
         rows=late("meshtrain.data.token_rows:SyntheticRows"),
         images=late("meshtrain.data.images.image_sources:synthetic_images"),
     ),
-    SourceKind("digits", images=late("meshtrain.data.images.image_sources:open_digits")),
+    SourceKind(
+        "digits", images=late("meshtrain.data.images.image_sources:open_digits")
+    ),
 )

@@ -143,7 +143,8 @@ class Program(Shown):
 
             self.islands = IslandSteps(self)
         if self.hooks.names:
-            try:  # traced, so that what a hook does wrong is told here and now, without a hundred frames of JAX
+            # Traced, so that what a hook does wrong is told here and now, without a hundred frames of JAX
+            try:
                 jax.eval_shape(self._evaluate, self.layout.masters, self.batch_shapes())
             except ConfigError as error:
                 raise error.with_traceback(None) from None
@@ -155,7 +156,9 @@ class Program(Shown):
         """ShapeDtypeStructs of the state, with shardings."""
         params = self.layout.masters
         replicated = NamedSharding(self.mesh, PartitionSpec())
-        optimizer = jax.eval_shape(self.optimizer.init, self.layout.only_trained(params))
+        optimizer = jax.eval_shape(
+            self.optimizer.init, self.layout.only_trained(params)
+        )
         shardings = state_shardings(self.layout, self.mesh, optimizer)
         if self.config.parallel.offload_optimizer:
             shardings = offload.host_shardings(optimizer, shardings)
@@ -191,7 +194,9 @@ class Program(Shown):
             scale = self._initial_scale()
             feedback = self.local.zero.feedback
             compression = feedback and feedback.init(self.feedback_key)
-            state = State(jnp.zeros((), jnp.int32), params, optimizer, scale, compression)
+            state = State(
+                jnp.zeros((), jnp.int32), params, optimizer, scale, compression
+            )
             if self.islands is None:
                 return state
             return self.islands.begin(state)
@@ -242,7 +247,9 @@ class Program(Shown):
         def array(name: str) -> jax.ShapeDtypeStruct:
             dtype = jnp.float32 if name in FLOATS else jnp.int32
             return jax.ShapeDtypeStruct(
-                (rows, *row_shape(name, self.config)), dtype, sharding=self.batch_sharding
+                (rows, *row_shape(name, self.config)),
+                dtype,
+                sharding=self.batch_sharding,
             )
 
         return {name: array(name) for name in example}
@@ -256,14 +263,18 @@ class Program(Shown):
         arrays = a_batch(batch, self.config)
         mesh = self.config.mesh
         ranks, *parts = (
-            own.stop - own.start for own in own_part(self.batch_sharding, (mesh.data, mesh.context))
+            own.stop - own.start
+            for own in own_part(self.batch_sharding, (mesh.data, mesh.context))
         )
         rows, length = inputs(arrays).shape[:2]
         if rows % ranks:
             raise ConfigError(
                 f"a batch of {rows} rows cannot be shared by data {ranks}; give a multiple."
             )
-        shape = rows // ranks * mesh.data, *(length * mesh.context // own for own in parts)
+        shape = (
+            rows // ranks * mesh.data,
+            *(length * mesh.context // own for own in parts),
+        )
         if (order := self.column_order(shape[-1])) is not None:
             own = order[own_part(self.batch_sharding, shape)[1]]
             rank_of = np.argsort(np.argsort(own))
@@ -333,7 +344,9 @@ class Program(Shown):
             self.local.gradients,
             mesh=self.mesh,
             in_specs=(self.layout.shards, self.rows, everywhere, everywhere, specs),
-            out_specs=Gradients(everywhere, shards, specs, everywhere, everywhere, maxima=maxima),
+            out_specs=Gradients(
+                everywhere, shards, specs, everywhere, everywhere, maxima=maxima
+            ),
         )
         if (add_ahead := self.local.add_ahead) is None:
             return mapped
@@ -352,17 +365,23 @@ class Program(Shown):
         return self.update(state._replace(optimizer=optimizer), gradients)
 
     @jax.named_scope(xla.UPDATE)
-    def update(self, state: State, gradients: Gradients) -> tuple[State, dict[str, jax.Array]]:
+    def update(
+        self, state: State, gradients: Gradients
+    ) -> tuple[State, dict[str, jax.Array]]:
         """The state after a step, and its metrics; `state.optimizer` is on the devices."""
         divided = unscaled(gradients.shards, state.scale)
         # Counts are not scaled.
         grads = self.layout.map(
-            lambda weight, g, count: count if weight.counts else g, divided, gradients.shards
+            lambda weight, g, count: count if weight.counts else g,
+            divided,
+            gradients.shards,
         )
         norm = optax.tree.norm(self.layout.only_updated(grads))
         trained = self.layout.only_trained(state.params)
         updates, optimizer = self.optimizer.update(grads, state.optimizer, trained)
-        params, clipped = self.local.clip(optax.apply_updates(trained, updates), gradients)
+        params, clipped = self.local.clip(
+            optax.apply_updates(trained, updates), gradients
+        )
         after = params, optimizer, gradients.feedback
         metrics = {
             "loss": gradients.loss,
@@ -372,7 +391,11 @@ class Program(Shown):
         scale = state.scale
         if scale is not None:
             left_out = gradients.statistics.get("residual_norm", 0.0)
-            finite = jnp.isfinite(norm) & jnp.isfinite(gradients.loss) & jnp.isfinite(left_out)
+            finite = (
+                jnp.isfinite(norm)
+                & jnp.isfinite(gradients.loss)
+                & jnp.isfinite(left_out)
+            )
             before = trained, state.optimizer, state.reduce
             after = taken_if(finite, after, before)
             scale = next_scale(scale, finite, self.config.precision)
@@ -398,11 +421,15 @@ class Program(Shown):
     def _evaluate(self, params: Tree, batch: Batch) -> jax.Array:
         return self._map_batch(self.local.loss, params, batch)
 
-    def _map_batch(self, function: Callable[..., Any], params: Tree, batch: Batch) -> Any:
+    def _map_batch(
+        self, function: Callable[..., Any], params: Tree, batch: Batch
+    ) -> Any:
         """Returns the result of `function(masters, batch)`, the same everywhere."""
         _refuse_state(params)
         specs = (self.layout.shards, self.rows)
-        mapped = jax.shard_map(function, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec())
+        mapped = jax.shard_map(
+            function, mesh=self.mesh, in_specs=specs, out_specs=PartitionSpec()
+        )
         return mapped(params, batch)
 
     @cached_property
@@ -426,7 +453,12 @@ class Program(Shown):
         )
         shardings = self.state_shardings, None
         return TrainStep(
-            jax.jit(function, donate_argnums=0, out_shardings=shardings, compiler_options=options)
+            jax.jit(
+                function,
+                donate_argnums=0,
+                out_shardings=shardings,
+                compiler_options=options,
+            )
         )
 
     @cached_property
@@ -457,14 +489,20 @@ class Program(Shown):
 
         def local(masters: Tree, tokens: jax.Array) -> jax.Array:
             batch = {name: tokens, "rows": jnp.arange(len(tokens))}
-            return logits(self.local.forward, self.local.zero.gather_params(masters), batch)
+            return logits(
+                self.local.forward, self.local.zero.gather_params(masters), batch
+            )
 
         def run(params: Tree, tokens: jax.Array) -> jax.Array:
             _refuse_state(params)
             rows, parts = (*self.rows, None)[:2]
             specs = (self.layout.shards, self.rows)
-            shards = PartitionSpec(rows, parts, self.local.forward.collectives.vocabulary)
-            mapped = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=shards)
+            shards = PartitionSpec(
+                rows, parts, self.local.forward.collectives.vocabulary
+            )
+            mapped = jax.shard_map(
+                local, mesh=self.mesh, in_specs=specs, out_specs=shards
+            )
             order = self.column_order(tokens.shape[1])
             logits = mapped(params, tokens if order is None else tokens[:, order])
             if order is not None:
@@ -472,7 +510,10 @@ class Program(Shown):
             return logits[..., : self.config.model.vocab_size]
 
         return jax.jit(
-            run, out_shardings=NamedSharding(self.mesh, PartitionSpec(self.config.mesh.data_axes))
+            run,
+            out_shardings=NamedSharding(
+                self.mesh, PartitionSpec(self.config.mesh.data_axes)
+            ),
         )
 
     @cached_property
@@ -481,7 +522,9 @@ class Program(Shown):
         precision = self.config.precision
         if self.islands is None:
             return jax.jit(
-                lambda s: is_finite(s.params, (self.on_device(s.optimizer), s.reduce), precision)
+                lambda s: is_finite(
+                    s.params, (self.on_device(s.optimizer), s.reduce), precision
+                )
             )
         return jax.jit(self.islands.is_finite)
 
@@ -493,12 +536,16 @@ class Program(Shown):
             self.config.parallel, remat="full", remat_keep=(), remat_offload=()
         )
         plain = Program(
-            dataclasses.replace(self.config, parallel=parallel), self.mesh, **vars(self.hooks)
+            dataclasses.replace(self.config, parallel=parallel),
+            self.mesh,
+            **vars(self.hooks),
         )
 
         def difference(params: Tree, batch: Batch, step: jax.Array) -> jax.Array:
             one = jnp.float32(1.0)
-            mine, theirs = (p.gradients(params, batch, step, one)[1] for p in (self, plain))
+            mine, theirs = (
+                p.gradients(params, batch, step, one)[1] for p in (self, plain)
+            )
             return offload.relative_difference(mine, theirs)
 
         return float(jax.jit(difference)(state.params, batch, state.step))
@@ -511,7 +558,9 @@ class Program(Shown):
         """
         return self.train_step.lower(self.state_shapes, batch or self.batch_shapes())
 
-    def collectives(self, batch: Mapping[str, Any] | None = None) -> "CompiledCollectives":
+    def collectives(
+        self, batch: Mapping[str, Any] | None = None
+    ) -> "CompiledCollectives":
         """Returns the collectives of a step, read from the program compiled for a batch like this one (default:
         `batch_shapes`).
 
@@ -542,7 +591,9 @@ class TrainStep:
         self._step = step
         self.lower: Callable[..., jax.stages.Lowered] = step.lower
 
-    def __call__(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+    def __call__(
+        self, state: State, batch: Batch
+    ) -> tuple[State, dict[str, jax.Array]]:
         count = state.step
         if (
             isinstance(count, jax.Array)

@@ -28,7 +28,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from meshtrain.errors import ConfigError, not_installed, short
-from meshtrain.files import PAUSES, RequestRefused, cache_directory, locked, temporary_beside
+from meshtrain.files import (
+    PAUSES,
+    RequestRefused,
+    cache_directory,
+    locked,
+    temporary_beside,
+)
 
 T = TypeVar("T")
 
@@ -61,17 +67,24 @@ def file_system(address: str) -> Any:
     scheme = address.partition("://")[0]
     if scheme not in LIBRARIES:
         legal = ", ".join(f"{name}://" for name in LIBRARIES)
-        raise ConfigError(f"{short(address)} is at no store that is known; legal are {legal}.")
+        raise ConfigError(
+            f"{short(address)} is at no store that is known; legal are {legal}."
+        )
     options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
     if scheme == "s3":
-        options["config_kwargs"] = {"retries": {"max_attempts": 1}, "connect_timeout": 10}
+        options["config_kwargs"] = {
+            "retries": {"max_attempts": 1},
+            "connect_timeout": 10,
+        }
     try:
         import fsspec
 
         system = fsspec.filesystem(scheme, **options)
     except ImportError:
         raise not_installed(
-            f"{short(address)} is read by fsspec and {LIBRARIES[scheme]}", "remote", libraries=2
+            f"{short(address)} is read by fsspec and {LIBRARIES[scheme]}",
+            "remote",
+            libraries=2,
         ) from None
     # Other tries are ours.
     if scheme == "s3":
@@ -104,12 +117,18 @@ def forget() -> None:
     _systems.clear()
 
 
-def _once(address: str, method: str, seconds: float, fresh: bool, *given: Any, **more: Any) -> Any:
+def _once(
+    address: str, method: str, seconds: float, fresh: bool, *given: Any, **more: Any
+) -> Any:
     system, path = _system(address, fresh)
     arguments = [path if one is PATH else one for one in given]
     if system.async_impl:
-        bounded = asyncio.wait_for(getattr(system, f"_{method}")(*arguments, **more), seconds)
-        return asyncio.run_coroutine_threadsafe(bounded, system.loop).result(seconds + PATIENCE)
+        bounded = asyncio.wait_for(
+            getattr(system, f"_{method}")(*arguments, **more), seconds
+        )
+        return asyncio.run_coroutine_threadsafe(bounded, system.loop).result(
+            seconds + PATIENCE
+        )
     pool = ThreadPoolExecutor(1)
     try:
         return pool.submit(getattr(system, method), *arguments, **more).result(seconds)
@@ -119,7 +138,12 @@ def _once(address: str, method: str, seconds: float, fresh: bool, *given: Any, *
 
 
 def _ask(
-    address: str, method: str, *given: Any, size: int = 0, whole: int | None = None, **more: Any
+    address: str,
+    method: str,
+    *given: Any,
+    size: int = 0,
+    whole: int | None = None,
+    **more: Any,
 ) -> Any:
     """Returns what a method of fsspec's answers, PATH standing for the path; RequestRefused once it was tried often
     enough.
@@ -143,7 +167,9 @@ def _ask(
             reason = f"no whole answer within {seconds:.0f} s"
         # of whatever library the store's is
         except Exception as error:
-            said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            said = (
+                getattr(error, "strerror", None) or str(error) or type(error).__name__
+            )
             reason = said.splitlines()[0].rstrip(".")
             code = getattr(error, "code", None)
             if isinstance(error, PermissionError) or code == HTTPStatus.UNAUTHORIZED:
@@ -163,7 +189,9 @@ def read(address: str, at: int = 0, size: int | None = None) -> bytes:
         return bytes(_ask(address, "cat_file", PATH, size=BLOCK))
     if size == 0:
         return b""
-    return bytes(_ask(address, "cat_file", PATH, size=size, whole=size, start=at, end=at + size))
+    return bytes(
+        _ask(address, "cat_file", PATH, size=size, whole=size, start=at, end=at + size)
+    )
 
 
 def write(address: str, content: bytes) -> None:
@@ -229,8 +257,12 @@ def status(address: str) -> Entry:
 
 
 def _entry(info: Mapping[str, Any]) -> Entry:
-    etag = next((str(info[key]) for key in ("ETag", "etag", "blob_id") if info.get(key)), "")
-    when = next((info[key] for key in ("LastModified", "mtime", "updated") if info.get(key)), 0)
+    etag = next(
+        (str(info[key]) for key in ("ETag", "etag", "blob_id") if info.get(key)), ""
+    )
+    when = next(
+        (info[key] for key in ("LastModified", "mtime", "updated") if info.get(key)), 0
+    )
     if isinstance(when, str):
         when = datetime.datetime.fromisoformat(when)
     seconds = when.timestamp() if isinstance(when, datetime.datetime) else float(when)
@@ -268,7 +300,9 @@ class RangedFile(io.RawIOBase):
         return b"".join(iter(lambda: self._next(BLOCK), b""))
 
     def _next(self, size: int) -> bytes:
-        content = read(self._address, self._at, max(0, min(size, self._size - self._at)))
+        content = read(
+            self._address, self._at, max(0, min(size, self._size - self._at))
+        )
         self._at += len(content)
         return content
 
@@ -282,25 +316,35 @@ def open_object(address: str) -> io.BufferedReader:
 
 
 def local_copy(
-    address: str, limit: float = LARGEST_CACHE, wanted: Callable[[str], bool] = lambda name: True
+    address: str,
+    limit: float = LARGEST_CACHE,
+    wanted: Callable[[str], bool] = lambda name: True,
 ) -> Path:
     """Returns a directory with the `wanted` objects under an address, fetched where it is not there as it is now.
 
     ConfigError if there are none, or more than the cache may hold. OSError where the store or the disk refuses.
     """
-    entries = {name: entry for name, entry in listing(address).items() if name and wanted(name)}
+    entries = {
+        name: entry for name, entry in listing(address).items() if name and wanted(name)
+    }
     if not entries:
         raise ConfigError(f"there is nothing under {short(address)}.")
-    names = repr((address.rstrip("/"), sorted((n, e.size, e.etag) for n, e in entries.items())))
+    names = repr(
+        (address.rstrip("/"), sorted((n, e.size, e.etag) for n, e in entries.items()))
+    )
     directory = cache() / f"copy-{hashlib.sha256(names.encode()).hexdigest()[:24]}"
-    make_room(sum(entry.size for entry in entries.values()), limit, address, {directory})
+    make_room(
+        sum(entry.size for entry in entries.values()), limit, address, {directory}
+    )
     with locked(cache()):
         if not directory.is_dir():
             partial = directory.with_suffix(".part")
             for name, entry in entries.items():
                 _fetch(f"{address.rstrip('/')}/{name}", partial / name, entry)
             now = listing(address)
-            if changed := [name for name, entry in entries.items() if now.get(name) != entry]:
+            if changed := [
+                name for name, entry in entries.items() if now.get(name) != entry
+            ]:
                 shutil.rmtree(partial)
                 raise ConfigError(
                     f"{short(address)}/{changed[0]} has changed while it was read; run again."
@@ -348,9 +392,15 @@ def make_room(needed: int, limit: float, address: str, keep: set[Path]) -> None:
         )
     others = []
     for path in cache().iterdir():
-        if not path.name.startswith(".") and path.with_suffix("") not in keep and path not in keep:
+        if (
+            not path.name.startswith(".")
+            and path.with_suffix("") not in keep
+            and path not in keep
+        ):
             files = [p for p in (path, *path.rglob("*")) if p.is_file()]
-            others.append((path.stat().st_mtime, path, sum(p.stat().st_blocks for p in files)))
+            others.append(
+                (path.stat().st_mtime, path, sum(p.stat().st_blocks for p in files))
+            )
     total = 512 * sum(blocks for *_, blocks in others)
     for _, path, blocks in sorted(others):
         if total + needed <= most:

@@ -23,7 +23,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from meshtrain.cli import DONE, FAILED, STOPPED, USAGE, Parser, command, number_from, whole_number
+from meshtrain.cli import (
+    DONE,
+    FAILED,
+    STOPPED,
+    USAGE,
+    Parser,
+    command,
+    number_from,
+    whole_number,
+)
 from meshtrain.config import ConfigError, load, short, to_yaml
 from meshtrain.errors import say
 from meshtrain.files import write_atomically
@@ -122,19 +131,29 @@ def axes_of(texts: Sequence[str]) -> list[SweepAxis]:
         values = tuple(value.strip() for value in _VALUES.findall(given))
         shown = f"--over {short(text)}"
         if not key or not all(values) or not values:
-            raise ConfigError(f"{shown}: write --over section.key=A,B, a key and its values.")
+            raise ConfigError(
+                f"{shown}: write --over section.key=A,B, a key and its values."
+            )
         if len(set(values)) < len(values):
             raise ConfigError(f"{shown}: a value stands there twice.")
         if key == DIRECTORY:
-            raise ConfigError(f"{shown}: each run has a directory of its own; sweep other keys.")
+            raise ConfigError(
+                f"{shown}: each run has a directory of its own; sweep other keys."
+            )
         if key in axes:
-            raise ConfigError(f"{shown}: --over {key} is given twice; list all values in one.")
+            raise ConfigError(
+                f"{shown}: --over {key} is given twice; list all values in one."
+            )
         axes[key] = SweepAxis(key, values)
     return list(axes.values())
 
 
 def planned(
-    config: str, given: Sequence[str], axes: Sequence[SweepAxis], count: int | None, seed: int
+    config: str,
+    given: Sequence[str],
+    axes: Sequence[SweepAxis],
+    count: int | None,
+    seed: int,
 ) -> list[SweepRun]:
     """Returns the runs of a sweep, in the order of the grid: of its combinations all, or `count` drawn by `seed`.
 
@@ -147,7 +166,9 @@ def planned(
             f"the sweep has {asked:,} runs; at most {MOST:,} are legal, and --random N draws so many of the grid."
         )
     places = (
-        range(total) if asked == total else sorted(random.Random(seed).sample(range(total), asked))
+        range(total)
+        if asked == total
+        else sorted(random.Random(seed).sample(range(total), asked))
     )
     runs = []
     for place in places:
@@ -158,11 +179,15 @@ def planned(
         runs.append(_checked(config, given, chosen))
     directories = [run.directory for run in runs]
     if twice := next((d for d in directories if directories.count(d) > 1), None):
-        raise ConfigError(f"two runs of the sweep would have the directory {short(twice)}.")
+        raise ConfigError(
+            f"two runs of the sweep would have the directory {short(twice)}."
+        )
     return runs
 
 
-def _checked(config: str, given: Sequence[str], chosen: Sequence[tuple[str, str]]) -> SweepRun:
+def _checked(
+    config: str, given: Sequence[str], chosen: Sequence[tuple[str, str]]
+) -> SweepRun:
     """Returns the run of one combination of keys and values."""
     overrides = [*given, *(f"{key}={value}" for key, value in chosen)]
     name = ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in chosen)
@@ -173,12 +198,17 @@ def _checked(config: str, given: Sequence[str], chosen: Sequence[tuple[str, str]
         text = to_yaml(load(config, overrides))
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}") from None
-    return SweepRun(directory, tuple(overrides), hashlib.sha256(text.encode()).hexdigest())
+    return SweepRun(
+        directory, tuple(overrides), hashlib.sha256(text.encode()).hexdigest()
+    )
 
 
 def _command(config: str, run: SweepRun) -> list[str]:
     words = [sys.executable, "-m", "meshtrain.train", "--config", config]
-    return [*words, *(word for override in run.overrides for word in ("--set", override))]
+    return [
+        *words,
+        *(word for override in run.overrides for word in ("--set", override)),
+    ]
 
 
 def _report(runs: Sequence[SweepRun], axes: Sequence[SweepAxis]) -> None:
@@ -193,7 +223,9 @@ def _report(runs: Sequence[SweepRun], axes: Sequence[SweepAxis]) -> None:
     ranked = ranking.rank(begun, [axis.key for axis in axes])
     print(f"\n{ranking.render(ranked, with_names=False)}", end="")
     target = runs[0].directory.parent / PAGE
-    write_atomically(target, ranking.page(ranked, f"Sweep of {target.parent.name}").encode())
+    write_atomically(
+        target, ranking.page(ranked, f"Sweep of {target.parent.name}").encode()
+    )
     print(f"the best run is in {ranked.runs[0].run}; {target} has its curves")
 
 

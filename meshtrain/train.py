@@ -45,10 +45,21 @@ from meshtrain.model.weights import trained_text
 from meshtrain.modules import callable_as
 from meshtrain.parallel import offload, placement
 from meshtrain.precision import NumbersCheck
-from meshtrain.run.directory import CHECKPOINTS, METRICS, made_for_nothing, run_directory
+from meshtrain.run.directory import (
+    CHECKPOINTS,
+    METRICS,
+    made_for_nothing,
+    run_directory,
+)
 from meshtrain.run.garbage import GarbageCollection
 from meshtrain.run.hooks import Batch, Row, RunHook, RunResult, as_hooks, callbacks_of
-from meshtrain.run.processes import RunFailure, end_at_once, explained, first_decides, is_first
+from meshtrain.run.processes import (
+    RunFailure,
+    end_at_once,
+    explained,
+    first_decides,
+    is_first,
+)
 from meshtrain.run.record import RunRecord
 from meshtrain.run.signals import StopSignals
 from meshtrain.step import Program, State, TrainStep
@@ -140,7 +151,9 @@ def train(
             if supervision.supervised is not None:
                 supervision.fail(failure, PLAIN)
             # All processes raise these, so none is left waiting for this one.
-            if isinstance(error, PLAIN) and not isinstance(error, RunFailure | Unreadable):
+            if isinstance(error, PLAIN) and not isinstance(
+                error, RunFailure | Unreadable
+            ):
                 raise
             if jax.distributed.is_initialized():
                 end_at_once(failure, FAILED, PLAIN)
@@ -220,7 +233,9 @@ def _build(config: Config, supervision: Supervision, parts: dict[str, Any]) -> P
     """Builds the program, with the caller's `parts` of the model in place of the built-in ones."""
     supervision.heartbeat.phase("init")
     is_policy = config.train.objective == "grpo"
-    program: Program = (_answering().PolicyProgram if is_policy else Program)(config, **parts)
+    program: Program = (_answering().PolicyProgram if is_policy else Program)(
+        config, **parts
+    )
     supervision.build(program)
     return program
 
@@ -268,7 +283,9 @@ def _read_ahead(
 
     if not isinstance(data, SplitBatches):
         enter = supervision.heartbeat.phase
-        return _answering().begin_answering(program, data, start, loader, directory, enter)
+        return _answering().begin_answering(
+            program, data, start, loader, directory, enter
+        )
     return loader(data, program)
 
 
@@ -392,14 +409,18 @@ class Loop:
             self.log(*pending)
         return step
 
-    def pause(self, step: int, state: State, metrics: dict[str, Any], saves: bool) -> None:
+    def pause(
+        self, step: int, state: State, metrics: dict[str, Any], saves: bool
+    ) -> None:
         """Waits for a step; evaluates and saves its state where that is due, or the state is the best so far."""
         evaluated = self.evaluate(state) if self.evaluation.due(step) else {}
         eval_loss = evaluated.get("eval_loss")
         is_best = eval_loss is not None and self.evaluation.is_best(step, eval_loss)
         row = self.log(step, metrics, evaluated)
         if saves or is_best or self.evaluation.ended:
-            self.supervision.heartbeat.begin_save(step, self.checkpointer.due(step) or is_best)
+            self.supervision.heartbeat.begin_save(
+                step, self.checkpointer.due(step) or is_best
+            )
             for hook in self.hooks:
                 hook.before_save(step, state)
             self.checkpointer.save(step, state, loss=row["loss"], eval_loss=eval_loss)
@@ -420,12 +441,17 @@ class Loop:
                 self.program.islands.prepare()
             meet(f"compiled for {shape}, program {len(self.steps)}", COMPILE_TIMEOUT)
             seconds = time.perf_counter() - began
-            self.report(f"compiled for batches of {' x '.join(map(str, shape))} in {seconds:.1f} s")
+            self.report(
+                f"compiled for batches of {' x '.join(map(str, shape))} in {seconds:.1f} s"
+            )
             self.measures.restart()
         return self.steps[key]
 
     def log(
-        self, step: int, metrics: dict[str, Any], evaluated: Mapping[str, Any] | None = None
+        self,
+        step: int,
+        metrics: dict[str, Any],
+        evaluated: Mapping[str, Any] | None = None,
     ) -> Row:
         """Waits for the metrics of `step`, and hands the hooks its row, which holds those of an evaluation too."""
         self.supervision.heartbeat.phase("wait")
@@ -439,8 +465,15 @@ class Loop:
         row = {"step": step, **values} | self.measures.step(
             self.data.tokens(step - 1), self.loader.waited
         )
-        row |= {"padding_tokens": self.data.padding_tokens(step - 1), **(evaluated or {})}
-        due = step % config.log.every == 0 or step == config.train.steps or bool(evaluated)
+        row |= {
+            "padding_tokens": self.data.padding_tokens(step - 1),
+            **(evaluated or {}),
+        }
+        due = (
+            step % config.log.every == 0
+            or step == config.train.steps
+            or bool(evaluated)
+        )
         if due:
             # saves and compilations since the last logged row
             row |= self.checkpointer.metrics() | self.measures.row()
@@ -455,7 +488,9 @@ class Loop:
         jax.block_until_ready(state)
         self.supervision.heartbeat.phase("eval")
         began = time.perf_counter()
-        values = self.evaluation.measure(state.params, platform(self.program.mesh) == "cpu")
+        values = self.evaluation.measure(
+            state.params, platform(self.program.mesh) == "cpu"
+        )
         self.measures.leave_out(time.perf_counter() - began)
         return values
 
@@ -466,7 +501,10 @@ class OffloadCheck(RunHook):
     """
 
     def __init__(
-        self, program: Program, report: Callable[[str], None], leave_out: Callable[[float], None]
+        self,
+        program: Program,
+        report: Callable[[str], None],
+        leave_out: Callable[[float], None],
     ) -> None:
         self._program = program
         self._report = report
@@ -480,7 +518,9 @@ class OffloadCheck(RunHook):
             began = time.perf_counter()
             self._checked = True
             difference = self._program.check_offload(state, batch)
-            self._report(offload.judged(difference, self._program.config.precision.compute))
+            self._report(
+                offload.judged(difference, self._program.config.precision.compute)
+            )
             self._leave_out(time.perf_counter() - began)
         return state, batch
 
@@ -522,11 +562,14 @@ def _opening(
             yield f"going on after step {start}"
 
 
-def _closing(evaluation: Evaluation, step: int, save: Mapping[str, float]) -> Iterator[str]:
+def _closing(
+    evaluation: Evaluation, step: int, save: Mapping[str, float]
+) -> Iterator[str]:
     """Yields a sentence on the last save, whose metrics no row has told (none: they have been), and on evaluations."""
     if save:
         size, seconds, blocking = (
-            save[f"checkpoint_{name}"] for name in ("bytes", "seconds", "blocked_seconds")
+            save[f"checkpoint_{name}"]
+            for name in ("bytes", "seconds", "blocked_seconds")
         )
         yield (
             f"last save: {size / 1e6:.1f} MB in {seconds:.2f} s, {blocking:.3f} s of them blocking"

@@ -53,7 +53,10 @@ class Option(NamedTuple):
 
 
 def step_options(
-    devices: int, tensor: int, overlaps_reduce_scatter: bool, sends_by_table: bool = False
+    devices: int,
+    tensor: int,
+    overlaps_reduce_scatter: bool,
+    sends_by_table: bool = False,
 ) -> list[Option]:
     """Returns options for the step on a mesh of so many devices and tensor ranks; the last two: see `config.reduce`.
 
@@ -72,12 +75,18 @@ def step_options(
             "collectives"
         )
         options.append(
-            Option("xla_gpu_experimental_parallel_collective_overlap_limit", 4, under_way)
+            Option(
+                "xla_gpu_experimental_parallel_collective_overlap_limit", 4, under_way
+            )
         )
     if overlaps_reduce_scatter:
         together = "a bucket's gradients are one message, of any size, and so one of those that may be under way"
-        options.append(Option("xla_gpu_reduce_scatter_combine_threshold_bytes", 2**33, together))
+        options.append(
+            Option("xla_gpu_reduce_scatter_combine_threshold_bytes", 2**33, together)
+        )
     if sends_by_table:
         together = "a chunk's weights are one message, of any size, and so one of those that may be under way"
-        options.append(Option("xla_gpu_all_gather_combine_threshold_bytes", 2**33, together))
+        options.append(
+            Option("xla_gpu_all_gather_combine_threshold_bytes", 2**33, together)
+        )
     return options

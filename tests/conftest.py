@@ -23,7 +23,9 @@ BEGAN = time.monotonic()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--minutes", type=float, help="tests that would begin later are skipped, and counted"
+        "--minutes",
+        type=float,
+        help="tests that would begin later are skipped, and counted",
     )
 
 

@@ -82,9 +82,15 @@ WRONG = {
     ],
     "plan": [
         ("", "--config FILE is needed"),
-        ("--config run.yaml --flag", "there is no option --flag; did you mean --flags?"),
+        (
+            "--config run.yaml --flag",
+            "there is no option --flag; did you mean --flags?",
+        ),
         ("--version", "there is no option --version.\n"),
-        ("--config run.yaml --gant -", "there is no option --gant; did you mean --gantt?"),
+        (
+            "--config run.yaml --gant -",
+            "there is no option --gant; did you mean --gantt?",
+        ),
         (
             "--config run.yaml --search --devices -3",
             "argument --devices: '-3' is not a whole number of at least 1",
@@ -99,24 +105,39 @@ WRONG = {
             "there is no command zebra; legal are prepare, show, train-tokenizer, verify.",
         ),
         ("--inptu x", "there is no option --inptu"),
-        ("prepare --inptu x --output y", "there is no option --inptu; did you mean --input?"),
+        (
+            "prepare --inptu x --output y",
+            "there is no option --inptu; did you mean --input?",
+        ),
         (
             "prepare --output y",
             "the following arguments are required: --input; see python -m meshtrain.data prepare --help.",
         ),
-        ("prepare --input x --output y --bad skp", "argument --bad: invalid choice: 'skp'"),
+        (
+            "prepare --input x --output y --bad skp",
+            "argument --bad: invalid choice: 'skp'",
+        ),
     ],
     "checkpoint": [
         ("", "a command is missing; legal are ls, show, verify, diff."),
         ("lss runs/x", "there is no command lss; did you mean ls?"),
         ("ls", "the following arguments are required: directory"),
-        ("diff a b --no-value", "there is no option --no-value; did you mean --no-values?"),
+        (
+            "diff a b --no-value",
+            "there is no option --no-value; did you mean --no-values?",
+        ),
     ],
     "evaluate": [
         ("", "the following arguments are required: RUN"),
         ("runs/x --txt a", "there is no option --txt; did you mean --text?"),
-        ("runs/x --text a --tasks b", "argument --tasks: not allowed with argument --text"),
-        ("runs/x --stride 0", "argument --stride: '0' is not a whole number of at least 1"),
+        (
+            "runs/x --text a --tasks b",
+            "argument --tasks: not allowed with argument --text",
+        ),
+        (
+            "runs/x --stride 0",
+            "argument --stride: '0' is not a whole number of at least 1",
+        ),
         (
             "runs/x --tasks a --shots -1",
             "argument --shots: '-1' is not a whole number from 0 to 9999",
@@ -158,9 +179,18 @@ WRONG = {
     "serve": [
         ("--port 8000", "the following arguments are required: RUN"),
         ("runs/x --prot 8000", "there is no option --prot; did you mean --port?"),
-        ("runs/x --port 65536", "argument --port: '65536' is not a whole number from 0 to 65535"),
-        ("runs/x --slots 0", "argument --slots: '0' is not a whole number of at least 1"),
-        ("runs/x --drain nan", "argument --drain: 'nan' is not a number from 0 to 1e+09"),
+        (
+            "runs/x --port 65536",
+            "argument --port: '65536' is not a whole number from 0 to 65535",
+        ),
+        (
+            "runs/x --slots 0",
+            "argument --slots: '0' is not a whole number of at least 1",
+        ),
+        (
+            "runs/x --drain nan",
+            "argument --drain: 'nan' is not a number from 0 to 1e+09",
+        ),
         (
             "runs/x --step last",
             "argument --step: 'last' is not a step; it must be a number, best or newest",
@@ -170,7 +200,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "says"), [(name, *case) for name, cases in WRONG.items() for case in cases]
+    ("name", "words", "says"),
+    [(name, *case) for name, cases in WRONG.items() for case in cases],
 )
 def test_wrong_usage_is_one_sentence_and_exit_code_2(name, words, says, capsys):
     with pytest.raises(SystemExit) as stopped:
@@ -188,7 +219,9 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(name, words, says, capsys):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_empty_argument_is_refused(name, capsys):
     with pytest.raises(SystemExit, match="2"):
-        COMMANDS[name](["--config", ""] if name in ("train", "plan") else ["verify", ""])
+        COMMANDS[name](
+            ["--config", ""] if name in ("train", "plan") else ["verify", ""]
+        )
     assert "an argument is empty" in capsys.readouterr().err
 
 
@@ -213,7 +246,11 @@ for name in COMMANDS:
 @pytest.mark.thorough
 def test_no_help_waits_for_jax():
     done = subprocess.run(
-        [sys.executable, "-c", HELPS], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", HELPS],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.splitlines() == [f"{name} True" for name in ALL]
 
@@ -275,7 +312,10 @@ ROOT = Path(__file__).parents[1]
             (name, name)
             for name in (
                 "meshtrain.train",
-                *(f"meshtrain.{p.parent.name}" for p in ROOT.glob("meshtrain/*/__main__.py")),
+                *(
+                    f"meshtrain.{p.parent.name}"
+                    for p in ROOT.glob("meshtrain/*/__main__.py")
+                ),
             )
         ),
         ("meshtrain.data", "meshtrain.cli"),
@@ -283,11 +323,22 @@ ROOT = Path(__file__).parents[1]
 )
 def test_an_interrupt_while_a_command_imports_is_a_sentence(module, at, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(INTERRUPTS)
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "INTERRUPTED_AT": at}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{tmp_path}:{ROOT}",
+        "INTERRUPTED_AT": at,
+    }
     done = subprocess.run(
-        [sys.executable, "-m", module], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", module],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert done.stderr == "meshtrain: SIGINT: stopped; nothing is lost, run again to go on.\n"
+    assert (
+        done.stderr
+        == "meshtrain: SIGINT: stopped; nothing is lost, run again to go on.\n"
+    )
     assert done.returncode == cli.STOPPED
 
 
@@ -312,7 +363,11 @@ def test_an_interrupt_of_the_packages_first_import_ends_it_with_75_and_no_traceb
         "INTERRUPTED_AT": "meshtrain.run",
     }
     done = subprocess.run(
-        [sys.executable, *words], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (cli.STOPPED, "")
 
@@ -346,7 +401,12 @@ def test_an_interrupt_during_an_import_waits_for_its_end_since_extension_modules
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
-    "words", ["plan --config quickstart", "checkpoint verify nowhere", "train --config quickstart"]
+    "words",
+    [
+        "plan --config quickstart",
+        "checkpoint verify nowhere",
+        "train --config quickstart",
+    ],
 )
 def test_a_command_ends_quietly_at_any_moment_of_its_start(words, number, tmp_path):
     """From its first import on: before that Python itself listens, and after its last word it does again."""
@@ -364,7 +424,12 @@ sys.meta_path.insert(0, Tells())
 
     def said_undisturbed() -> tuple[str, str]:
         done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+            command,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         return done.stdout.removeprefix("begun\n"), done.stderr
 
@@ -383,9 +448,15 @@ sys.meta_path.insert(0, Tells())
         process.send_signal(number)
         printed, said = process.communicate()
         finished = (printed, said) == whole and process.returncode in (0, 2, -number)
-        assert finished or process.returncode == cli.STOPPED, (after, process.returncode, said)
+        assert finished or process.returncode == cli.STOPPED, (
+            after,
+            process.returncode,
+            said,
+        )
         assert "Traceback" not in said
-        assert not list(tmp_path.glob("**/*.writing")) and not list(tmp_path.glob("**/*.part"))
+        assert not list(tmp_path.glob("**/*.writing")) and not list(
+            tmp_path.glob("**/*.part")
+        )
 
 
 def test_who_imports_the_package_is_interrupted_as_before(tmp_path):
@@ -396,7 +467,9 @@ def test_who_imports_the_package_is_interrupted_as_before(tmp_path):
     )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     command = [sys.executable, "-m", "theirs", "--config", "meshtrain.yaml"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    )
     assert done.stdout == f"{signal.default_int_handler} {signal.SIG_DFL}\n"
 
 
@@ -411,7 +484,11 @@ def test_a_process_that_is_interrupted_ends_without_the_interpreters_end():
         "cli.command(main)()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (
         cli.STOPPED,
@@ -426,9 +503,16 @@ def test_a_command_that_is_ended_at_its_work_does_not_say_that_nothing_is_lost()
         "cli.command(lambda _: os.kill(os.getpid(), signal.SIGTERM))()"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert (done.returncode, done.stderr) == (cli.STOPPED, "meshtrain: SIGTERM: stopped.\n")
+    assert (done.returncode, done.stderr) == (
+        cli.STOPPED,
+        "meshtrain: SIGTERM: stopped.\n",
+    )
 
 
 def test_what_the_package_logs_is_said_by_its_commands_and_by_them_alone(capsys):
@@ -442,7 +526,9 @@ def test_what_the_package_logs_is_said_by_its_commands_and_by_them_alone(capsys)
     assert main([]) == main([]) == cli.DONE
     assert capsys.readouterr().err == "meshtrain: preparing 3 files\n" * 2
     logging.getLogger("meshtrain.data.cache").info("to nobody")
-    assert capsys.readouterr().err == "" and logging.getLogger("meshtrain").handlers == []
+    assert (
+        capsys.readouterr().err == "" and logging.getLogger("meshtrain").handlers == []
+    )
 
 
 def test_a_name_that_no_file_can_have_is_bad_input(capsys):
@@ -453,28 +539,38 @@ def test_a_name_that_no_file_can_have_is_bad_input(capsys):
 def test_what_a_command_makes_is_not_everybodys_to_write(tmp_path):
     before = os.umask(0)
     try:
-        cli.command(lambda _: (tmp_path / "run" / "checkpoints").mkdir(parents=True) or cli.DONE)(
-            []
-        )
+        cli.command(
+            lambda _: (tmp_path / "run" / "checkpoints").mkdir(parents=True) or cli.DONE
+        )([])
     finally:
         after = os.umask(before)
     assert after == 0, "the caller keeps its mask"
     assert {
-        path.stat().st_mode & 0o777 for path in (tmp_path / "run", tmp_path / "run" / "checkpoints")
+        path.stat().st_mode & 0o777
+        for path in (tmp_path / "run", tmp_path / "run" / "checkpoints")
     } == {0o775}
 
 
 def test_what_a_terminal_has_no_letters_for_is_escaped(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
-    assert cli.command(lambda arguments: print("läufe/\udcff") or cli.DONE)([]) == cli.DONE
+    assert (
+        cli.command(lambda arguments: print("läufe/\udcff") or cli.DONE)([]) == cli.DONE
+    )
     assert written.getvalue() == b"l\\xe4ufe/\\udcff\n"
 
 
 @pytest.mark.thorough
 def test_a_reader_that_has_had_enough_gets_no_traceback(tmp_path):
     (tmp_path / "run.yaml").write_text("model: {layers: 4}")
-    command = [sys.executable, "-m", "meshtrain.train", "--config", "run.yaml", "--print-config"]
+    command = [
+        sys.executable,
+        "-m",
+        "meshtrain.train",
+        "--config",
+        "run.yaml",
+        "--print-config",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     with subprocess.Popen(
         command,
@@ -488,11 +584,15 @@ def test_a_reader_that_has_had_enough_gets_no_traceback(tmp_path):
         process.stdout.close()
         said = process.stderr.read()
         assert (
-            "meshtrain: " not in said and "Traceback" not in said and process.wait(60) == cli.FAILED
+            "meshtrain: " not in said
+            and "Traceback" not in said
+            and process.wait(60) == cli.FAILED
         )
 
 
-def test_the_list_of_commands_has_every_command_with_a_line_and_runs_it(capsys, monkeypatch):
+def test_the_list_of_commands_has_every_command_with_a_line_and_runs_it(
+    capsys, monkeypatch
+):
     from meshtrain.__main__ import main
 
     rooms = {path.parent.name for path in ROOT.glob("meshtrain/*/__main__.py")}
@@ -506,13 +606,18 @@ def test_the_list_of_commands_has_every_command_with_a_line_and_runs_it(capsys, 
     monkeypatch.setattr("meshtrain.run.early.hear", lambda: None)
     assert main([]) == 0
     printed = capsys.readouterr().out
-    assert all(f"  {name:<11} {meaning}\n" in f"{printed}\n" for name, meaning in ALL.items())
+    assert all(
+        f"  {name:<11} {meaning}\n" in f"{printed}\n" for name, meaning in ALL.items()
+    )
     assert main(["--version"]) == 0
     assert re.fullmatch(
         r"meshtrain \S+, JAX \d\S+, Python \d\S+, \d+ x \w+\n", capsys.readouterr().out
     )
     assert main(["trian"]) == 2
-    assert capsys.readouterr().err == "meshtrain: there is no command trian; did you mean train?\n"
+    assert (
+        capsys.readouterr().err
+        == "meshtrain: there is no command trian; did you mean train?\n"
+    )
 
 
 def test_a_mistake_in_a_config_is_answered_before_jax_is_imported(tmp_path):
@@ -521,7 +626,9 @@ def test_a_mistake_in_a_config_is_answered_before_jax_is_imported(tmp_path):
 
     def asked(config: str, text: str = "") -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "meshtrain", "train", "--config", config]
-        return subprocess.run(command, env=environment, input=text, capture_output=True, text=True)
+        return subprocess.run(
+            command, env=environment, input=text, capture_output=True, text=True
+        )
 
     (tmp_path / "run.yaml").write_text("model: {layer: 2}")
     done = asked(str(tmp_path / "run.yaml"))
@@ -533,7 +640,10 @@ def test_a_mistake_in_a_config_is_answered_before_jax_is_imported(tmp_path):
 
 @pytest.mark.parametrize(
     ("called", "usage"),
-    [("/usr/bin/meshtrain", "meshtrain"), ("/x/meshtrain/__main__.py", "python -m meshtrain")],
+    [
+        ("/usr/bin/meshtrain", "meshtrain"),
+        ("/x/meshtrain/__main__.py", "python -m meshtrain"),
+    ],
 )
 @pytest.mark.parametrize("words", ["train", "data prepare", "survive status", "config"])
 def test_help_and_refusals_name_the_command_as_it_was_typed(
@@ -563,8 +673,15 @@ def test_every_help_says_defaults_in_one_way(name):
             "; default|default[^s]{2}is", said
         )
         for action in parser._actions:
-            if action.help and action.default not in (None, False, [], argparse.SUPPRESS):
-                shown = " ".join(parser.formatter_class("")._expand_help(action).split())
+            if action.help and action.default not in (
+                None,
+                False,
+                [],
+                argparse.SUPPRESS,
+            ):
+                shown = " ".join(
+                    parser.formatter_class("")._expand_help(action).split()
+                )
                 assert shown.count("(default: ") == 1, shown
 
 
@@ -581,7 +698,12 @@ ask meshtrain tr; ask meshtrain train --co; ask meshtrain train --set mesh.te; a
     done = subprocess.run(
         ["bash", "asks"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
-    assert done.stdout.splitlines() == ["train", "--config", "mesh.tensor=", "status stats"]
+    assert done.stdout.splitlines() == [
+        "train",
+        "--config",
+        "mesh.tensor=",
+        "status stats",
+    ]
 
 
 def test_zsh_completes_commands_options_and_keys(tmp_path):
@@ -633,7 +755,10 @@ def test_the_reference_of_commands_has_every_command_with_its_own():
 
     text = markdown()
     assert all(f"### meshtrain {name}\n" in text for name in ALL)
-    assert "usage: meshtrain survive inject" in text and "usage: meshtrain launch slurm" in text
+    assert (
+        "usage: meshtrain survive inject" in text
+        and "usage: meshtrain launch slurm" in text
+    )
     assert "python -m meshtrain" not in text
 
 
@@ -654,7 +779,11 @@ def test_a_probe_that_is_asked_nothing_says_what_it_would_do(capsys, monkeypatch
 @pytest.mark.parametrize("words", [["train", "--confg", "x"], ["telemetry", "catalog"]])
 def test_a_command_by_its_name_alone_says_and_ends_as_its_module_does(words):
     run = lambda *line: subprocess.run(
-        [sys.executable, "-m", *line], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", *line],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     short, long = run("meshtrain", *words), run(f"meshtrain.{words[0]}", *words[1:])
     assert (short.returncode, short.stdout, short.stderr) == (
@@ -670,7 +799,9 @@ BARE = ["train", "plan", "survive", "probe", "launch slurm", "launch local 2"]
 
 @pytest.mark.parametrize("words", BARE)
 @pytest.mark.parametrize("file", ["configs/x.yaml", "x.yml", "quickstart"])
-def test_a_config_without_its_option_is_answered_with_the_right_spelling(words, file, capsys):
+def test_a_config_without_its_option_is_answered_with_the_right_spelling(
+    words, file, capsys
+):
     if file == "quickstart" and words == "launch local 2":
         pytest.skip("it takes words besides")
     name, *rest = words.split()
@@ -686,7 +817,10 @@ def test_a_config_without_its_option_is_answered_with_the_right_spelling(words, 
 
 
 def test_a_file_that_another_option_takes_is_no_config():
-    assert parser_of("plan").parse_args(["--jobs", "configs/x.yaml"]).jobs == "configs/x.yaml"
+    assert (
+        parser_of("plan").parse_args(["--jobs", "configs/x.yaml"]).jobs
+        == "configs/x.yaml"
+    )
     assert parser_of("probe").parse_args(["--output", "x.yaml"]).output == "x.yaml"
 
 
@@ -738,4 +872,6 @@ def test_what_others_call_a_key_is_answered_with_its_name_wherever_it_is_typed(
 def test_every_synonym_leads_to_a_key_and_is_none():
     paths = keys(Config)
     assert not set(SYNONYMS.values()) - set(paths)
-    assert not {f"{path.rpartition('.')[0]}.{word}" for word, path in SYNONYMS.items()} & set(paths)
+    assert not {
+        f"{path.rpartition('.')[0]}.{word}" for word, path in SYNONYMS.items()
+    } & set(paths)

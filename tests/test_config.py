@@ -45,7 +45,11 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
         [],
         ["no key model.microbatches", "legal are family, layers"],
     ),
-    "a key twice": ("model:\n  layers: 4\n  layers: 5", [], ["line 3", "model.layers", "twice"]),
+    "a key twice": (
+        "model:\n  layers: 4\n  layers: 5",
+        [],
+        ["line 3", "model.layers", "twice"],
+    ),
     "a word for a number": (
         "model: {layers: four}",
         [],
@@ -56,21 +60,37 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
         [],
         ["model.layers is '4.5'", "whole number"],
     ),
-    "a list for a number": ("model: {layers: [4]}", [], ["model.layers is a list", "whole number"]),
-    "no value": ("model:\n  layers:", [], ["model.layers has no value", "whole number"]),
+    "a list for a number": (
+        "model: {layers: [4]}",
+        [],
+        ["model.layers is a list", "whole number"],
+    ),
+    "no value": (
+        "model:\n  layers:",
+        [],
+        ["model.layers has no value", "whole number"],
+    ),
     "a number for a switch": (
         "parallel: {sequence_parallel: 3}",
         [],
         ["sequence_parallel is '3'", "true or false"],
     ),
-    "a number for a list": ("parallel: {layer_split: 4}", [], ["layer_split", "must be a list"]),
+    "a number for a list": (
+        "parallel: {layer_split: 4}",
+        [],
+        ["layer_split", "must be a list"],
+    ),
     "not a finite number": (
         "optimizer: {learning_rate: nan}",
         [],
         ["optimizer.learning_rate", "finite"],
     ),
     "a value for a section": ("model: 3", [], ["section 'model' must be a mapping"]),
-    "a negative size": ("model: {layers: -2}", [], ["model.layers is -2", "at least 1"]),
+    "a negative size": (
+        "model: {layers: -2}",
+        [],
+        ["model.layers is -2", "at least 1"],
+    ),
     "a size of zero": ("mesh: {tensor: 0}", [], ["mesh.tensor is 0", "at least 1"]),
     "a probability above one": (
         "model: {dropout: 1.5}",
@@ -117,7 +137,11 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
         ["model.d_model=30"],
         ["model.d_model 30", "heads that divide it: 1, 2, 3"],
     ),
-    "rotary pairs of an odd head": (GOOD, ["model.head_dim=7"], ["model.head_dim is 7", "even"]),
+    "rotary pairs of an odd head": (
+        GOOD,
+        ["model.head_dim=7"],
+        ["model.head_dim is 7", "even"],
+    ),
     "a batch that data does not divide": (
         GOOD,
         ["mesh.data=3"],
@@ -130,7 +154,11 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     ),
     "a sequence that tensor does not divide": (
         GOOD,
-        ["mesh.tensor=4", "train.sequence_length=30", "parallel.sequence_parallel=true"],
+        [
+            "mesh.tensor=4",
+            "train.sequence_length=30",
+            "parallel.sequence_parallel=true",
+        ],
         ["mesh.tensor 4", "sequence_length 30", "legal for mesh.tensor are 1, 2"],
     ),
     "more stages than layers": (
@@ -140,7 +168,11 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     ),
     "more virtual stages than layers": (
         GOOD,
-        ["mesh.pipeline=4", "parallel.schedule=interleaved", "parallel.virtual_stages=2"],
+        [
+            "mesh.pipeline=4",
+            "parallel.schedule=interleaved",
+            "parallel.virtual_stages=2",
+        ],
         ["virtual_stages 2", "8 stages", "model.layers 4"],
     ),
     "chunks for a schedule that has none": (
@@ -218,15 +250,35 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "a number alone": ("3\n", [], ["must be a mapping"]),
     "a number as a key": ("run: {3: 1}", [], ["3"]),
     "a merge key": ("base: &b {seed: 1}\nrun: {<<: *b}\n", [], ["base"]),
-    "aliases of aliases": ("a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", [], ["section"]),
+    "aliases of aliases": (
+        "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n",
+        [],
+        ["section"],
+    ),
     "100,000 lists in one another": ("[" * 100_000, [], ["nested more than"]),
     "a binary file": (b"\x89PNG\r\n\x1a\n\x00\xff", [], ["is not text", "UTF-8"]),
     "text with a null in it": (b"model: {layers: 4}\x00", [], ["is not valid YAML"]),
     "a list": ("- model\n- mesh\n", [], ["line 1", "must be a mapping", "not a list"]),
-    "broken YAML": ("model: {layers: 4\nmesh: {data: 2}", [], ["line 2", "is not valid YAML"]),
-    "tabs for blanks": ("model:\n\tlayers: 4", [], ["line 2", "is not valid YAML", "use spaces"]),
-    "an override of nothing": (GOOD, ["model.layers"], ["--set model.layers", "section.key=value"]),
-    "an override of a section": (GOOD, ["model=3"], ["--set model=3", "section.key=value"]),
+    "broken YAML": (
+        "model: {layers: 4\nmesh: {data: 2}",
+        [],
+        ["line 2", "is not valid YAML"],
+    ),
+    "tabs for blanks": (
+        "model:\n\tlayers: 4",
+        [],
+        ["line 2", "is not valid YAML", "use spaces"],
+    ),
+    "an override of nothing": (
+        GOOD,
+        ["model.layers"],
+        ["--set model.layers", "section.key=value"],
+    ),
+    "an override of a section": (
+        GOOD,
+        ["model=3"],
+        ["--set model=3", "section.key=value"],
+    ),
     "an override of a mistyped key": (
         GOOD,
         ["model.layer=3"],
@@ -273,8 +325,16 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
         [f"optimizer.eps={'9' * 5000}"],
         ["999…999", "at most 3.40282e+38"],
     ),
-    "a key of 500 letters": (f"model: {{{'a' * 500}: 1}}", [], ["no key model.aaa", "aaa…aaa"]),
-    "lists in lists in lists": ("[" * 3000 + "]" * 3000, [], ["line 1", "nested more than"]),
+    "a key of 500 letters": (
+        f"model: {{{'a' * 500}: 1}}",
+        [],
+        ["no key model.aaa", "aaa…aaa"],
+    ),
+    "lists in lists in lists": (
+        "[" * 3000 + "]" * 3000,
+        [],
+        ["line 1", "nested more than"],
+    ),
     "mappings in mappings": (
         "".join(f"{'  ' * i}a:\n" for i in range(300)),
         [],
@@ -283,7 +343,11 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "a list as a key": ("[1, 2]: 3", [], ["line 1", "a key is a list"]),
     "no key": ("model: {'': 3}", [], ["line 1", "no key model.''"]),
     "a tag": ("model: {layers: !!python/object 3}", [], ["line 1", "tag"]),
-    "an alias of nothing": ("model: {layers: *a}", [], ["is not valid YAML", "undefined alias"]),
+    "an alias of nothing": (
+        "model: {layers: *a}",
+        [],
+        ["is not valid YAML", "undefined alias"],
+    ),
     "an alias of itself": (
         "model: &m {layers: *m}",
         [],
@@ -311,14 +375,22 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
         ["train.steps is '010'", "octal", "write 10 or 8"],
     ),
     "a leading zero that is no octal": ("train: {steps: 09}", [], ["'09'", "write 9"]),
-    "hexadecimal": ("train: {steps: 0x10}", [], ["'0x10'", "whole number", "did you mean 16?"]),
+    "hexadecimal": (
+        "train: {steps: 0x10}",
+        [],
+        ["'0x10'", "whole number", "did you mean 16?"],
+    ),
     "a whole number as a fraction": (
         "train: {steps: 1e3}",
         [],
         ["'1e3'", "whole number", "did you mean 1000?"],
     ),
     "base sixty": ("train: {steps: 1:30}", [], ["'1:30'", "whole number"]),
-    "digits of another script": ("train: {steps: ٣}", [], ["train.steps is '٣'", "whole number"]),
+    "digits of another script": (
+        "train: {steps: ٣}",
+        [],
+        ["train.steps is '٣'", "whole number"],
+    ),
     "a group of nothing": ("train: {steps: 1__0}", [], ["'1__0'", "whole number"]),
     "a switch for a text": (
         "checkpoint: {resume: off}",
@@ -377,7 +449,11 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     ),
     "a batch that takes long to divide by every number": (
         GOOD,
-        ["train.global_batch_size=2147483646", "train.sequence_length=1", "mesh.data=4"],
+        [
+            "train.global_batch_size=2147483646",
+            "train.sequence_length=1",
+            "mesh.data=4",
+        ],
         ["mesh.data 4", "legal are 1, 2, 3, 6", "2147483646, or set"],
     ),
     "a pipeline whose table nobody has room for": (
@@ -404,7 +480,11 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "a mistyped key of an inner section": (
         "parallel:\n  reduce:\n    blok: 3",
         [],
-        ["line 3", "no key parallel.reduce.blok", "did you mean parallel.reduce.block?"],
+        [
+            "line 3",
+            "no key parallel.reduce.blok",
+            "did you mean parallel.reduce.block?",
+        ],
     ),
     "a value for an inner section": (
         "parallel: {reduce: 3}",
@@ -431,7 +511,11 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
         ["parallel.sync.evry=3"],
         ["no key parallel.sync.evry", "did you mean parallel.sync.every?"],
     ),
-    "an override with an empty word": (GOOD, ["parallel..every=3"], ["section.key=value"]),
+    "an override with an empty word": (
+        GOOD,
+        ["parallel..every=3"],
+        ["section.key=value"],
+    ),
     "islands that do not divide data": (
         GOOD,
         ["mesh.data=4", "mesh.islands=3"],
@@ -455,17 +539,32 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     ),
     "a delay as long as the interval": (
         GOOD,
-        ["mesh.data=2", "mesh.islands=2", "parallel.sync.every=5", "parallel.sync.delay=5"],
+        [
+            "mesh.data=2",
+            "mesh.islands=2",
+            "parallel.sync.every=5",
+            "parallel.sync.delay=5",
+        ],
         ["parallel.sync.delay 5", "at most 4"],
     ),
     "more fragments than layers": (
         GOOD,
-        ["mesh.data=2", "mesh.islands=2", "parallel.sync.every=50", "parallel.sync.fragments=40"],
+        [
+            "mesh.data=2",
+            "mesh.islands=2",
+            "parallel.sync.every=50",
+            "parallel.sync.fragments=40",
+        ],
         ["parallel.sync.fragments 40", "model.layers", "at most"],
     ),
     "more fragments than steps": (
         GOOD,
-        ["mesh.data=2", "mesh.islands=2", "parallel.sync.every=2", "parallel.sync.fragments=3"],
+        [
+            "mesh.data=2",
+            "mesh.islands=2",
+            "parallel.sync.every=2",
+            "parallel.sync.fragments=3",
+        ],
         ["parallel.sync.fragments 3", "at most 2"],
     ),
     "feedback of islands that step by themselves": (
@@ -483,7 +582,11 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
             "parallel.reduce.feedback: false",
         ],
     ),
-    "half an island": ("mesh: {islands: 0.5}", [], ["mesh.islands is '0.5'", "whole number"]),
+    "half an island": (
+        "mesh: {islands: 0.5}",
+        [],
+        ["mesh.islands is '0.5'", "whole number"],
+    ),
     "an order of a wrong word": (
         GOOD,
         ["mesh.order=[island, pipline, data, tensor]"],
@@ -492,7 +595,10 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
     "an order that lacks an axis": (
         GOOD,
         ["mesh.order=[data, tensor]"],
-        ["mesh.order is [data, tensor]", "island, pipeline, data, tensor in any order, each once"],
+        [
+            "mesh.order is [data, tensor]",
+            "island, pipeline, data, tensor in any order, each once",
+        ],
     ),
     "an order with an axis twice": (
         GOOD,
@@ -500,9 +606,21 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
         ["mesh.order is [island, data, data, tensor]", "each once"],
     ),
     "an order of nothing": (GOOD, ["mesh.order=[]"], ["mesh.order is []", "each once"]),
-    "an order that is one word": (GOOD, ["mesh.order=data"], ["mesh.order", "must be a list"]),
-    "an override too deep of no section": (GOOD, ["a.b.c.d=1"], ["no section a", "legal are run"]),
-    "an override with a comment": (GOOD, ["train.steps=#"], ["train.steps is '#'", "whole number"]),
+    "an order that is one word": (
+        GOOD,
+        ["mesh.order=data"],
+        ["mesh.order", "must be a list"],
+    ),
+    "an override too deep of no section": (
+        GOOD,
+        ["a.b.c.d=1"],
+        ["no section a", "legal are run"],
+    ),
+    "an override with a comment": (
+        GOOD,
+        ["train.steps=#"],
+        ["train.steps is '#'", "whole number"],
+    ),
     "an override with a list too deep": (
         GOOD,
         ["parallel.layer_split=" + "[" * 3000],
@@ -516,7 +634,9 @@ BAD: dict[str, tuple[str | bytes, list[str], list[str]]] = {
 def test_bad_input_is_refused_in_one_sentence(wrong, tmp_path, capsys, monkeypatch):
     text, overrides, says = BAD[wrong]
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    (tmp_path / "run.yaml").write_bytes(
+        text if isinstance(text, bytes) else text.encode()
+    )
     arguments = [part for override in overrides for part in ("--set", override)]
     assert main(["--config", "run.yaml", *arguments]) == USAGE
     assert_sentence(capsys.readouterr().err, says)
@@ -524,7 +644,9 @@ def test_bad_input_is_refused_in_one_sentence(wrong, tmp_path, capsys, monkeypat
 
 def assert_sentence(stderr: str, says: list[str]) -> None:
     assert (
-        stderr.startswith("meshtrain: ") and stderr.count("\n") == 1 and stderr.rstrip()[-1] in ".?"
+        stderr.startswith("meshtrain: ")
+        and stderr.count("\n") == 1
+        and stderr.rstrip()[-1] in ".?"
     ), stderr
     assert "Traceback" not in stderr and "Error" not in stderr
     for part in says:
@@ -535,7 +657,8 @@ def test_missing_config_names_the_nearest_file(tmp_path, capsys):
     (tmp_path / "quickstart.yaml").write_text(GOOD)
     assert main(["--config", str(tmp_path / "quickstrat.yaml")]) == USAGE
     assert_sentence(
-        capsys.readouterr().err, ["there is no config file", "did you mean", "quickstart.yaml?"]
+        capsys.readouterr().err,
+        ["there is no config file", "did you mean", "quickstart.yaml?"],
     )
 
 
@@ -546,7 +669,10 @@ def make_loop(path):
 # what --config names: (what makes it, what the sentence must say)
 NO_FILES = {
     "a directory": (Path.mkdir, ["is a directory", "--config takes a YAML file"]),
-    "a pipe that nobody writes to": (os.mkfifo, ["is a pipe", "--config takes a YAML file"]),
+    "a pipe that nobody writes to": (
+        os.mkfifo,
+        ["is a pipe", "--config takes a YAML file"],
+    ),
     "a device": (
         lambda path: path.symlink_to("/dev/null"),
         ["is a device", "--config takes a YAML file"],
@@ -556,7 +682,10 @@ NO_FILES = {
         lambda path: path.symlink_to("gone"),
         ["run.yaml is a link to", "gone, which is not there"],
     ),
-    "below a file": (lambda path: path.parent.joinpath("run").touch(), ["no config file"]),
+    "below a file": (
+        lambda path: path.parent.joinpath("run").touch(),
+        ["no config file"],
+    ),
 }
 
 
@@ -595,7 +724,9 @@ def test_a_path_that_no_file_can_have_is_refused(path):
     with pytest.raises(ConfigError) as refused:
         load(path)
     sentence = str(refused.value)
-    assert len(sentence) < 500 and sentence.endswith(".") and sentence.isprintable(), sentence
+    assert len(sentence) < 500 and sentence.endswith(".") and sentence.isprintable(), (
+        sentence
+    )
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
@@ -642,10 +773,16 @@ ODD = [
 
 
 @pytest.mark.parametrize(
-    "every", [20, pytest.param(1, marks=pytest.mark.thorough)], ids=["a twentieth", "all"]
+    "every",
+    [20, pytest.param(1, marks=pytest.mark.thorough)],
+    ids=["a twentieth", "all"],
 )
-@pytest.mark.parametrize("section", [field.name for field in dataclasses.fields(Config)])
-def test_an_odd_value_of_any_key_is_taken_whole_or_refused_in_a_sentence(section, every, tmp_path):
+@pytest.mark.parametrize(
+    "section", [field.name for field in dataclasses.fields(Config)]
+)
+def test_an_odd_value_of_any_key_is_taken_whole_or_refused_in_a_sentence(
+    section, every, tmp_path
+):
     """Of each key every value, or by turns every twentieth."""
     (tmp_path / "run.yaml").write_text(GOOD)
     for i, key in enumerate(keys(type(getattr(Config(), section)))):
@@ -654,7 +791,11 @@ def test_an_odd_value_of_any_key_is_taken_whole_or_refused_in_a_sentence(section
                 config = load(tmp_path / "run.yaml", [f"{section}.{key}={odd}"])
             except ConfigError as refused:
                 sentence = str(refused)
-                assert sentence.isprintable() and len(sentence) < 1000 and sentence[-1] in ".?", (
+                assert (
+                    sentence.isprintable()
+                    and len(sentence) < 1000
+                    and sentence[-1] in ".?"
+                ), (
                     key,
                     odd,
                     sentence,

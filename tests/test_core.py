@@ -12,7 +12,8 @@ ARCHITECTURE = Path(__file__).parents[1] / "docs" / "architecture.md"
 # Each may only fall. The size of the core in syntax nodes is limited in `test_house.py`.
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "module, files", [("meshtrain.train", 111), ("meshtrain.step", 70), ("meshtrain.mesh", 36)]
+    "module, files",
+    [("meshtrain.train", 111), ("meshtrain.step", 70), ("meshtrain.mesh", 36)],
 )
 def test_an_import_reads_few_files(module, files):
     assert len(house.imported_by(module)) <= files
@@ -21,7 +22,8 @@ def test_an_import_reads_few_files(module, files):
 @pytest.mark.thorough
 def test_the_architecture_page_says_how_large_the_core_is_by_room():
     table = re.compile(
-        r"^\| \| (.*) \|\n\|[-| ]+\|\n\| lines \| (.*) \|\n\| thousand nodes \| (.*) \|$", re.M
+        r"^\| \| (.*) \|\n\|[-| ]+\|\n\| lines \| (.*) \|\n\| thousand nodes \| (.*) \|$",
+        re.M,
     )
     header, lines, nodes = (
         row.split(" | ") for row in table.search(ARCHITECTURE.read_text()).groups()

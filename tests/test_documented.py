@@ -91,7 +91,11 @@ NOT_HERE = {
     "each way",
 }
 # Those of docs/result.md: a model that is trained, exported and trained on.
-RESULT = [name for name in COMMANDS if re.search("(configs|runs)/python|python-tokenizer", name)]
+RESULT = [
+    name
+    for name in COMMANDS
+    if re.search("(configs|runs)/python|python-tokenizer", name)
+]
 # The thread of docs/fine-tuning.md, from a row of data to a model that was exported and answers.
 OF_CHATS = re.compile("README|base|chats|capitals")
 THREAD = [name for name in COMMANDS if OF_CHATS.search(name) and name not in RESULT]
@@ -102,7 +106,9 @@ NOT_HERE |= dict.fromkeys(IN_ORDER, "typed in their order by a test of their own
 # Its file of a reward, an environment and what is added up.
 GUIDE_OF_REWARDS = fenced(GUIDES["docs/reinforcement.md"])
 OF_REWARDS = "\n\n".join(
-    block for kind, block in GUIDE_OF_REWARDS if kind == "py" and "import numpy" not in block
+    block
+    for kind, block in GUIDE_OF_REWARDS
+    if kind == "py" and "import numpy" not in block
 )
 # Whole test files are part of the tests, and experiments take minutes to hours: tests/test_experiments.py has each of
 # them tell its options.
@@ -118,7 +124,8 @@ FORMS = {
     "python -m meshtrain.generate RUN [--prompt TEXT | --chat]": [],
     "python -m meshtrain.telemetry catalogue|dashboard|rules": [],
     "python -m meshtrain.keys [KEY]": ["python -m meshtrain.keys mesh.data"],
-    "python -m meshtrain.completion bash|zsh": [],  # needs shtab; tests/test_cli.py has it complete
+    # Needs shtab; tests/test_cli.py has it complete
+    "python -m meshtrain.completion bash|zsh": [],
     "python -m meshtrain.adopt inspect | import | export | merge | push | config": [],
 }
 HF_DIR = str(ROOT / "tests" / "adopt" / "golden" / "llama3")
@@ -175,7 +182,12 @@ SHORTER = {
     "meshtrain.survive": SHORT_RUN,
 }
 # Commands whose first word is a command too: named alone it is looked at.
-OF_MANY = ("meshtrain.adopt", "meshtrain.checkpoint", "meshtrain.data", "meshtrain.launch")
+OF_MANY = (
+    "meshtrain.adopt",
+    "meshtrain.checkpoint",
+    "meshtrain.data",
+    "meshtrain.launch",
+)
 QUICKSTART = next(command for command in COMMANDS if "meshtrain.train" in command)
 # What each prints, by the first that it contains.
 SAYS = {
@@ -220,7 +232,9 @@ SAYS = {
 
 def environment() -> dict[str, str]:
     """Of what is typed: it finds the tests' compiled programs, and fakes the devices that its config asks for."""
-    return {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"} | {
+    return {
+        name: value for name, value in os.environ.items() if name != "PJRT_NPROC"
+    } | {
         "PYTHONPATH": str(ROOT),
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
@@ -232,14 +246,18 @@ def typed(words: list[str], directory: Path) -> str:
     most need.
     """
     printed = directory / "printed"
-    process = CONTEXT.Process(target=_type, args=(words, directory, printed, environment()))
+    process = CONTEXT.Process(
+        target=_type, args=(words, directory, printed, environment())
+    )
     process.start()
     process.join(300)
     assert process.exitcode == 0, Path(f"{printed}.errors").read_text()
     return printed.read_text()
 
 
-def _type(words: list[str], directory: Path, printed: Path, variables: dict[str, str]) -> None:
+def _type(
+    words: list[str], directory: Path, printed: Path, variables: dict[str, str]
+) -> None:
     for number, path in ((1, printed), (2, f"{printed}.errors")):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.chdir(directory)
@@ -248,7 +266,9 @@ def _type(words: list[str], directory: Path, printed: Path, variables: dict[str,
     # A probe as documented, but of less: a program is compiled for each size.
     devices.SIDES["cpu"], devices.ELEMENTS["cpu"] = 64, 2**12
     links.SIZES["cpu"] = links.PAIR_SIZES["cpu"] = (2**12, 2**16)
-    jax.config.update("jax_compilation_cache_dir", variables["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update(
+        "jax_compilation_cache_dir", variables["JAX_COMPILATION_CACHE_DIR"]
+    )
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     sys.argv = words
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
@@ -257,7 +277,13 @@ def _type(words: list[str], directory: Path, printed: Path, variables: dict[str,
 def run(words: list[str], directory: Path) -> None:
     """Types a command in a directory, with nothing changed but SHORTER; what it must print and write is there."""
     named = len(words) == 3 or (len(words) == 4 and words[2] in OF_MANY)
-    more = SHORTER.get(words[2], []) if "--config" in words else ["--help"] if named else []
+    more = (
+        SHORTER.get(words[2], [])
+        if "--config" in words
+        else ["--help"]
+        if named
+        else []
+    )
     printed = typed([*words[2:], *more], directory)
     line = " ".join([*words, *more])
     expected = next(said for word, said in SAYS.items() if word in line)
@@ -302,7 +328,9 @@ def ran(tmp_path_factory):
 @pytest.mark.thorough
 @pytest.mark.parametrize("command", TYPED)
 def test_what_is_documented_can_be_typed(command, directory, ran):
-    words = [PLACEHOLDERS.get(word, word) for word in COMMANDS.get(command, command.split())]
+    words = [
+        PLACEHOLDERS.get(word, word) for word in COMMANDS.get(command, command.split())
+    ]
     assert words[0] == "python", "not Python: give a reason in NOT_HERE"
     assert not (unknown := list(filter(PLACEHOLDER.fullmatch, words))), (
         f"no such thing is made here: {unknown}"
@@ -310,7 +338,9 @@ def test_what_is_documented_can_be_typed(command, directory, ran):
     for made, by in MADE_BY.items():
         if any(word.endswith(made) for word in words) and words != by.split():
             run(by.split(), directory)
-    once = SUPERVISED if words[2] == "meshtrain.survive" and len(words) > 4 else QUICKSTART
+    once = (
+        SUPERVISED if words[2] == "meshtrain.survive" and len(words) > 4 else QUICKSTART
+    )
     if once in (" ".join(words), command):
         ran(once)
     else:
@@ -318,14 +348,18 @@ def test_what_is_documented_can_be_typed(command, directory, ran):
             (directory / "runs").symlink_to(ran(once))
         run(
             [
-                "runs/mine" if once == SUPERVISED and word == "runs/quickstart" else word
+                "runs/mine"
+                if once == SUPERVISED and word == "runs/quickstart"
+                else word
                 for word in words
             ],
             directory,
         )
     # What the README shows is what its command draws now.
     for drawn in directory.glob("experiments/*.svg"):
-        assert drawn.read_text() == (ROOT / "experiments" / drawn.name).read_text(), "draw it again"
+        assert drawn.read_text() == (ROOT / "experiments" / drawn.name).read_text(), (
+            "draw it again"
+        )
 
 
 @pytest.mark.thorough
@@ -357,7 +391,9 @@ def test_the_trained_model_of_the_guide_is_exported_and_trained_on(directory):
             words = [*words, "--limit", "2"]
         printed = typed([*words, *(short if trains else [])], directory)
         assert not trains or "step 2/2" in printed, printed
-        assert words[0] != "meshtrain.evaluate" or re.search(r"parses +\|↑ +\|", printed), printed
+        assert words[0] != "meshtrain.evaluate" or re.search(
+            r"parses +\|↑ +\|", printed
+        ), printed
     rows = (directory / "runs/python_rl/metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["rl/rewards_failed"] for row in rows] == [0, 0]
 
@@ -373,7 +409,9 @@ def test_the_guides_rewards_of_python_pay_for_code_that_parses():
         f"\n    return 1\n    {'x' * 300}\n": (1, 0.25, 0),
     }
     for answer, expected in answers.items():
-        paid = [rewards[name]("def f():", answer) for name in ("parses", "code", "repeats")]
+        paid = [
+            rewards[name]("def f():", answer) for name in ("parses", "code", "repeats")
+        ]
         assert paid == list(expected), answer
         scores = rewards["process_results"]({"prompt": "def f():"}, [answer])
         assert scores == {"parses": expected[0], "statements": 4 * expected[1]}
@@ -386,7 +424,9 @@ def test_the_guides_reward_scores_answers_and_its_runs_are_looked_at(directory):
     assert len(REWARDED) == 7
     for command in REWARDED:
         words = COMMANDS[command][2:]
-        printed = typed([*words, *(short if words[0] == "meshtrain.train" else [])], directory)
+        printed = typed(
+            [*words, *(short if words[0] == "meshtrain.train" else [])], directory
+        )
         assert "step 2/2" in printed or tells(printed, "done, all 2 steps"), printed
     for run in ("rl_arithmetic", "mine", "brief", "distilled", "ahead"):
         rows = (directory / "runs" / run / "metrics.jsonl").read_text().splitlines()
@@ -398,7 +438,10 @@ def test_the_guides_environment_tells_how_far_off_a_guess_is():
     names: dict[str, Any] = {}
     exec(OF_REWARDS, names)
     guess = names["Guess"]({"answer": "42"})
-    hints = [guess.step([{"role": "assistant", "content": said}]) for said in ("7", "99", "?")]
+    hints = [
+        guess.step([{"role": "assistant", "content": said}])
+        for said in ("7", "99", "?")
+    ]
     assert [hint[0]["content"] for hint in hints] == [
         "It is higher.",
         "It is lower.",
@@ -427,15 +470,24 @@ def test_the_guides_config_of_several_turns_is_trained(directory):
         "{% if add_generation_prompt %}<|im_start|>{% endif %}"
     )
     special = ("<|im_start|>", "<|im_end|>")
-    tokenizer = written(directory / "chat", special, tokenizer_config={"chat_template": template})
-    config |= {"model": {**FILE["model"], "vocab_size": 303}, "data": {"tokenizer": str(tokenizer)}}
+    tokenizer = written(
+        directory / "chat", special, tokenizer_config={"chat_template": template}
+    )
+    config |= {
+        "model": {**FILE["model"], "vocab_size": 303},
+        "data": {"tokenizer": str(tokenizer)},
+    }
     config["train"] |= {"steps": 2, "global_batch_size": 16, "sequence_length": 256}
     # of so many tokens by random weights one in five answers has an end
     config["rl"] |= {"answers": 64, "environment": "mine:Told"}
     (directory / "c.yaml").write_text(yaml.safe_dump(config))
     told = directory / "told"
     (directory / "mine.py").write_text(OF_REWARDS + TOLD.format(str(told)))
-    prompt = next(block for kind, block in GUIDE_OF_REWARDS if kind == "jsonl" and "Guess" in block)
+    prompt = next(
+        block
+        for kind, block in GUIDE_OF_REWARDS
+        if kind == "jsonl" and "Guess" in block
+    )
     (directory / "guess.jsonl").write_text(prompt * 2)
     printed = typed(["meshtrain.train", "--config", "c.yaml"], directory)
     assert "step 2/2" in printed
@@ -492,15 +544,20 @@ def test_the_guides_blocks_are_of_kinds_that_are_run_or_shown():
 
 # That of the file in docs/extending.md is trained by the test after it.
 @pytest.mark.parametrize(
-    "block", [block for kind, block in BLOCKS if kind == "yaml" and "imports:" not in block]
+    "block",
+    [block for kind, block in BLOCKS if kind == "yaml" and "imports:" not in block],
 )
 def test_the_guides_configs_are_configs(block):
     config = load(
-        yaml.safe_load(block.replace("Llama-3.1-8B", HF_DIR).replace("s3://bucket/llama", HF_DIR))
+        yaml.safe_load(
+            block.replace("Llama-3.1-8B", HF_DIR).replace("s3://bucket/llama", HF_DIR)
+        )
     )
     if "lora:" in block:
         assert (
-            config.model.layers == 3 and config.lora.rank == 16 and config.data.batching == "packed"
+            config.model.layers == 3
+            and config.lora.rank == 16
+            and config.data.batching == "packed"
         )
     if "islands:" in block:
         assert config.mesh.islands > 1 and config.mesh.shards > 1
@@ -512,18 +569,24 @@ def test_the_guides_file_of_parts_is_trained_by_its_config(directory):
     blocks = fenced(GUIDES["docs/extending.md"])
     parts = "\n\n".join(block for kind, block in blocks if kind == "py")
     (directory / "mine.py").write_text(parts)
-    (directory / "c.yaml").write_text(next(block for kind, block in blocks if kind == "yaml"))
-    printed = typed(["meshtrain.train", "--config", "c.yaml", "--set", "train.steps=2"], directory)
-    assert re.search(r"relu_llama .* data 2 x tensor 2 x pipeline 2(?s:.*)step 2/2", printed), (
-        printed
+    (directory / "c.yaml").write_text(
+        next(block for kind, block in blocks if kind == "yaml")
     )
+    printed = typed(
+        ["meshtrain.train", "--config", "c.yaml", "--set", "train.steps=2"], directory
+    )
+    assert re.search(
+        r"relu_llama .* data 2 x tensor 2 x pipeline 2(?s:.*)step 2/2", printed
+    ), printed
     assert (directory / "runs/mine/imports/mine.py").read_text() == parts
 
 
 def test_messages_of_the_troubleshooting_page_are_said():
     sources = "".join(re.sub(r'"\s*\n\s*f?"', "", path.read_text()) for path in MODULES)
     messages = [
-        block for kind, block in fenced(GUIDES["docs/troubleshooting.md"]) if kind == "text"
+        block
+        for kind, block in fenced(GUIDES["docs/troubleshooting.md"])
+        if kind == "text"
     ]
     fragments = [
         part.strip()
@@ -539,7 +602,11 @@ def test_messages_of_the_troubleshooting_page_are_said():
 def test_every_path_that_is_named_is_there():
     found = list(paths())
     assert len(found) > 50
-    assert not [f"{where}: {path.relative_to(ROOT)}" for where, path in found if not path.exists()]
+    assert not [
+        f"{where}: {path.relative_to(ROOT)}"
+        for where, path in found
+        if not path.exists()
+    ]
 
 
 def resolves(name: str) -> bool:
@@ -576,7 +643,9 @@ def test_every_module_that_a_package_names_is_there():
         f"{where}: {name}"
         for where, name in named
         if name not in known
-        and not any(map(resolves, (re.sub("^mt\\.", "meshtrain.", name), f"meshtrain.{name}")))
+        and not any(
+            map(resolves, (re.sub("^mt\\.", "meshtrain.", name), f"meshtrain.{name}"))
+        )
     ]
     assert not wrong
 
@@ -584,7 +653,10 @@ def test_every_module_that_a_package_names_is_there():
 def test_nothing_tells_to_install_by_name():
     """The package index has another project's `meshtrain`: what is installed stands in a checkout, or is a wheel."""
     told = [
-        path for room in ROOMS for path in sorted((ROOT / room).rglob("*")) if path.suffix in TEXTS
+        path
+        for room in ROOMS
+        for path in sorted((ROOT / room).rglob("*"))
+        if path.suffix in TEXTS
     ]
     wrong = [
         f"{path.relative_to(ROOT)}: {line.strip()}"
@@ -599,7 +671,10 @@ def test_nothing_tells_to_install_by_name():
 def test_a_line_of_code_is_no_wider_than_a_page_shows(page):
     """Records of JSON have a line each, however long; `docs/pages.css` has them go on in the next."""
     lines = [
-        line for kind, code in fenced(GUIDES[page]) if kind != "jsonl" for line in code.splitlines()
+        line
+        for kind, code in fenced(GUIDES[page])
+        if kind != "jsonl"
+        for line in code.splitlines()
     ]
     assert not [line for line in lines if len(line) > WIDEST]
 

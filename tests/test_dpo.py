@@ -28,7 +28,10 @@ STEPS, CLIP, WARMUP, RATE, BETA, LENGTH = 3, 0.5, 2, 0.01, 0.4, 24
 #          mesh        section parallel
 LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "2x2x1-zero1": ((2, 2, 1), {"sequence_parallel": True, "microbatches": 2}),
-    "2x2x2-zero1": ((2, 2, 2), {"sequence_parallel": True, "microbatches": 4, "schedule": "1f1b"}),
+    "2x2x2-zero1": (
+        (2, 2, 2),
+        {"sequence_parallel": True, "microbatches": 4, "schedule": "1f1b"},
+    ),
     "2x2x2-zero3-zb": (
         (2, 2, 2),
         {"zero_stage": 3, "microbatches": 4, "schedule": "zb_h1", "remat": "selective"},
@@ -64,7 +67,11 @@ def one_device() -> Config:
                 "objective": "dpo",
                 "dpo_beta": BETA,
             },
-            "optimizer": {"learning_rate": RATE, "warmup_steps": WARMUP, "grad_clip": CLIP},
+            "optimizer": {
+                "learning_rate": RATE,
+                "warmup_steps": WARMUP,
+                "grad_clip": CLIP,
+            },
             "lora": {"rank": 3, "alpha": 5.0},
         }
     )
@@ -74,11 +81,15 @@ def one_device() -> Config:
 Pair = tuple[int, int, int, int]
 
 
-def rows_of(rows: list[list[Pair]], length: int = LENGTH, seed: int = 1) -> dict[str, np.ndarray]:
+def rows_of(
+    rows: list[list[Pair]], length: int = LENGTH, seed: int = 1
+) -> dict[str, np.ndarray]:
     """A batch with these pairs in its rows. A pair's tokens follow from its sizes and the seed, wherever it stands."""
     names = ("tokens", "labels", "segments", "positions", "weights", "pairs")
     found = {
-        name: np.zeros((len(rows), length), np.float32 if name == "weights" else np.int32)
+        name: np.zeros(
+            (len(rows), length), np.float32 if name == "weights" else np.int32
+        )
         for name in names
     }
     for row, pairs in enumerate(rows):
@@ -93,7 +104,10 @@ def rows_of(rows: list[list[Pair]], length: int = LENGTH, seed: int = 1) -> dict
                     text[side * (pair[0] + 1) :][: labels + 1],
                 )
                 found["tokens"][here], found["labels"][here] = own[:-1], own[1:]
-                found["segments"][here], found["pairs"][here] = 2 * number - 1 + side, number
+                found["segments"][here], found["pairs"][here] = (
+                    2 * number - 1 + side,
+                    number,
+                )
                 found["positions"][here] = np.arange(labels)
                 found["weights"][row, at + labels - answer : at + labels] = 1 - 2 * side
                 at += labels
@@ -111,10 +125,12 @@ def formula(base: Any, parameters: Any, batch: dict[str, np.ndarray]) -> jax.Arr
     """Equation 7 of Rafailov et al. 2023, a pair at a time."""
 
     def log_p(parameters: Any) -> jax.Array:
-        z = jax.vmap(lambda *of: reference.logits(reference.Model("llama"), parameters, *of))(
-            batch["tokens"], batch["positions"], batch["segments"]
-        )
-        return jnp.take_along_axis(jax.nn.log_softmax(z), batch["labels"][..., None], -1)[..., 0]
+        z = jax.vmap(
+            lambda *of: reference.logits(reference.Model("llama"), parameters, *of)
+        )(batch["tokens"], batch["positions"], batch["segments"])
+        return jnp.take_along_axis(
+            jax.nn.log_softmax(z), batch["labels"][..., None], -1
+        )[..., 0]
 
     model, before = log_p(parameters), log_p(base)
     found = []
@@ -123,12 +139,19 @@ def formula(base: Any, parameters: Any, batch: dict[str, np.ndarray]) -> jax.Arr
     ):
         of = (batch["pairs"][row] == number + 1) & (batch["weights"][row] != 0)
         chosen, rejected = (
-            (of & (np.sign(batch["weights"][row]) == side)).astype(np.float32) for side in (1, -1)
+            (of & (np.sign(batch["weights"][row]) == side)).astype(np.float32)
+            for side in (1, -1)
         )
         gained = model[row] - before[row]
         found.append(
             -jnp.log(
-                1 / (1 + jnp.exp(-BETA * ((gained * chosen).sum() - (gained * rejected).sum())))
+                1
+                / (
+                    1
+                    + jnp.exp(
+                        -BETA * ((gained * chosen).sum() - (gained * rejected).sum())
+                    )
+                )
             )
         )
     return jnp.stack(found).mean()
@@ -141,14 +164,18 @@ def expected() -> tuple[Any, list[float], Any]:
     layout = Layout(config, make_mesh(config))
     parameters = canonical_numbers(layout)
     numbers = jax.tree.map(jnp.asarray, parameters)
-    base = merged(config, layout.map(lambda w, x: 0 * x if "_lora_" in w.name else x, numbers))
+    base = merged(
+        config, layout.map(lambda w, x: 0 * x if "_lora_" in w.name else x, numbers)
+    )
     trained = layout.only_trained(numbers)
     optimizer = reference.Recipe(RATE, WARMUP, STEPS, clip=CLIP).optimizer(trained)
     batch = rows_of(ROWS)
 
     @jax.jit
     def step(trained: Any, state: Any) -> Any:
-        of = lambda t: formula(base, merged(config, layout.add_frozen(t, numbers)), batch)
+        of = lambda t: formula(
+            base, merged(config, layout.add_frozen(t, numbers)), batch
+        )
         loss, gradient = jax.value_and_grad(of)(trained)
         updates, state = optimizer.update(gradient, state, trained)
         return optax.apply_updates(trained, updates), state, loss, gradient
@@ -167,7 +194,9 @@ def test_every_layout_learns_from_pairs_as_the_formula_does(layout):
     mesh, parallel = LAYOUTS[layout]
     parameters, losses, gradient = expected()
     train = {
-        "loss_chunk": 7 if "microbatches" in parallel and "zero_stage" not in parallel else "auto"
+        "loss_chunk": 7
+        if "microbatches" in parallel and "zero_stage" not in parallel
+        else "auto"
     }
     context = 4 if "context_strategy" in parallel else 1
     sections = {
@@ -185,14 +214,22 @@ def test_every_layout_learns_from_pairs_as_the_formula_does(layout):
         if not step:
             first = jax.tree.map(np.asarray, first_moment(state))
     np.testing.assert_allclose([m["loss"] for m in seen], losses, rtol=0, atol=1e-5)
-    assert losses[-1] < losses[0] and evaluated == pytest.approx(seen[0]["loss"], rel=1e-6)
+    assert losses[-1] < losses[0] and evaluated == pytest.approx(
+        seen[0]["loss"], rel=1e-6
+    )
     clipping = min(1.0, CLIP / seen[0]["grad_norm"])
     found = program.layout.map(
-        lambda w, m: program.layout.canonical_leaf(w, m / (0.1 * clipping)) if w.trained else None,
+        lambda w, m: (
+            program.layout.canonical_leaf(w, m / (0.1 * clipping))
+            if w.trained
+            else None
+        ),
         first,
     )
     norms = [np.linalg.norm(g) for g in jax.tree.leaves(gradient)]
-    for found_leaf, right in zip(jax.tree.leaves(found), jax.tree.leaves(gradient), strict=True):
+    for found_leaf, right in zip(
+        jax.tree.leaves(found), jax.tree.leaves(gradient), strict=True
+    ):
         assert np.linalg.norm(found_leaf - right) <= 1e-5 * max(
             np.linalg.norm(right), 1e-2 * max(norms)
         )
@@ -200,11 +237,16 @@ def test_every_layout_learns_from_pairs_as_the_formula_does(layout):
 
 @pytest.mark.slow  # the run on a file of pairs begins so, too
 def test_a_run_begins_at_log_2_with_no_reward_on_any_mesh():
-    config = replaced(one_device(), mesh={"tensor": 2, "pipeline": 2}, parallel={"microbatches": 2})
+    config = replaced(
+        one_device(), mesh={"tensor": 2, "pipeline": 2}, parallel={"microbatches": 2}
+    )
     program = Program(config)
     state, metrics = program.train_step(program.init(), program.place(rows_of(ROWS)))
     assert float(metrics["loss"]) == pytest.approx(np.log(2), abs=1e-7)
-    assert abs(float(metrics["rewards_margins"])) < 1e-6 and float(metrics["grad_norm"]) > 1e-3
+    assert (
+        abs(float(metrics["rewards_margins"])) < 1e-6
+        and float(metrics["grad_norm"]) > 1e-3
+    )
     after = program.train_step(state, program.place(rows_of(ROWS)))[1]
     assert float(after["rewards_chosen"]) > 0 > float(after["rewards_rejected"])
 
@@ -219,7 +261,9 @@ def test_pairs_side_by_side_cost_what_each_does_in_a_row_of_its_own():
         program = Program(replaced(config, train={"global_batch_size": len(rows)}))
         losses.append(
             float(
-                program.eval_step(start(program, parameters).params, program.place(rows_of(rows)))
+                program.eval_step(
+                    start(program, parameters).params, program.place(rows_of(rows))
+                )
             )
         )
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
@@ -239,7 +283,9 @@ def test_float16_scales_the_gradient_alone():
             )
         )
         found.append(
-            program.train_step(start(program, parameters), program.place(rows_of(ROWS)))[1]
+            program.train_step(
+                start(program, parameters), program.place(rows_of(ROWS))
+            )[1]
         )
     assert not found[0]["skipped"]
     for name in ("loss", "grad_norm", "rewards_margins"):
@@ -254,10 +300,15 @@ def test_float16_scales_the_gradient_alone():
             "label_smoothing is 0.1, but train.objective",
         ),
         ({"train": {"z_loss": 1e-4}}, "train.z_loss is 0.0001, but train.objective"),
-        ({"train": {"trainable": ("head.weight",)}}, "which train.trainable would have move"),
+        (
+            {"train": {"trainable": ("head.weight",)}},
+            "which train.trainable would have move",
+        ),
     ],
 )
-def test_what_would_change_the_log_probabilities_or_the_reference_is_refused(given, says):
+def test_what_would_change_the_log_probabilities_or_the_reference_is_refused(
+    given, says
+):
     with pytest.raises(ConfigError) as error:
         check(replaced(one_device(), **given))
     assert says in str(error.value)
@@ -269,7 +320,9 @@ def test_batches_without_pairs_are_refused_and_so_are_pairs_where_tokens_are_lea
         program.place({name: x for name, x in batch.items() if name != "pairs"})
     with pytest.raises(ConfigError, match=r"number 13; .* 24 labels .* 1 to 12"):
         program.place({**batch, "pairs": batch["pairs"] + 10})
-    plain = replaced(one_device(), train={"objective": "next_token"}, data={"format": "text"})
+    plain = replaced(
+        one_device(), train={"objective": "next_token"}, data={"format": "text"}
+    )
     with pytest.raises(ConfigError, match=r"train\.objective next_token does not"):
         Program(plain).place(batch)
 
@@ -278,14 +331,23 @@ def test_batches_without_pairs_are_refused_and_so_are_pairs_where_tokens_are_lea
 def test_a_run_on_a_file_of_pairs_comes_to_prefer_the_chosen(tmp_path, capsys):
     said = [("red", "blue"), ("sun", "rain"), ("yes", "no"), ("tea", "milk")]
     pairs = [
-        {"prompt": f"{n}?", "chosen": said[n % 4][0], "rejected": said[n % 4][1]} for n in range(32)
+        {"prompt": f"{n}?", "chosen": said[n % 4][0], "rejected": said[n % 4][1]}
+        for n in range(32)
     ]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (tmp_path / "pairs.jsonl").write_text(
+        "".join(json.dumps(pair) + "\n" for pair in pairs)
+    )
     (tmp_path / "template.jinja").write_text(
         "{% for m in messages %}{{ m.role[0] ~ m.content ~ '.' }}{% endfor %}"
     )
     config = {
-        "model": {"layers": 2, "d_model": 32, "heads": 2, "d_ff": 64, "vocab_size": 258},
+        "model": {
+            "layers": 2,
+            "d_model": 32,
+            "heads": 2,
+            "d_ff": 64,
+            "vocab_size": 258,
+        },
         "data": {
             "source": str(tmp_path / "pairs.jsonl"),
             "format": "pairs",
@@ -313,16 +375,24 @@ def test_a_run_on_a_file_of_pairs_comes_to_prefer_the_chosen(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(json.dumps(config))
     assert main(["--config", str(tmp_path / "config.yaml")]) == 0
     rows = [
-        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]
     assert rows[0]["loss"] == pytest.approx(np.log(2), abs=1e-6)
     assert rows[0]["rewards_accuracies"] < 0.5 and rows[-1]["rewards_accuracies"] == 1.0
     assert rows[-1]["rewards_chosen"] > 0 > rows[-1]["rewards_rejected"]
-    assert rows[-1]["eval_loss"] < 0.5 * np.log(2) and "preferred 100%" in capsys.readouterr().out
+    assert (
+        rows[-1]["eval_loss"] < 0.5 * np.log(2)
+        and "preferred 100%" in capsys.readouterr().out
+    )
 
 
 def with_router_losses(**moe: Any) -> Config:
-    model = {"family": "mixtral", "layers": 1, "moe": {"experts": 4, "top_k": 2, "d_ff": 16, **moe}}
+    model = {
+        "family": "mixtral",
+        "layers": 1,
+        "moe": {"experts": 4, "top_k": 2, "d_ff": 16, **moe},
+    }
     return replaced(one_device(), model=model, mesh={})
 
 
@@ -337,7 +407,10 @@ def router_gradient(batch: dict[str, np.ndarray], **moe: Any) -> np.ndarray:
         _, shards = jax.jit(program.gradients)(*given)
         both.append(
             np.concatenate(
-                [np.ravel(x) for x in jax.tree.leaves(program.layout.only_updated(shards))]
+                [
+                    np.ravel(x)
+                    for x in jax.tree.leaves(program.layout.only_updated(shards))
+                ]
             )
         )
     return both[0] - both[1]
@@ -345,13 +418,17 @@ def router_gradient(batch: dict[str, np.ndarray], **moe: Any) -> np.ndarray:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "moe", [{"z_loss": 1.0}, {"balance": "sequence", "balance_weight": 1.0}], ids=["z", "balance"]
+    "moe",
+    [{"z_loss": 1.0}, {"balance": "sequence", "balance_weight": 1.0}],
+    ids=["z", "balance"],
 )
 def test_router_losses_have_the_same_direction_whichever_answer_is_longer(moe):
     longer = rows_of([[(12, 9, 6, 3)]] * 8)
     swapped = longer | {"weights": -longer["weights"]}
     equal = rows_of([[(8, 4, 8, 4)]] * 8)
-    one, other, even = (router_gradient(batch, **moe) for batch in (longer, swapped, equal))
+    one, other, even = (
+        router_gradient(batch, **moe) for batch in (longer, swapped, equal)
+    )
     sizes = [np.linalg.norm(x) for x in (one, other, even)]
     assert min(sizes) > 1e-4, "equal lengths weigh too"
     assert one @ other / (sizes[0] * sizes[1]) > 0.9999
@@ -359,14 +436,18 @@ def test_router_losses_have_the_same_direction_whichever_answer_is_longer(moe):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "rates", [{"model": {"dropout": 0.3}}, {"lora": {"dropout": 0.3}}], ids=["model", "lora"]
+    "rates",
+    [{"model": {"dropout": 0.3}}, {"lora": {"dropout": 0.3}}],
+    ids=["model", "lora"],
 )
 def test_the_policy_drops_nothing_as_its_reference_does_not(rates):
     losses = []
     for sections in ({}, rates):
         program = Program(replaced(one_device(), **sections))
         state = start(program, canonical_numbers(program.layout))
-        losses.append(float(program.train_step(state, program.place(rows_of(ROWS)))[1]["loss"]))
+        losses.append(
+            float(program.train_step(state, program.place(rows_of(ROWS)))[1]["loss"])
+        )
     assert losses[0] == losses[1]
 
 

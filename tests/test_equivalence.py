@@ -21,7 +21,13 @@ import numpy as np
 import pytest
 import reference
 from covering import covering, pairs, slow_but, thorough_but
-from short_runs import canonical_numbers, first_moment, packed_batch, token_batches, train
+from short_runs import (
+    canonical_numbers,
+    first_moment,
+    packed_batch,
+    token_batches,
+    train,
+)
 
 from meshtrain.config import Config, ConfigError, check, load, replaced
 from meshtrain.mesh import AXES, make_mesh
@@ -95,10 +101,16 @@ SIZES: dict[str, dict[str, Any]] = {
             "d_ff": 50,
             "vocab_size": 257,
         },
-        "train": {"sequence_length": 40, "label_smoothing": 0.1, "z_loss": 1e-3, "loss_chunk": 23},
+        "train": {
+            "sequence_length": 40,
+            "label_smoothing": 0.1,
+            "z_loss": 1e-3,
+            "loss_chunk": 23,
+        },
     },
 }
-SIZES["other head"] = SIZES["odd"]  # tied where the family's is not, and the other way round
+# Tied where the family's is not, and the other way round
+SIZES["other head"] = SIZES["odd"]
 SIZES["options"] = {
     "model": {
         **SIZES["odd"]["model"],
@@ -167,7 +179,11 @@ def configuration(cell: Cell, **others: Any) -> Config:
 def fits(cell: Cell) -> bool:
     """Whether the sizes can be divided so at all."""
     (data, tensor, pipeline), model = cell.mesh, SIZES[cell.size]["model"]
-    return model["heads"] % tensor == 0 and model["layers"] >= pipeline and data % cell.islands == 0
+    return (
+        model["heads"] % tensor == 0
+        and model["layers"] >= pipeline
+        and data % cell.islands == 0
+    )
 
 
 def acting(cell: Cell) -> Cell:
@@ -214,7 +230,11 @@ FEW = [
 def met(cell: Cell) -> set[Any]:
     """What meets in a cell: of axes whether they are cut, of keys what acts; and where."""
     cut = [min(size, 2) for size in (*cell.mesh, cell.islands)]
-    acts = {pair for pair in pairs((*cut, *cell._replace(islands=1)[1:])) if None not in pair}
+    acts = {
+        pair
+        for pair in pairs((*cut, *cell._replace(islands=1)[1:]))
+        if None not in pair
+    }
     return acts | {("mesh", cell.mesh), ("islands", cell.islands)}
 
 
@@ -244,9 +264,13 @@ def name(cell: Cell) -> str:
     ]
     parts += [] if cell.zero is None else [f"zero{cell.zero}"]
     parts += {None: [], True: ["sp"], False: ["tp"]}[cell.sequence_parallel]
-    parts += [part for part in (cell.remat, cell.schedule, cell.family, cell.size) if part]
+    parts += [
+        part for part in (cell.remat, cell.schedule, cell.family, cell.size) if part
+    ]
     parts += [cell.compute] if cell.compute != "float32" else []
-    return "-".join(parts + [key for key in ("packed", "dropout", "offload") if getattr(cell, key)])
+    return "-".join(
+        parts + [key for key in ("packed", "dropout", "offload") if getattr(cell, key)]
+    )
 
 
 # --- the reference's run
@@ -293,12 +317,16 @@ def batch(
     leave ones.
     """
     whole = {
-        "positions": np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape),
+        "positions": np.broadcast_to(
+            np.arange(tokens.shape[1], dtype=np.int32), tokens.shape
+        ),
         "segments": np.zeros_like(tokens),
         "weights": np.ones(tokens.shape, np.float32),
     }
     documents = (
-        packed_batch(tokens, labels) if packed else {"tokens": tokens, "labels": labels} | whole
+        packed_batch(tokens, labels)
+        if packed
+        else {"tokens": tokens, "labels": labels} | whole
     )
     return documents | {"drops": drops(config, step)}
 
@@ -309,36 +337,50 @@ def drops(config: Config, step: int) -> dict[str, jax.Array]:
     """
     m, t = config.model, config.train
     rows, length = t.global_batch_size, t.sequence_length
-    stream, scores = jnp.ones((rows, length, m.d_model)), jnp.ones((rows, m.heads, length, length))
+    stream, scores = (
+        jnp.ones((rows, length, m.d_model)),
+        jnp.ones((rows, m.heads, length, length)),
+    )
     key = jax.random.fold_in(jax.random.key(config.run.seed + 1), step)
     dropout = Dropout(m.dropout, key, jnp.arange(rows))
 
     def of_layer(layer: jax.Array) -> dict[str, jax.Array]:
         here = dropout.at(layer)
         attention, mlp = (here.at(site).stream(stream, 0) for site in (1, 2))
-        return {"scores": here.at(0).attention(scores, 0), "attention": attention, "mlp": mlp}
+        return {
+            "scores": here.at(0).attention(scores, 0),
+            "attention": attention,
+            "mlp": mlp,
+        }
 
     layers = jax.vmap(of_layer, out_axes=1)(jnp.arange(m.layers))
     return layers | {"embedding": dropout.at(EMBEDDING_SITE).stream(stream, 0)}
 
 
 def assert_equal(config: Config, cell: Cell) -> None:
-    parameters, losses, gradient = expected(cell.family, cell.size, cell.packed, cell.dropout)
+    parameters, losses, gradient = expected(
+        cell.family, cell.size, cell.packed, cell.dropout
+    )
     metrics, program, (after_one, _) = train(config, STEPS, parameters, cell.packed)
     assert_run(cell, metrics, program.state_shapes)
     first, others, tolerance = TOLERANCES[cell.compute]
     np.testing.assert_allclose(metrics[0]["loss"], losses[0], rtol=first, atol=0)
-    np.testing.assert_allclose([m["loss"] for m in metrics], losses, rtol=others, atol=0)
+    np.testing.assert_allclose(
+        [m["loss"] for m in metrics], losses, rtol=others, atol=0
+    )
     clipping = min(
         1.0, CLIP / metrics[0]["grad_norm"]
     )  # Adam's first moment is now (1 - β1) x the clipped gradient
     seen = jax.tree.map(
-        lambda m: m / (0.1 * clipping), program.layout.canonical(first_moment(after_one))
+        lambda m: m / (0.1 * clipping),
+        program.layout.canonical(first_moment(after_one)),
     )
     norm = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(gradient)))
     np.testing.assert_allclose(metrics[0]["grad_norm"], norm, rtol=tolerance)
     program.layout.map(
-        lambda leaf, g, right: assert_leaf(leaf.name, np.asarray(g), right, norm, tolerance),
+        lambda leaf, g, right: assert_leaf(
+            leaf.name, np.asarray(g), right, norm, tolerance
+        ),
         seen,
         gradient,
     )
@@ -394,7 +436,12 @@ def test_config_refuses_just_the_cells_whose_sizes_cannot_be_divided(cells):
         else:
             with pytest.raises(ConfigError, match=r"mesh\.(tensor|pipeline|islands)"):
                 configuration(cell)
-    assert (len(CELLS), len(LEGAL), len(PROGRAMS), len(RUN_PROGRAMS)) == (3840, 2112, 920, 14720)
+    assert (len(CELLS), len(LEGAL), len(PROGRAMS), len(RUN_PROGRAMS)) == (
+        3840,
+        2112,
+        920,
+        14720,
+    )
 
 
 @pytest.mark.thorough
@@ -426,12 +473,16 @@ def test_covering_has_all_that_meets_in_a_legal_program():
 def test_key_changes_nothing_where_its_axis_has_one_rank(mesh, islands, one, other):
     cell = Cell(mesh, 1, False, "none", "1f1b", "llama", "odd", islands)
     configs = [configuration(cell, **keys) for keys in (one, other)]
-    first, second = (Program(config, make_mesh(config)).lower().as_text() for config in configs)
+    first, second = (
+        Program(config, make_mesh(config)).lower().as_text() for config in configs
+    )
     assert first == second
 
 
 @pytest.mark.parametrize(
-    "cell", thorough_but(COVERING, NOW_CELL.__eq__, [*FEW, *FEW_RUNS, ON_ISLANDS]), ids=name
+    "cell",
+    thorough_but(COVERING, NOW_CELL.__eq__, [*FEW, *FEW_RUNS, ON_ISLANDS]),
+    ids=name,
 )
 def test_layout_computes_the_reference_run(cell):
     assert_equal(configuration(cell), cell)
@@ -483,7 +534,8 @@ OTHERS: dict[str, tuple[tuple[int, int, int], str, str, dict[str, Any]]] = {
         "other head",
         {"zero_stage": 3, "zero_hold": True, "sequence_parallel": True},
     ),
-    "untied-gpt2": ((2, 1, 4), "gpt2", "other head", {"microbatches": 2}),  # fewer than stages
+    # Fewer than stages
+    "untied-gpt2": ((2, 1, 4), "gpt2", "other head", {"microbatches": 2}),
     "options": (
         (2, 2, 2),
         "llama",
@@ -501,7 +553,12 @@ OTHERS: dict[str, tuple[tuple[int, int, int], str, str, dict[str, Any]]] = {
         (1, 2, 4),
         "gemma2",
         "gemma",
-        {"sequence_parallel": True, "layer_split": (2, 1, 1, 1), "remat": "full", "vocab": "edge"},
+        {
+            "sequence_parallel": True,
+            "layer_split": (2, 1, 1, 1),
+            "remat": "full",
+            "vocab": "edge",
+        },
     ),
     "gemma-selective": (
         (2, 2, 2),
@@ -509,7 +566,12 @@ OTHERS: dict[str, tuple[tuple[int, int, int], str, str, dict[str, Any]]] = {
         "gemma",
         {"remat": "selective", "schedule": "interleaved", "virtual_stages": 2},
     ),
-    "gemma-accumulating": ((4, 2, 1), "gemma2", "gemma", {"remat": "dots", "zero_stage": 2}),
+    "gemma-accumulating": (
+        (4, 2, 1),
+        "gemma2",
+        "gemma",
+        {"remat": "dots", "zero_stage": 2},
+    ),
     "remat-names": (
         (4, 2, 1),
         "llama",
@@ -650,7 +712,8 @@ def test_rows_split_over_context_compute_the_reference_run_too(case):
     context, strategy, mesh, family, size, parallel, run = ON_CONTEXT[case]
     cell = Cell(mesh, 1, False, "none", "1f1b", family, size)._replace(**run)
     config = replaced(
-        configuration(cell, context_strategy=strategy, **parallel), mesh={"context": context}
+        configuration(cell, context_strategy=strategy, **parallel),
+        mesh={"context": context},
     )
     check(config)
     assert_equal(config, cell)

@@ -23,7 +23,12 @@ def test_of_a_huge_text_the_ends_stay():
 
 @pytest.mark.parametrize(
     ("text", "shown"),
-    [("a\nb", r"a\nb"), ("a\0b", r"a\x00b"), ("\udcff", r"\udcff"), ("\u2028", r"\u2028")],
+    [
+        ("a\nb", r"a\nb"),
+        ("a\0b", r"a\x00b"),
+        ("\udcff", r"\udcff"),
+        ("\u2028", r"\u2028"),
+    ],
 )
 def test_a_sentence_stays_one_line_that_every_terminal_takes(text, shown):
     assert short(text) == shown

@@ -33,9 +33,16 @@ def test_an_experiment_starts(command):
     module = command.removeprefix("-m ")
     if module in NEEDS and not find_spec(NEEDS[module]):
         pytest.skip(f"needs {NEEDS[module]}")
-    words = ["-c", f"import {module}"] if module in WORDS else [*command.split(), "--help"]
+    words = (
+        ["-c", f"import {module}"] if module in WORDS else [*command.split(), "--help"]
+    )
     ended = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr
     assert module in WORDS or ended.stdout.startswith("usage:")

@@ -32,7 +32,11 @@ CASES = {
         {"data": 2, "expert": 2, "tensor": 2},
         {"zero_stage": 3},
     ),
-    "gpt_oss, ulysses": ("gpt_oss", {"context": 2, "tensor": 2}, {"context_strategy": "ulysses"}),
+    "gpt_oss, ulysses": (
+        "gpt_oss",
+        {"context": 2, "tensor": 2},
+        {"context_strategy": "ulysses"},
+    ),
     "gpt_oss, keys gathered": (
         "gpt_oss",
         {"context": 2, "pipeline": 2},
@@ -55,7 +59,9 @@ def gradients(family, mesh, parallel):
     params = loading.load(program.layout, TensorFiles(GOLDEN / family))
     tokens = np.random.default_rng(0).integers(0, 45, (4, 49)).astype(np.int32)
     batch = program.place({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
-    loss, found = jax.jit(program.gradients)(params, batch, jnp.zeros((), jnp.int32), jnp.ones(()))
+    loss, found = jax.jit(program.gradients)(
+        params, batch, jnp.zeros((), jnp.int32), jnp.ones(())
+    )
     return loss, jax.tree.map(np.asarray, jax.jit(program.layout.canonical)(found))
 
 
@@ -80,4 +86,6 @@ def test_gradients_are_those_of_one_device(case):
         # a key's bias has no gradient but noise
         least = 0.1 if "k_bias" in str(path[-1]) else 0
         bound = 3e-5 * max(np.abs(wanted).max(), least)
-        np.testing.assert_allclose(mine, wanted, atol=bound, err_msg=jax.tree_util.keystr(path))
+        np.testing.assert_allclose(
+            mine, wanted, atol=bound, err_msg=jax.tree_util.keystr(path)
+        )

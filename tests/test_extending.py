@@ -29,11 +29,14 @@ ON_EIGHT = {"data": 2, "tensor": 2, "pipeline": 2}
 
 def config(mesh: dict[str, int], **sections) -> Config:
     train = {"global_batch_size": 8, "sequence_length": 16, "steps": 3}
-    parallel = {"microbatches": 4, "zero_stage": 2 if len(mesh) == 3 else 0} | sections.pop(
-        "parallel", {}
-    )
+    parallel = {
+        "microbatches": 4,
+        "zero_stage": 2 if len(mesh) == 3 else 0,
+    } | sections.pop("parallel", {})
     model = MODEL | sections.pop("model", {})
-    optimizer = {"warmup_steps": 0, "learning_rate": 0.01} | sections.pop("optimizer", {})
+    optimizer = {"warmup_steps": 0, "learning_rate": 0.01} | sections.pop(
+        "optimizer", {}
+    )
     return load(
         {
             "mesh": mesh,
@@ -70,7 +73,9 @@ def check(**sections) -> None:
 def parallel_block(block, x, sequence, collectives, dropout):
     """Attention and MLP side by side, from one norm (GPT-J)."""
     h = collectives.enter(block.attention_norm(x))
-    y = block.attention(h, sequence, collectives, dropout.at(0)) + block.mlp(h, collectives)
+    y = block.attention(h, sequence, collectives, dropout.at(0)) + block.mlp(
+        h, collectives
+    )
     return x + dropout.at(1).stream(y, collectives.first_position(x.shape[1]))
 
 
@@ -121,7 +126,9 @@ def test_a_family_of_images_is_one_entry(register):
     """With what ViT has not: rotary positions, RMSNorm, a gated MLP, and no bias anywhere."""
     register(
         FAMILIES,
-        replace(FAMILIES["llama"], name="toy", images=True, causal=False, activation="relu"),
+        replace(
+            FAMILIES["llama"], name="toy", images=True, causal=False, activation="relu"
+        ),
     )
     model = {
         "family": "toy",
@@ -148,9 +155,12 @@ def test_a_family_of_images_is_one_entry(register):
         )
 
     there, alone = (
-        train_on([image_batch(c, i) for i in range(3)], c)[0] for c in (of(ON_EIGHT), of({}))
+        train_on([image_batch(c, i) for i in range(3)], c)[0]
+        for c in (of(ON_EIGHT), of({}))
     )
-    np.testing.assert_allclose([m["loss"] for m in there], [m["loss"] for m in alone], rtol=2e-5)
+    np.testing.assert_allclose(
+        [m["loss"] for m in there], [m["loss"] for m in alone], rtol=2e-5
+    )
     assert alone[-1]["loss"] != alone[0]["loss"]
     planned = mt.plan(of(ON_EIGHT))
     between = sum(item.nbytes for item in planned.memory if item.between_steps)
@@ -163,7 +173,10 @@ def test_a_schedule_is_one_entry(register):
         """Idles a clock between forwards and backwards."""
         forward = np.arange(stages)[:, None] + np.arange(microbatches)
         backward = (
-            forward.max() + 2 + np.arange(microbatches) + (stages - 1 - np.arange(stages))[:, None]
+            forward.max()
+            + 2
+            + np.arange(microbatches)
+            + (stages - 1 - np.arange(stages))[:, None]
         )
         return forward, backward
 
@@ -181,7 +194,9 @@ def test_an_optimizer_is_one_entry(register):
         OPTIMIZERS,
         Optimizer(
             "toy",
-            make=lambda o, rate, mask, weights: optax.sgd(rate, momentum=o.beta1, nesterov=True),
+            make=lambda o, rate, mask, weights: optax.sgd(
+                rate, momentum=o.beta1, nesterov=True
+            ),
             moments=lambda o, weight: [range(weight.stacked, len(weight.axes))],
         ),
     )
@@ -191,7 +206,11 @@ def test_an_optimizer_is_one_entry(register):
 def data_parallel(**reduce: str) -> Config:
     return config(
         {"data": 2},
-        parallel={"microbatches": 1, "zero_stage": int("compression" in reduce), "reduce": reduce},
+        parallel={
+            "microbatches": 1,
+            "zero_stage": int("compression" in reduce),
+            "reduce": reduce,
+        },
     )
 
 
@@ -207,7 +226,9 @@ def test_a_compression_is_one_entry(register):
             return jax.lax.bitcast_convert_type(rows, "uint8").reshape(len(rows), -1)
 
         def decode(self, sent, k):
-            return jax.lax.bitcast_convert_type(sent.reshape(len(sent), k, 4), "float32")
+            return jax.lax.bitcast_convert_type(
+                sent.reshape(len(sent), k, 4), "float32"
+            )
 
     register(COMPRESSIONS, Compression("exact", codec=lambda reduce: Exact()))
     there = data_parallel(compression="exact")
@@ -237,18 +258,40 @@ def test_an_all_reduce_algorithm_is_one_entry(register):
     with pytest.raises(mt.ConfigError, match=r"gathered, .* parallel\.zero_stage is 1"):
         config(
             {"data": 2},
-            parallel={"microbatches": 1, "zero_stage": 1, "reduce": {"algorithm": "gathered"}},
+            parallel={
+                "microbatches": 1,
+                "zero_stage": 1,
+                "reduce": {"algorithm": "gathered"},
+            },
         )
 
 
 def test_what_is_registered_is_named_where_a_word_is_wrong(register):
     register(
         FAMILIES,
-        Family("gemini", True, "rotary", False, "gelu", False, False, lambda d_model: d_model),
+        Family(
+            "gemini",
+            True,
+            "rotary",
+            False,
+            "gelu",
+            False,
+            False,
+            lambda d_model: d_model,
+        ),
     )
     with pytest.raises(mt.ConfigError, match="vit, gemini; did you mean gemini"):
         config({}, model={"family": "gemin1"})
     with pytest.raises(ValueError, match="gemini is registered already"):
         FAMILIES.register(
-            Family("gemini", True, "learned", False, "gelu", False, False, lambda d_model: d_model)
+            Family(
+                "gemini",
+                True,
+                "learned",
+                False,
+                "gelu",
+                False,
+                False,
+                lambda d_model: d_model,
+            )
         )

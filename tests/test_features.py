@@ -30,7 +30,8 @@ from meshtrain.config.follow import padded_batch_size
 from meshtrain.mesh import make_mesh
 from meshtrain.step import Program, State
 
-STEPS, SAVED = 5, 3  # every second step islands meet: the checkpoint stands between two exchanges
+# Every second step islands meet: the checkpoint stands between two exchanges
+STEPS, SAVED = 5, 3
 ROWS, UNEVEN, LENGTH = 24, 22, 12
 DRAWS = 1500
 
@@ -70,8 +71,10 @@ ALL_AT_ONCE = {
 }  # of the cells that are named below alone
 SMALL = {"layers": 5, "d_model": 24, "heads": 4, "d_ff": 34, "vocab_size": 61}
 MODELS: dict[str, dict[str, Any]] = {
-    "kv1": {**SMALL, "family": "llama", "kv_heads": 1},  # k and v are whole on all tensor ranks
-    "gpt2": {**SMALL, "family": "gpt2"},  # as positions are on all tensor and pipeline ranks
+    # K and v are whole on all tensor ranks
+    "kv1": {**SMALL, "family": "llama", "kv_heads": 1},
+    # As positions are on all tensor and pipeline ranks
+    "gpt2": {**SMALL, "family": "gpt2"},
     "gemma3": {
         **SMALL,
         "family": "gemma3",
@@ -169,7 +172,13 @@ def configuration(cell: Features, **sections: dict[str, Any]) -> Config:
 
 def acting(cell: Features) -> Features:
     """The cell with None in place of each level that would do nothing there."""
-    sizes = {"islands": 1, "tensor": 1, "pipeline": 1, "context": 1, **MESHES[cell.mesh]}
+    sizes = {
+        "islands": 1,
+        "tensor": 1,
+        "pipeline": 1,
+        "context": 1,
+        **MESHES[cell.mesh],
+    }
     shards = sizes["data"] // sizes["islands"] * sizes["context"]
     sync = cell.sync if sizes["islands"] > 1 else None
     over = cell.over if sizes["islands"] > 1 else "data"
@@ -216,13 +225,16 @@ def batch(config: Config, kind: str, step: int) -> dict[str, np.ndarray]:
         example = {"tokens": text[:, :-1], "labels": text[:, 1:]}
     if kind == "packed":
         return packed_batch(**example)
-    if kind == "pairs":  # of 5 and 6 tokens, whose answers are the last 3 of them, then padding
+    # Of 5 and 6 tokens, whose answers are the last 3 of them, then padding
+    if kind == "pairs":
         at = np.broadcast_to(np.arange(LENGTH), (ROWS, LENGTH))
         segments = np.select([at < 5, at < 11], [1, 2], 0).astype(np.int32)
-        weights = np.select([(at > 1) & (at < 5), (at > 7) & (at < 11)], [1.0, -1.0], 0.0).astype(
-            np.float32
-        )
-        positions = np.where(segments == 2, at - 5, np.where(segments == 1, at, 0)).astype(np.int32)
+        weights = np.select(
+            [(at > 1) & (at < 5), (at > 7) & (at < 11)], [1.0, -1.0], 0.0
+        ).astype(np.float32)
+        positions = np.where(
+            segments == 2, at - 5, np.where(segments == 1, at, 0)
+        ).astype(np.int32)
         return example | {
             "segments": segments,
             "pairs": (segments > 0).astype(np.int32),
@@ -237,7 +249,8 @@ def batch(config: Config, kind: str, step: int) -> dict[str, np.ndarray]:
         example = {name: x[:rows] for name, x in example.items()}
         example["weights"] = np.ones(example["labels"].shape, np.float32)
         return {
-            name: np.pad(x, [(0, filling)] + [(0, 0)] * (x.ndim - 1)) for name, x in example.items()
+            name: np.pad(x, [(0, filling)] + [(0, 0)] * (x.ndim - 1))
+            for name, x in example.items()
         }
     return example
 
@@ -256,7 +269,9 @@ def take(
 
 def values(program: Program, state: State) -> dict[str, np.ndarray]:
     """Of each array what it holds for the model, without padding."""
-    return {name: np.asarray(x) for name, x in GlobalArrays(program).arrays(state).items()}
+    return {
+        name: np.asarray(x) for name, x in GlobalArrays(program).arrays(state).items()
+    }
 
 
 def assert_happened(cell: Features, rows: list[dict[str, float]]) -> None:
@@ -277,7 +292,12 @@ def losses_on_islands(cell: Features) -> list[float]:
     """Of the same features where each island is one device, which holds all of the state."""
     islands = (MESHES | ALL_AT_ONCE)[cell.mesh].get("islands", 1)
     small = cell._replace(
-        zero=None, schedule=None, remat="none", sequence_parallel=None, offload=False, strategy=None
+        zero=None,
+        schedule=None,
+        remat="none",
+        sequence_parallel=None,
+        offload=False,
+        strategy=None,
     )
     program = Program(
         config := configuration(small, mesh={"data": islands, "islands": islands}),
@@ -290,7 +310,9 @@ def assert_features_hold(cell: Features, directory: Path) -> None:
     config = configuration(cell, run={"directory": str(directory)})
     program = Program(config, make_mesh(config))
     with closing(Checkpointer(config, program)) as checkpointer:
-        state, rows = take(program, cell, checkpointer.restore_or_init()[0], range(SAVED))
+        state, rows = take(
+            program, cell, checkpointer.restore_or_init()[0], range(SAVED)
+        )
         checkpointer.save(SAVED, state, loss=rows[-1]["loss"])
         checkpointer.wait()
     state, more = take(program, cell, state, range(SAVED, STEPS))
@@ -298,14 +320,20 @@ def assert_features_hold(cell: Features, directory: Path) -> None:
     assert copies_differ(state) == []
     straight = values(program, state)
     with closing(Checkpointer(config, program)) as checkpointer:
-        resumed, again = take(program, cell, checkpointer.restore_or_init()[0], range(SAVED, STEPS))
+        resumed, again = take(
+            program, cell, checkpointer.restore_or_init()[0], range(SAVED, STEPS)
+        )
     assert again == more
     after = values(program, resumed)
-    assert [name for name in straight if straight[name].tobytes() != after[name].tobytes()] == []
+    assert [
+        name for name in straight if straight[name].tobytes() != after[name].tobytes()
+    ] == []
     if not cell.over:
         tolerance = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 5e-3}[cell.compute]
         np.testing.assert_allclose(
-            [row["loss"] for row in rows + more], losses_on_islands(cell), rtol=tolerance
+            [row["loss"] for row in rows + more],
+            losses_on_islands(cell),
+            rtol=tolerance,
         )
 
 
@@ -349,7 +377,9 @@ HOLES = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("hole", HOLES)
-def test_compressed_diloco_keeps_copies_of_a_weight_that_tensor_ranks_hold_whole(hole, tmp_path):
+def test_compressed_diloco_keeps_copies_of_a_weight_that_tensor_ranks_hold_whole(
+    hole, tmp_path
+):
     assert_features_hold(HOLES[hole], tmp_path)
 
 
@@ -1064,7 +1094,9 @@ OFTEN = 9  # of them CI runs
 @pytest.mark.parametrize(
     "cell",
     [
-        pytest.param(cell, marks=pytest.mark.thorough if at < OFTEN else pytest.mark.slow)
+        pytest.param(
+            cell, marks=pytest.mark.thorough if at < OFTEN else pytest.mark.slow
+        )
         for at, cell in enumerate(CELLS)
     ],
 )
@@ -1074,8 +1106,13 @@ def test_features_meet(cell, tmp_path):
 
 @pytest.mark.thorough
 def test_all_that_may_meet_meets_and_most_of_it_where_ci_looks():
-    everything, seen = set[Any]().union(*map(met, legal())), [met(cell) for cell in CELLS]
-    assert set[Any]().union(*seen) == everything, f"draw them anew: {covering(legal(), of=met)}"
+    everything, seen = (
+        set[Any]().union(*map(met, legal())),
+        [met(cell) for cell in CELLS],
+    )
+    assert set[Any]().union(*seen) == everything, (
+        f"draw them anew: {covering(legal(), of=met)}"
+    )
     assert len(set[Any]().union(*seen[:OFTEN])) > 0.75 * len(everything)
 
 
@@ -1098,14 +1135,21 @@ def lowered(seed: str, cells: list[Features]) -> str:
     """A digest a line of each program that a process with this seed of its hashes (so of the order of its sets)
     traces.
     """
-    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parent / "helpers")])
+    paths = os.pathsep.join(
+        [str(Path(__file__).parent), str(Path(__file__).parent / "helpers")]
+    )
     environment = os.environ | {
         "PYTHONHASHSEED": seed,
         "PYTHONPATH": f"{paths}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
     words = [sys.executable, "-c", LOWERED, repr([tuple(cell) for cell in cells])]
     return subprocess.run(
-        words, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=600
+        words,
+        env=environment,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=600,
     ).stdout
 
 

@@ -31,14 +31,18 @@ def failing(number, times):
 
 
 @pytest.mark.parametrize("number", PASSING)
-def test_what_may_pass_is_tried_again_and_no_more_often_than_there_are_pauses(number, monkeypatch):
+def test_what_may_pass_is_tried_again_and_no_more_often_than_there_are_pauses(
+    number, monkeypatch
+):
     monkeypatch.setattr(files, "PAUSES", (0.0, 0.0))
     assert files.retried(failing(number, 2)) == "read"
     with pytest.raises(OSError):
         files.retried(failing(number, 3))
 
 
-@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.ENOSPC, errno.EROFS])
+@pytest.mark.parametrize(
+    "number", [errno.ENOENT, errno.EACCES, errno.ENOSPC, errno.EROFS]
+)
 def test_what_does_not_pass_is_not_waited_for(number, monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waits"))
     with pytest.raises(OSError):
@@ -76,11 +80,17 @@ def test_a_command_that_cannot_read_now_ends_with_1_and_one_sentence(capsys):
 
     assert main([]) == 1
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith("meshtrain: it cannot be read now; ")
+    assert said.count("\n") == 1 and said.startswith(
+        "meshtrain: it cannot be read now; "
+    )
 
 
-@pytest.mark.parametrize(("number", "kind"), [(errno.EIO, Unreadable), (errno.ENOSPC, ConfigError)])
-def test_what_the_disk_refuses_the_first_process_is_bad_input_only_where_it_stays(number, kind):
+@pytest.mark.parametrize(
+    ("number", "kind"), [(errno.EIO, Unreadable), (errno.ENOSPC, ConfigError)]
+)
+def test_what_the_disk_refuses_the_first_process_is_bad_input_only_where_it_stays(
+    number, kind
+):
     with pytest.raises(kind, match="there cannot be used"):
         first_decides(failing(number, 1))
 

@@ -39,7 +39,13 @@ LOSS, GRADIENT, WITHOUT = 1e-4, 0.03, 0.05
 
 #       recipe        model   mesh                                      parallel and more
 CELLS = {
-    "data, ZeRO-3": ("rowwise", MODEL, {"data": 4}, {"zero_stage": 3, "microbatches": 2}, {}),
+    "data, ZeRO-3": (
+        "rowwise",
+        MODEL,
+        {"data": 4},
+        {"zero_stage": 3, "microbatches": 2},
+        {},
+    ),
     "context, remat": (
         "rowwise",
         MODEL,
@@ -130,12 +136,18 @@ def gradients(given):
     layout = program.layout
     if overlaps:
         program.local = LocalStep(layout, "accelerator", program.hooks)
-    calm = lambda w, x: x if w.name.endswith("scale") or not w.stacked else np.float32(0.3) * x
+    calm = lambda w, x: (
+        x if w.name.endswith("scale") or not w.stacked else np.float32(0.3) * x
+    )
     params = place(layout, layout.map(calm, canonical_numbers(layout)))
     tokens, labels = token_batches(config, 1)[0]
     batch = program.place({"tokens": tokens, "labels": labels})
-    loss, grads = jax.jit(program.gradients)(params, batch, jnp.int32(0), jnp.float32(1))
-    leaf = lambda w, x: None if x is None else np.asarray(layout.canonical_leaf(w, np.asarray(x)))
+    loss, grads = jax.jit(program.gradients)(
+        params, batch, jnp.int32(0), jnp.float32(1)
+    )
+    leaf = lambda w, x: (
+        None if x is None else np.asarray(layout.canonical_leaf(w, np.asarray(x)))
+    )
     found = layout.map(leaf, grads)
     # A count of rounds, which a mesh changes, and no gradient.
     found["blocks"].get("experts", {}).pop("load", None)
@@ -157,7 +169,12 @@ def test_rowwise_without_split_sums_and_blockwise_are_the_same_on_every_mesh(cel
     precision = {"float8_wgrad": "float8"} if "wgrad" in cell else {}
     loss, grads = of(recipe, model, mesh, parallel, more, precision)
     one, expected = of(
-        recipe, model, {}, {"microbatches": 4 if "wgrad" in cell else 1}, more, precision
+        recipe,
+        model,
+        {},
+        {"microbatches": 4 if "wgrad" in cell else 1},
+        more,
+        precision,
     )
     _, without = of(recipe, model, {}, {}, more, {"matmul": "compute"})
     assert loss == pytest.approx(one, abs=LOSS)
@@ -169,20 +186,25 @@ def test_rowwise_without_split_sums_and_blockwise_are_the_same_on_every_mesh(cel
 @pytest.mark.parametrize("cell", ["data, ZeRO-3", "zero bubble, uneven"])
 def test_from_the_same_state_each_step_is_that_of_one_device(cell):
     recipe, model, mesh, parallel, more = CELLS[cell]
-    made = [config_of(recipe, model, m, p, more) for m, p in (({}, {}), (mesh, parallel))]
+    made = [
+        config_of(recipe, model, m, p, more) for m, p in (({}, {}), (mesh, parallel))
+    ]
     one, other = (Program(config, make_mesh(config)) for config in made)
     state, its = one.init(), other.init()
     for tokens, labels in token_batches(made[0], 4):
         # the state of one device, on the mesh
         numbers = one.layout.map(
-            lambda w, x: np.asarray(one.layout.canonical_leaf(w, np.asarray(x))), state.params
+            lambda w, x: np.asarray(one.layout.canonical_leaf(w, np.asarray(x))),
+            state.params,
         )
         its = its._replace(params=place(other.layout, numbers))
         batch = {"tokens": tokens, "labels": labels}
         its, found = other.train_step(its, other.place(batch))
         state, right = one.train_step(state, one.place(batch))
         assert float(found["loss"]) == pytest.approx(float(right["loss"]), abs=LOSS)
-        assert float(found["grad_norm"]) == pytest.approx(float(right["grad_norm"]), rel=GRADIENT)
+        assert float(found["grad_norm"]) == pytest.approx(
+            float(right["grad_norm"]), rel=GRADIENT
+        )
 
 
 @pytest.mark.thorough
@@ -199,7 +221,9 @@ def dots(precision, parallel=None, mesh=None, more=None, model=MODEL):
     """How many products of float8 stand in the lowered step: each layer is in a loop, once forward and once
     backward.
     """
-    config = config_of("rowwise", model, mesh or {}, parallel or {}, more or {}, precision)
+    config = config_of(
+        "rowwise", model, mesh or {}, parallel or {}, more or {}, precision
+    )
     text = Program(config, make_mesh(config)).lower().as_text()
     return len(re.findall(r"dot_general.*tensor<[0-9x]*f8E4M3FN>", text))
 
@@ -226,7 +250,9 @@ def test_the_lowered_step_has_the_products_that_the_recipe_says():
 def test_layers_of_one_kind_stand_together(layers, pipeline, chunks, skip, kinds):
     schedule = "interleaved" if chunks > 1 else "1f1b"
     parallel = (
-        {"schedule": schedule, "virtual_stages": chunks, "microbatches": 4} if pipeline > 1 else {}
+        {"schedule": schedule, "virtual_stages": chunks, "microbatches": 4}
+        if pipeline > 1
+        else {}
     )
     config = config_of(
         "rowwise",
@@ -238,7 +264,9 @@ def test_layers_of_one_kind_stand_together(layers, pipeline, chunks, skip, kinds
     )
     segments = Layout(config, make_mesh(config)).segments
     assert [segment.period[0].products for segment in segments] == kinds
-    assert segments[0].first == 0 and segments[-1].behind == -(-layers // pipeline // chunks)
+    assert segments[0].first == 0 and segments[-1].behind == -(
+        -layers // pipeline // chunks
+    )
 
 
 @pytest.mark.parametrize(
@@ -270,7 +298,11 @@ def test_what_cannot_be_is_refused_in_a_sentence(keys, sentence):
 
 
 def test_widths_that_cublas_does_not_take_are_refused_but_by_blocks():
-    odd = {"model": MODEL | {"d_ff": 48}, "mesh": {"tensor": 2}, "precision": {"matmul": "float8"}}
+    odd = {
+        "model": MODEL | {"d_ff": 48},
+        "mesh": {"tensor": 2},
+        "precision": {"matmul": "float8"},
+    }
     with pytest.raises(
         ConfigError,
         match=r"model.d_ff 48 .*mesh.tensor 2 .* multiple of 16",
@@ -285,7 +317,9 @@ def test_a_step_that_overflows_is_skipped_as_without_float8():
     config = config_of("rowwise", MODEL, {}, {}, {}, precision)
     metrics, _, _ = train(config, 1)
     assert metrics[0]["skipped"] == 1 and np.isfinite(metrics[0]["loss"])
-    calm, _, _ = train(config_of("rowwise", MODEL, {}, {}, {}, precision | {"loss_scale": 16.0}), 2)
+    calm, _, _ = train(
+        config_of("rowwise", MODEL, {}, {}, {}, precision | {"loss_scale": 16.0}), 2
+    )
     assert [step["skipped"] for step in calm] == [0, 0]
 
 
@@ -296,7 +330,10 @@ def test_a_step_that_overflows_is_skipped_as_without_float8():
 )
 def test_the_compiled_step_gathers_the_bytes_that_are_planned(recipe, zero, gathered):
     """Shards of a width of 256 have whole blocks."""
-    mesh, parallel = {"data": 2, "tensor": 2}, {"sequence_parallel": True, "zero_stage": zero}
+    mesh, parallel = (
+        {"data": 2, "tensor": 2},
+        {"sequence_parallel": True, "zero_stage": zero},
+    )
     sent = {}
     for matmul in ("compute", "float8"):
         model = WIDE | {"d_model": 256}

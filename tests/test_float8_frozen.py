@@ -33,12 +33,21 @@ MODEL = {
 EXPERTS = {"experts": 4, "top_k": 2, "d_ff": 128}
 RECIPES = (
     "rowwise",
-    *[pytest.param(name, marks=pytest.mark.thorough) for name in ("tensorwise", "blockwise")],
+    *[
+        pytest.param(name, marks=pytest.mark.thorough)
+        for name in ("tensorwise", "blockwise")
+    ],
 )
 
 
 def config_of(
-    recipe="rowwise", frozen=True, mesh=None, parallel=None, model=None, precision=None, **more
+    recipe="rowwise",
+    frozen=True,
+    mesh=None,
+    parallel=None,
+    model=None,
+    precision=None,
+    **more,
 ):
     precision = {
         "matmul": "float8",
@@ -49,7 +58,12 @@ def config_of(
     size = MODEL | (model or {})
     if "moe" in size:
         del size["d_ff"]
-    given = {"model": size, "mesh": mesh or {}, "parallel": parallel or {}, "precision": precision}
+    given = {
+        "model": size,
+        "mesh": mesh or {},
+        "parallel": parallel or {},
+        "precision": precision,
+    }
     return load(
         {
             "lora": {"rank": 4},
@@ -65,10 +79,15 @@ def gradients(config):
     tokens, labels = token_batches(config, 1)[0]
     params = place(program.layout, canonical_numbers(program.layout))
     loss, grads = jax.jit(program.gradients)(
-        params, program.place({"tokens": tokens, "labels": labels}), jnp.int32(0), jnp.float32(1)
+        params,
+        program.place({"tokens": tokens, "labels": labels}),
+        jnp.int32(0),
+        jnp.float32(1),
     )
     leaf = lambda w, x: (
-        None if x is None else np.asarray(program.layout.canonical_leaf(w, np.asarray(x)))
+        None
+        if x is None
+        else np.asarray(program.layout.canonical_leaf(w, np.asarray(x)))
     )
     return float(loss), jax.tree.leaves(program.layout.map(leaf, grads))
 
@@ -76,7 +95,9 @@ def gradients(config):
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("model", [{}, {"moe": EXPERTS}])
-def test_numbers_are_those_of_weights_that_are_rounded_where_they_are_used(recipe, model):
+def test_numbers_are_those_of_weights_that_are_rounded_where_they_are_used(
+    recipe, model
+):
     every = {"float8_skip": [0, 0]}
     held, at_use = (
         gradients(config_of(recipe, frozen, model=model, precision=every))
@@ -96,11 +117,19 @@ def test_numbers_are_those_of_weights_that_are_rounded_where_they_are_used(recip
 @pytest.mark.parametrize(
     ("mesh", "parallel"),
     [
-        ({"data": 2, "tensor": 2, "pipeline": 2}, {"microbatches": 2, "schedule": "zb_h1"}),
+        (
+            {"data": 2, "tensor": 2, "pipeline": 2},
+            {"microbatches": 2, "schedule": "zb_h1"},
+        ),
         ({"data": 4}, {"zero_stage": 3}),
         (
             {"data": 2, "pipeline": 2},
-            {"microbatches": 2, "zero_stage": 3, "zero_hold": True, "remat": "selective"},
+            {
+                "microbatches": 2,
+                "zero_stage": 3,
+                "zero_hold": True,
+                "remat": "selective",
+            },
         ),
     ],
 )
@@ -108,7 +137,10 @@ def test_numbers_are_those_of_weights_that_are_rounded_where_they_are_used(recip
 def test_scales_of_frozen_weights_are_the_same_on_every_mesh(recipe, mesh, parallel):
     """Those of activations are not, tensorwise: weights alone are looked at."""
     wide = {"d_model": 512}  # of which shards have whole blocks
-    configs = config_of(recipe, True, mesh, parallel, wide), config_of(recipe, model=wide)
+    configs = (
+        config_of(recipe, True, mesh, parallel, wide),
+        config_of(recipe, model=wide),
+    )
     split, one = (Program(config, make_mesh(config)) for config in configs)
     numbers = canonical_numbers(one.layout)
     for weight, whole in zip(split.layout.flat, one.layout.flat, strict=True):
@@ -137,13 +169,19 @@ def test_a_state_has_half_the_bytes_and_the_plan_says_so():
             precision={"compute": "bfloat16"},
         )
         program = Program(config, make_mesh(config))
-        bytes_of[frozen] = program.lower().compile().memory_analysis().argument_size_in_bytes
+        bytes_of[frozen] = (
+            program.lower().compile().memory_analysis().argument_size_in_bytes
+        )
         (planned[frozen],) = (
-            m.nbytes for m in estimate(config, named("cpu", 4)).memory if m.name == "frozen weights"
+            m.nbytes
+            for m in estimate(config, named("cpu", 4)).memory
+            if m.name == "frozen weights"
         )
     frozen = [w for w in all_placed(config) if not w.trained]
     products = sum(2 * w.on_rank() for w in frozen if groups_of(w, "rowwise"))
-    assert planned[False] == pytest.approx(sum(2 * w.on_rank() for w in frozen), rel=1e-6)
+    assert planned[False] == pytest.approx(
+        sum(2 * w.on_rank() for w in frozen), rel=1e-6
+    )
     assert planned[False] - planned[True] == pytest.approx(
         products / 2, rel=0.06
     )  # less 4 bytes a column of 128
@@ -186,7 +224,10 @@ def test_no_copy_of_a_frozen_weight_is_kept_for_the_backward(skip):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mesh", "parallel"),
-    [({"data": 2, "pipeline": 2}, {"microbatches": 2}), ({"data": 4}, {"zero_stage": 3})],
+    [
+        ({"data": 2, "pipeline": 2}, {"microbatches": 2}),
+        ({"data": 4}, {"zero_stage": 3}),
+    ],
 )
 def test_a_checkpoint_goes_onto_other_meshes_and_its_merge_is_what_was_trained(
     mesh, parallel, tmp_path
@@ -219,9 +260,20 @@ def test_a_checkpoint_goes_onto_other_meshes_and_its_merge_is_what_was_trained(
         np.testing.assert_array_equal(model.weights[weight.name], live)
         if program.layout.is_rounded(placed):
             groups = (1, *groups_of(placed, "rowwise"))
-            np.testing.assert_array_equal(live, widened(rounded(live, groups), live.dtype))
+            np.testing.assert_array_equal(
+                live, widened(rounded(live, groups), live.dtype)
+            )
     assert (
-        adopt(["merge", str(tmp_path / "run"), str(tmp_path / "merged"), "--dtype", "float32"]) == 0
+        adopt(
+            [
+                "merge",
+                str(tmp_path / "run"),
+                str(tmp_path / "merged"),
+                "--dtype",
+                "float32",
+            ]
+        )
+        == 0
     )
     merged = mt.read_model(tmp_path / "merged").weights
     for a, b in zip(*[iter(adapters(config.model, config.lora))] * 2, strict=True):

@@ -60,18 +60,33 @@ def test_a_name_is_org_and_name_and_nothing_that_lies_here(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     legal = ["org/Name", "a/b-1.5_x", "org/Name@v1.0"]
-    others = ["runs/x", "Name", "./org/Name", "~/x", "/a/b", "a/b/c", "s3://a/b", "org/", "x.yaml"]
+    others = [
+        "runs/x",
+        "Name",
+        "./org/Name",
+        "~/x",
+        "/a/b",
+        "a/b/c",
+        "s3://a/b",
+        "org/",
+        "x.yaml",
+    ]
     assert [hub.is_hub_name(name) for name in legal] == [True] * 3
     assert not any(map(hub.is_hub_name, others))
     assert hub.directory("runs/x") == Path("runs/x")
 
 
-def test_a_model_in_the_cache_is_opened_trained_from_and_imported_by_its_name(tiny, tmp_path):
+def test_a_model_in_the_cache_is_opened_trained_from_and_imported_by_its_name(
+    tiny, tmp_path
+):
     assert hub.directory(NAME) == tiny and hub.repository_of(tiny) == NAME
     opened = open_model(NAME)
     assert opened.name == "Tiny-Llama"
     config = load({"model": {"weights": NAME}})
-    assert config.model.weights == NAME and config.model.layers == opened.model.config.model.layers
+    assert (
+        config.model.weights == NAME
+        and config.model.layers == opened.model.config.model.layers
+    )
     assert adopt(["import", NAME, "imported"]) == 0
     about = json.loads((tmp_path / "imported" / "hf_config.json").read_text())
     assert about["_name_or_path"] == NAME
@@ -83,14 +98,21 @@ def test_what_cannot_be_had_is_one_sentence_with_the_command_that_fetches_it(
     with pytest.raises(ConfigError) as error:
         load({"model": {"weights": "org/Other-8B@v2"}})
     command = "hf download org/Other-8B --revision v2 --local-dir Other-8B"
-    assert tells(str(error.value), "no directory org/Other-8B@v2", "out of reach", command)
+    assert tells(
+        str(error.value), "no directory org/Other-8B@v2", "out of reach", command
+    )
     assert adopt(["inspect", "org/Other-8B"]) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "hf download org/Other-8B --local-dir Other-8B" in said
+    assert (
+        said.count("\n") == 1
+        and "hf download org/Other-8B --local-dir Other-8B" in said
+    )
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ConfigError) as error:
         hub.directory("org/Other-8B")
-    assert tells(str(error.value), "not installed: pip install -e '.[hub]'", "hf download")
+    assert tells(
+        str(error.value), "not installed: pip install -e '.[hub]'", "hf download"
+    )
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -127,7 +149,10 @@ class Hub(BaseHTTPRequestHandler):
             }
             return self._send(200, json.dumps(about).encode(), {}, with_body)
         content = files[path.rpartition("/")[2]].read_bytes()
-        headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
+        headers = {
+            "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
+            "X-Repo-Commit": COMMIT,
+        }
         return self._send(200, content, headers, with_body)
 
     def _send(self, status, content, headers, with_body):
@@ -148,7 +173,9 @@ def server(cache, model, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
     template = url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template
+    )
     monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", url)
     yield url
     server.shutdown()
@@ -168,7 +195,9 @@ def test_a_model_is_fetched_once_and_its_pickles_are_not(server, cache):
 def test_a_repository_that_the_hub_does_not_show_is_told_so(server):
     with pytest.raises(ConfigError) as error:
         hub.directory("org/Hidden")
-    assert tells(str(error.value), "404", "HF_TOKEN", "hf download org/Hidden --local-dir Hidden")
+    assert tells(
+        str(error.value), "404", "HF_TOKEN", "hf download org/Hidden --local-dir Hidden"
+    )
 
 
 # --- what goes there
@@ -210,7 +239,9 @@ class Api:
         self.calls.append(("upload_folder", repo_id, names))
 
 
-def test_push_makes_the_repository_and_uploads_the_directory(exported, monkeypatch, capsys):
+def test_push_makes_the_repository_and_uploads_the_directory(
+    exported, monkeypatch, capsys
+):
     monkeypatch.setattr(Api, "calls", [])
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
     capsys.readouterr()

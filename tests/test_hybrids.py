@@ -26,7 +26,13 @@ MODEL = {
     "d_ff": 16,
     "vocab_size": VOCABULARY,
     "pattern": ["linear", "full"],
-    "linear": {"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 4, "chunk": 8},
+    "linear": {
+        "key_heads": 2,
+        "value_heads": 4,
+        "key_dim": 8,
+        "value_dim": 4,
+        "chunk": 8,
+    },
 }
 EXPERTS = {
     "family": "qwen3_next",
@@ -36,7 +42,8 @@ EXPERTS = {
     "moe": {"experts": 4, "top_k": 2, "d_ff": 8, "shared_experts": 1},
 }
 KINDS = {
-    kind: {"layers": 2, "linear": MODEL["linear"] | {"kind": kind}} for kind in ("kda", "mamba2")
+    kind: {"layers": 2, "linear": MODEL["linear"] | {"kind": kind}}
+    for kind in ("kda", "mamba2")
 }
 # widths that products in float8 take on two tensor ranks
 OF_SIXTEENS = {
@@ -59,7 +66,10 @@ MODELS = {
 SGD = {"name": "sgd", "learning_rate": 0.1}
 CROSSES = {
     "LoRA": {"lora": {"rank": 2}, "optimizer": SGD},
-    "float8": {"precision": {"matmul": "float8", "float8_skip": [0, 0]}, "optimizer": SGD},
+    "float8": {
+        "precision": {"matmul": "float8", "float8_skip": [0, 0]},
+        "optimizer": SGD,
+    },
     "muon": {"optimizer": {"name": "muon", "learning_rate": 0.01}},
     "PowerSGD": {
         "parallel": {"reduce": {"compression": "powersgd", "rank": 2}, "zero_stage": 1},
@@ -75,7 +85,12 @@ RANKS = {"PowerSGD": {"data": 2}, "DiLoCo": {"data": 2, "islands": 2}}
 def config(mesh, model=None, **parallel):
     train = {"global_batch_size": ROWS, "sequence_length": LENGTH}
     return load(
-        {"model": MODEL | (model or {}), "mesh": mesh, "train": train, "parallel": parallel}
+        {
+            "model": MODEL | (model or {}),
+            "mesh": mesh,
+            "train": train,
+            "parallel": parallel,
+        }
     )
 
 
@@ -154,7 +169,11 @@ def of_one_device(model: str, packed: bool):
         ),
         (
             {"context": 2, "data": 2},
-            {"remat": "names", "remat_keep": ["qkv"], "remat_offload": ["attention", "mlp_in"]},
+            {
+                "remat": "names",
+                "remat_keep": ["qkv"],
+                "remat_offload": ["attention", "mlp_in"],
+            },
             "plain",
             True,
         ),
@@ -194,7 +213,9 @@ def test_first_loss_and_gradients_are_those_of_one_device_to_a_millionth(
     seen_loss, seen = loss_and_gradient(config(mesh, MODELS[model], **parallel), packed)
     assert seen_loss == pytest.approx(loss, rel=1e-6)
     norm = np.linalg.norm
-    errors = jax.tree.map(lambda x, y: norm(x - y) / max(norm(y), 1e-30), seen, gradient)
+    errors = jax.tree.map(
+        lambda x, y: norm(x - y) / max(norm(y), 1e-30), seen, gradient
+    )
     # Mamba2's decay_bias alone is 1.4e-6 apart: it sums terms of both signs over all tokens.
     most = 1.5e-6 if model == "mamba2" else 1e-6
     assert max(jax.tree.leaves(errors)) < most, errors
@@ -207,7 +228,9 @@ def test_layers_of_a_period_are_computed_again_one_by_one(pattern):
     program = Program(config({}, {"pattern": pattern}, remat="full"))
     placed = program.place(batch(packed=False))
     run = jax.jit(program.gradients)
-    text = run.lower(program.init().params, placed, jnp.int32(0), jnp.float32(1)).as_text()
+    text = run.lower(
+        program.init().params, placed, jnp.int32(0), jnp.float32(1)
+    ).as_text()
     assert ("optimization_barrier" in text) == (len(pattern) > 1)
 
 
@@ -222,7 +245,9 @@ def three_steps(cross: str, split: bool):
     given = {"model": MODEL | OF_SIXTEENS, "mesh": mesh, "train": train}
     parallel = parallel | sections.get("parallel", {})
     program = Program(load(given | sections | {"parallel": parallel}))
-    numbers = lambda state: program.layout.canonical(jax.tree.map(np.asarray, state.params))
+    numbers = lambda state: program.layout.canonical(
+        jax.tree.map(np.asarray, state.params)
+    )
     state = program.init()
     before = numbers(state)
     metrics = []
@@ -243,7 +268,9 @@ def test_three_steps_on_more_axes_are_those_of_fewer(cross):
     within, of_moves = (5e-6, 1e-3) if cross == "float8" else (1e-6, 1e-5)
     np.testing.assert_allclose(metrics, expected, rtol=within)
     norm = np.linalg.norm
-    errors = jax.tree.map(lambda x, y: norm(x - y) / max(norm(y), 1e-30), moved, should_move)
+    errors = jax.tree.map(
+        lambda x, y: norm(x - y) / max(norm(y), 1e-30), moved, should_move
+    )
     assert max(jax.tree.leaves(errors)) < of_moves, errors
 
 
@@ -288,7 +315,11 @@ def test_a_hybrid_shows_its_stacks_and_a_plan_its_kernels():
             {},
             r"key_heads 3 does not divide .* 4; legal are 1, 2",
         ),
-        ({"linear": {"chunk": 48}}, {}, r"model\.linear\.chunk is 48; it must be a power of two"),
+        (
+            {"linear": {"chunk": 48}},
+            {},
+            r"model\.linear\.chunk is 48; it must be a power of two",
+        ),
         ({"family": "gpt2"}, {}, r"gpt2 has learned positions; legal are llama"),
         (
             {},

@@ -31,7 +31,8 @@ MODEL = {
     "family": "vit", "layers": 5, "d_model": 24, "heads": 4, "d_ff": 50, "vocab_size": 11,
     "image_size": 9, "patch_size": 3, "channels": 3,
 }  # fmt: skip
-EVEN = {**MODEL, "image_size": 12, "pool": "mean"}  # 16 patches, so that ranks can share a sequence
+# 16 patches, so that ranks can share a sequence
+EVEN = {**MODEL, "image_size": 12, "pool": "mean"}
 
 
 @cache
@@ -53,15 +54,26 @@ def batches(config: Config, mixed: bool, weighted: bool) -> list[dict[str, np.nd
 
 def drops(config: Config, step: int) -> dict[str, jax.Array]:
     """What dropout multiplies with in a step: ones that went through it."""
-    m, rows, length = config.model, config.train.global_batch_size, config.train.sequence_length
-    stream, scores = jnp.ones((rows, length, m.d_model)), jnp.ones((rows, m.heads, length, length))
+    m, rows, length = (
+        config.model,
+        config.train.global_batch_size,
+        config.train.sequence_length,
+    )
+    stream, scores = (
+        jnp.ones((rows, length, m.d_model)),
+        jnp.ones((rows, m.heads, length, length)),
+    )
     key = jax.random.fold_in(jax.random.key(config.run.seed + 1), step)
     dropout = Dropout(m.dropout, key, jnp.arange(rows))
 
     def of_layer(layer: jax.Array) -> dict[str, jax.Array]:
         here = dropout.at(layer)
         attention, mlp = (here.at(site).stream(stream, 0) for site in (1, 2))
-        return {"scores": here.at(0).attention(scores, 0), "attention": attention, "mlp": mlp}
+        return {
+            "scores": here.at(0).attention(scores, 0),
+            "attention": attention,
+            "mlp": mlp,
+        }
 
     layers = jax.vmap(of_layer, out_axes=1)(jnp.arange(m.layers))
     return layers | {"embedding": dropout.at(EMBEDDING_SITE).stream(stream, 0)}
@@ -76,7 +88,9 @@ def expected(
     parameters = canonical_numbers(Layout(config, make_mesh(config)))
     given = batches(config, mixed, weighted)
     if dropout:
-        given = [batch | {"drops": drops(config, step)} for step, batch in enumerate(given)]
+        given = [
+            batch | {"drops": drops(config, step)} for step, batch in enumerate(given)
+        ]
     recipe = reference.Recipe(0.01, 2, STEPS, clip=CLIP)
     return parameters, *reference.train(
         reference.Model("vit", label_smoothing=0.1), recipe, parameters, given
@@ -84,9 +98,18 @@ def expected(
 
 
 # mesh, head, mixed, weighted, dropout, keys of the section parallel
-CASES: dict[str, tuple[tuple[int, int, int], str, bool, bool, float, dict[str, Any]]] = {
+CASES: dict[
+    str, tuple[tuple[int, int, int], str, bool, bool, float, dict[str, Any]]
+] = {
     "1x1x1": ((1, 1, 1), "class", True, True, 0.0, {"microbatches": 2}),
-    "2x2x2": ((2, 2, 2), "class", True, True, 0.0, {"zero_stage": 1, "microbatches": 2}),
+    "2x2x2": (
+        (2, 2, 2),
+        "class",
+        True,
+        True,
+        0.0,
+        {"zero_stage": 1, "microbatches": 2},
+    ),
     "1x4x1": ((1, 4, 1), "class", True, True, 0.0, {}),
     "4x1x2-edge-zero3": (
         (4, 1, 2),
@@ -126,7 +149,9 @@ CASES: dict[str, tuple[tuple[int, int, int], str, bool, bool, float, dict[str, A
 def test_layout_computes_the_reference_run(case):
     mesh, pool, mixed, weighted, dropout, parallel = CASES[case]
     config = one_device(pool, dropout)
-    config = replaced(config, mesh=dict(zip(AXES, mesh, strict=True)), parallel=parallel)
+    config = replaced(
+        config, mesh=dict(zip(AXES, mesh, strict=True)), parallel=parallel
+    )
     parameters, losses, gradient = expected(pool, mixed, weighted, dropout)
     metrics, program, (after_one, _) = train_on(
         batches(config, mixed, weighted), config, parameters
@@ -165,7 +190,9 @@ CUT: dict[tuple[int, int, int], dict[str, Any]] = {
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("mesh", thorough_but(CUT, [(2, 2, 2)].__contains__, [(1, 2, 2)]))
+@pytest.mark.parametrize(
+    "mesh", thorough_but(CUT, [(2, 2, 2)].__contains__, [(1, 2, 2)])
+)
 def test_an_evaluation_tells_the_share_of_images_whose_likeliest_class_is_theirs_by_their_weights(
     mesh,
 ):
@@ -176,9 +203,14 @@ def test_an_evaluation_tells_the_share_of_images_whose_likeliest_class_is_theirs
     )
     weight, bias = parameters["head"]["weight"], parameters["head"]["bias"]
     weight[:, 9], bias[[2, 9]] = weight[:, 2], 1.5  # two classes alike, and likely
-    batch, params = image_batch(program.config, 3, weighted=True), place(program.layout, parameters)
+    batch, params = (
+        image_batch(program.config, 3, weighted=True),
+        place(program.layout, parameters),
+    )
     whole = jax.jit(
-        jax.vmap(lambda p: reference.image_logits(reference.Model("vit"), parameters, p))
+        jax.vmap(
+            lambda p: reference.image_logits(reference.Model("vit"), parameters, p)
+        )
     )(batch[PATCHES])
     logits = np.asarray(program.logits(params, program.place(batch)[PATCHES]))
     np.testing.assert_allclose(logits, whole, atol=1e-5)
@@ -231,6 +263,8 @@ def test_what_is_no_batch_of_images_is_refused():
     ]:
         with pytest.raises(ConfigError, match=says):
             program.place(changed)
-    text = Program(load({"model": {"layers": 1, "d_model": 8, "heads": 1, "vocab_size": 300}}))
+    text = Program(
+        load({"model": {"layers": 1, "d_model": 8, "heads": 1, "vocab_size": 300}})
+    )
     with pytest.raises(ConfigError, match=r"has tokens, labels .* one has patches"):
         text.place(good)

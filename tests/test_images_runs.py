@@ -38,7 +38,10 @@ RUN: dict[str, Any] = {
     "eval": {"every": 2, "batches": 2},
     "checkpoint": {"every": 2, "keep": 9},
 }
-ALL_AXES = {"mesh": {"data": 2, "tensor": 2, "pipeline": 2}, "parallel": {"microbatches": 2}}
+ALL_AXES = {
+    "mesh": {"data": 2, "tensor": 2, "pipeline": 2},
+    "parallel": {"microbatches": 2},
+}
 
 
 def run(directory: Path, **sections: dict[str, Any]) -> list[dict[str, Any]]:
@@ -54,14 +57,18 @@ def run(directory: Path, **sections: dict[str, Any]) -> list[dict[str, Any]]:
 
 def rows(directory: Path) -> list[dict[str, Any]]:
     return [
-        json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()
     ]
 
 
 def told(found: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
     """What must be the same bit by bit of the last two steps."""
     return [
-        tuple(row.get(name) for name in ("step", "loss", "grad_norm", "eval_loss", "eval_accuracy"))
+        tuple(
+            row.get(name)
+            for name in ("step", "loss", "grad_norm", "eval_loss", "eval_accuracy")
+        )
         for row in found
     ][2:]
 
@@ -84,7 +91,9 @@ def resumed_from_2(
 @pytest.mark.thorough
 def test_rows_tell_positions_and_of_evaluations_the_accuracy(trained):
     _, found = trained
-    assert [row["tokens"] for row in found] == [8 * 5] * 4, "four patches and the class token"
+    assert [row["tokens"] for row in found] == [8 * 5] * 4, (
+        "four patches and the class token"
+    )
     assert [row["step"] for row in found if "eval_accuracy" in row] == [2, 4]
     assert all(("eval_accuracy" in row) == ("eval_loss" in row) for row in found)
 
@@ -105,11 +114,15 @@ def test_a_model_read_from_its_checkpoint_tells_the_accuracy_that_the_run_told(t
         batch = held_out.batch(k)
         logits = model(batch[PATCHES][:7])
         assert logits.shape == (7, 10)
-        hits += list(np.argmax(np.asarray(model(batch[PATCHES])), -1) == batch[LABELS][:, 0])
+        hits += list(
+            np.argmax(np.asarray(model(batch[PATCHES])), -1) == batch[LABELS][:, 0]
+        )
         losses.append(model.loss(batch))
     assert np.mean(hits) == pytest.approx(found[-1]["eval_accuracy"])
     assert np.mean(losses) == pytest.approx(found[-1]["eval_loss"], rel=1e-5)
-    with pytest.raises(ConfigError, match=r"patches are int64\[2, 5\]; .* \[B, 4, 16\]"):
+    with pytest.raises(
+        ConfigError, match=r"patches are int64\[2, 5\]; .* \[B, 4, 16\]"
+    ):
         model(np.zeros((2, 5), int))
 
 
@@ -118,20 +131,28 @@ def test_a_checkpoint_of_all_axes_goes_on_alike_on_another_mesh(tmp_path):
     found = run(tmp_path / "all", **ALL_AXES)
     there = resumed_from_2(tmp_path / "all", tmp_path / "tensor", mesh={"tensor": 4})
     for one, other in zip(told(found), told(there), strict=True):
-        np.testing.assert_allclose(*(np.array(x, float) for x in (one, other)), rtol=2e-5)
+        np.testing.assert_allclose(
+            *(np.array(x, float) for x in (one, other)), rtol=2e-5
+        )
 
 
 OTHERS: dict[str, dict[str, dict[str, Any]]] = {
     "DiLoCo": {"mesh": {"data": 4, "islands": 2}, "parallel": {"sync": {"every": 2}}},
     "offloaded, ring": {
         "mesh": {"data": 4},
-        "parallel": {"reduce": {"algorithm": "ring"}, "zero_stage": 2, "offload_optimizer": True},
+        "parallel": {
+            "reduce": {"algorithm": "ring"},
+            "zero_stage": 2,
+            "offload_optimizer": True,
+        },
     },
     "a batch filled up": {"mesh": {"data": 3}, "train": {"uneven_batch": "pad"}},
 }
 
 
-@pytest.mark.parametrize("case", thorough_but(OTHERS, lambda _: False, ["offloaded, ring"]))
+@pytest.mark.parametrize(
+    "case", thorough_but(OTHERS, lambda _: False, ["offloaded, ring"])
+)
 def test_what_text_can_do_images_can_too(case, trained, tmp_path):
     """Each begins as the plain run does; what is exact stays it."""
     (_, plain), found = trained, run(tmp_path / "other", **OTHERS[case])

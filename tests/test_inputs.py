@@ -28,7 +28,9 @@ def batch(rows: int = 4, length: int = 16, **changed) -> dict[str, np.ndarray]:
     return {"tokens": ids, "labels": ids} | changed
 
 
-@pytest.mark.parametrize("given", ["configs/quickstart.yaml", {"mesh": {"data": 2}}, None])
+@pytest.mark.parametrize(
+    "given", ["configs/quickstart.yaml", {"mesh": {"data": 2}}, None]
+)
 @pytest.mark.parametrize(
     ("name", "taker"),
     [
@@ -39,7 +41,9 @@ def batch(rows: int = 4, length: int = 16, **changed) -> dict[str, np.ndarray]:
     ],
 )
 def test_what_is_no_config_is_refused_with_the_way_to_one(name, taker, given):
-    with pytest.raises(mt.ConfigError, match=rf"{name} takes a config, .* given .*mt\.load"):
+    with pytest.raises(
+        mt.ConfigError, match=rf"{name} takes a config, .* given .*mt\.load"
+    ):
         taker(given)
 
 
@@ -62,7 +66,10 @@ def test_what_is_no_config_is_refused_with_the_way_to_one(name, taker, given):
             "labels have the id -100; .* 0 to 259",
         ),
         (batch(tokens=np.full((4, 16), 260)), "tokens have the id 260; .* 0 to 259"),
-        (batch(labels=np.zeros((4, 15), int)), r"labels has shape \[4, 15\], but tokens \[4, 16\]"),
+        (
+            batch(labels=np.zeros((4, 15), int)),
+            r"labels has shape \[4, 15\], but tokens \[4, 16\]",
+        ),
         (batch(rows=5), "5 rows cannot be shared by data 2"),
     ],
 )
@@ -78,7 +85,9 @@ def test_what_is_no_batch_is_refused(given, says, program):
         (4, 15, "tensor 2 must divide the 15 tokens"),
     ],
 )
-def test_a_batch_that_cannot_be_cut_is_refused_as_it_is_traced(rows, length, says, program):
+def test_a_batch_that_cannot_be_cut_is_refused_as_it_is_traced(
+    rows, length, says, program
+):
     with pytest.raises(mt.ConfigError, match=says):
         program.lower(program.place(batch(rows, length)))
 

@@ -31,9 +31,19 @@ WITHIN = 0.01
 
 
 def given(
-    mesh: tuple[int, int, int], islands: int, sizes: dict[str, Any] | None = None, **parallel: Any
+    mesh: tuple[int, int, int],
+    islands: int,
+    sizes: dict[str, Any] | None = None,
+    **parallel: Any,
 ) -> dict[str, Any]:
-    model = {"layers": 4, "d_model": 64, "heads": 4, "kv_heads": 4, "d_ff": 96, "vocab_size": 128}
+    model = {
+        "layers": 4,
+        "d_model": 64,
+        "heads": 4,
+        "kv_heads": 4,
+        "d_ff": 96,
+        "vocab_size": 128,
+    }
     axes = dict(zip(("data", "tensor", "pipeline"), mesh, strict=True))
     return {
         "model": {**model, **(sizes or {})},
@@ -47,7 +57,14 @@ def configuration(*layout: Any, **parallel: Any) -> Config:
     return load(given(*layout, **parallel))
 
 
-ODD = {"layers": 3, "d_model": 60, "heads": 6, "kv_heads": 2, "d_ff": 50, "vocab_size": 257}
+ODD = {
+    "layers": 3,
+    "d_model": 60,
+    "heads": 6,
+    "kv_heads": 2,
+    "d_ff": 50,
+    "vocab_size": 257,
+}
 CASES = {
     "zero 1 in 2 islands of 4": configuration((8, 1, 1), 2, zero_stage=1),
     "zero 3 in 2 islands of 2, all axes": configuration(
@@ -56,7 +73,9 @@ CASES = {
 }
 MORE = {
     "zero 2 in 4 islands of 2": configuration((8, 1, 1), 4, zero_stage=2),
-    "zero 2 scattering at use": configuration((4, 2, 1), 2, zero_stage=2, zero_hold=False),
+    "zero 2 scattering at use": configuration(
+        (4, 2, 1), 2, zero_stage=2, zero_hold=False
+    ),
     "zero 3 held": configuration((4, 2, 1), 2, zero_stage=3, zero_hold=True),
     "odd sizes": configuration((8, 1, 1), 2, ODD, zero_stage=1),
     "islands of one": configuration((4, 2, 1), 4, zero_stage=1),
@@ -96,7 +115,9 @@ def test_across_islands_goes_one_sum_of_a_shard(case):
     # What a device has of the gradients, float32 as the masters are, is what its island scatters: S / (N/R).
     shard = sum(map(part_bytes, jax.tree.leaves(program.state_shapes.params)))
     across = [c for c in found if "island" in c.axes and c.bytes > 256]
-    assert {c.kind for c in across} == {"all-reduce"} and all(c.times == 1 for c in across)
+    assert {c.kind for c in across} == {"all-reduce"} and all(
+        c.times == 1 for c in across
+    )
     assert sum(c.sent for c in across if c.axes == ("island",)) == pytest.approx(
         2 * (islands - 1) / islands * shard, rel=WITHIN
     )
@@ -116,10 +137,14 @@ def test_the_planner_knows_what_islands_send(case):
     assert planned["island"] == pytest.approx(found.traffic["island"], rel=WITHIN)
     # An island by itself is a mesh without islands, with its share of the batch.
     inside = {"data": mesh.shards, "islands": 1}
-    alone = replaced(config, mesh=inside, train={"global_batch_size": 16 // mesh.islands})
+    alone = replaced(
+        config, mesh=inside, train={"global_batch_size": 16 // mesh.islands}
+    )
     assert (
         planned["data"]
-        == traffic.by_axis(plan(alone, named("cpu", alone.mesh.devices)).transfers)["data"]
+        == traffic.by_axis(plan(alone, named("cpu", alone.mesh.devices)).transfers)[
+            "data"
+        ]
     )
 
 
@@ -167,7 +192,10 @@ def test_an_island_is_devices_that_follow_one_another():
 
 def test_each_island_holds_its_own_rows_of_a_batch():
     program = Program(configuration((4, 2, 1), 2))
-    rows = {d.id: part[0] for d, part in program.batch_sharding.devices_indices_map((8,)).items()}
+    rows = {
+        d.id: part[0]
+        for d, part in program.batch_sharding.devices_indices_map((8,)).items()
+    }
     assert [rows[device].indices(8)[:2] for device in range(8)] == [
         (2 * (d // 2), 2 * (d // 2) + 2) for d in range(8)
     ]
@@ -179,15 +207,23 @@ def test_each_island_holds_its_own_rows_of_a_batch():
 
 @pytest.mark.thorough
 def test_weights_of_a_run_on_islands_are_read_on_islands_and_without(tmp_path):
-    settings = replaced(configuration((4, 1, 1), 2, zero_stage=3), run={"directory": str(tmp_path)})
+    settings = replaced(
+        configuration((4, 1, 1), 2, zero_stage=3), run={"directory": str(tmp_path)}
+    )
     program = Program(settings)
     checkpointer = Checkpointer(settings, program)
     checkpointer.save(1, program.init(), loss=5.0)
     checkpointer.close()
     tokens = np.arange(24, dtype=np.int32).reshape(3, 8)
     one, *others = (
-        np.asarray(mt.read_model(tmp_path, mesh=make_mesh(load({"mesh": mesh})))(tokens))
-        for mesh in ({}, {"data": 4, "islands": 2}, {"data": 2, "tensor": 2, "islands": 2})
+        np.asarray(
+            mt.read_model(tmp_path, mesh=make_mesh(load({"mesh": mesh})))(tokens)
+        )
+        for mesh in (
+            {},
+            {"data": 4, "islands": 2},
+            {"data": 2, "tensor": 2, "islands": 2},
+        )
     )
     for other in others:
         np.testing.assert_allclose(other, one, rtol=2e-5, atol=2e-6)

@@ -8,7 +8,11 @@ from meshtrain.config import ConfigError
 from meshtrain.joining import place_of
 from meshtrain.mesh import join_cluster
 
-JAX = {"JAX_COORDINATOR_ADDRESS": "host:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
+JAX = {
+    "JAX_COORDINATOR_ADDRESS": "host:1234",
+    "JAX_NUM_PROCESSES": "4",
+    "JAX_PROCESS_ID": "3",
+}
 SLURM = {
     "SLURM_JOB_ID": "4097",
     "SLURM_NTASKS": "4",
@@ -39,16 +43,29 @@ def test_a_process_knows_its_place_among_those_that_meet_at_an_address():
         3,
         "[::]:1234",
     )
-    assert place_of({**JAX, "JAX_COORDINATOR_ADDRESS": "[fe80::1]:9"}).listen == "[::]:9"
-    assert place_of({**JAX, "JAX_COORDINATOR_BIND_ADDRESS": "10.0.0.1:80"}).listen == "10.0.0.1:80"
+    assert (
+        place_of({**JAX, "JAX_COORDINATOR_ADDRESS": "[fe80::1]:9"}).listen == "[::]:9"
+    )
+    assert (
+        place_of({**JAX, "JAX_COORDINATOR_BIND_ADDRESS": "10.0.0.1:80"}).listen
+        == "10.0.0.1:80"
+    )
 
 
 def test_a_task_of_slurm_knows_its_place_and_the_port_that_jax_takes():
     place = place_of(SLURM)
-    assert (place.address, place.processes, place.process, place.by_slurm) == (None, 4, 3, True)
+    assert (place.address, place.processes, place.process, place.by_slurm) == (
+        None,
+        4,
+        3,
+        True,
+    )
     assert place.listen == f"[::]:{4097 % 4096 + 61440}"
     assert place_of({**SLURM, "JAX_COORDINATOR_PORT": "77"}).listen == "[::]:77"
-    assert place_of({**SLURM, "JAX_COORDINATOR_ADDRESS": "host:1234"}).listen == "[::]:1234"
+    assert (
+        place_of({**SLURM, "JAX_COORDINATOR_ADDRESS": "host:1234"}).listen
+        == "[::]:1234"
+    )
 
 
 @pytest.mark.parametrize(
@@ -70,7 +87,9 @@ def test_every_list_of_nodes_that_slurm_writes_is_counted(nodes, count):
         "SLURM_STEP_NODELIST": nodes,
     }
     assert place_of({**environment, "SLURM_STEP_NUM_NODES": str(count)}).processes == 8
-    with pytest.raises(ConfigError, match=r"SLURM_STEP_NUM_NODES is 6, but .* they must agree"):
+    with pytest.raises(
+        ConfigError, match=r"SLURM_STEP_NUM_NODES is 6, but .* they must agree"
+    ):
         place_of({**environment, "SLURM_STEP_NUM_NODES": "6"})
 
 
@@ -99,21 +118,25 @@ WRONG += [
     for wrong in ("0", "-1", "x", "1.5", "", "9" * 99, "²")
 ]
 WRONG += [
-    ({"JAX_PROCESS_ID": wrong}, "JAX_PROCESS_ID") for wrong in ("4", "-1", "x", "", "1e3", " 1")
+    ({"JAX_PROCESS_ID": wrong}, "JAX_PROCESS_ID")
+    for wrong in ("4", "-1", "x", "", "1e3", " 1")
 ]
 WRONG += [
     ({"JAX_COORDINATOR_BIND_ADDRESS": wrong}, "JAX_COORDINATOR_BIND_ADDRESS")
     for wrong in ("host", "host:99999")
 ]
 WRONG += [
-    ({"JAX_LOCAL_DEVICE_IDS": wrong}, "JAX_LOCAL_DEVICE_IDS") for wrong in ("x", "0,", "-1", "0 1")
+    ({"JAX_LOCAL_DEVICE_IDS": wrong}, "JAX_LOCAL_DEVICE_IDS")
+    for wrong in ("x", "0,", "-1", "0 1")
 ]
 WRONG += [({"SLURM_LOCALID": "x"}, "SLURM_LOCALID")]
 WRONG += [({name: "x"}, name) for name in ("JAX_PARTITION_INDEX", "JAX_SLICE_INDEX")]
 
 
 @pytest.mark.parametrize(
-    ("wrong", "named"), WRONG, ids=[" ".join(map("=".join, w.items())) for w, _ in WRONG]
+    ("wrong", "named"),
+    WRONG,
+    ids=[" ".join(map("=".join, w.items())) for w, _ in WRONG],
 )
 def test_a_variable_that_jax_would_stumble_over_is_refused_by_name(wrong, named):
     with pytest.raises(ConfigError, match=named):
@@ -149,7 +172,10 @@ WRONG_SLURM = [
     ({"SLURM_STEP_NODELIST": "a,,b"}, "SLURM_STEP_NODELIST"),
     ({"SLURM_STEP_NODELIST": "a b"}, "SLURM_STEP_NODELIST"),
     ({"SLURM_STEP_NODELIST": "[1-2]"}, "SLURM_STEP_NODELIST"),
-    ({"SLURM_STEP_NODELIST": "n[1-9]", "SLURM_STEP_NUM_NODES": "9"}, "SLURM_STEP_NUM_NODES"),
+    (
+        {"SLURM_STEP_NODELIST": "n[1-9]", "SLURM_STEP_NUM_NODES": "9"},
+        "SLURM_STEP_NUM_NODES",
+    ),
     ({"JAX_COORDINATOR_PORT": "99999"}, "JAX_COORDINATOR_PORT"),
     ({"JAX_COORDINATOR_PORT": "x"}, "JAX_COORDINATOR_PORT"),
     ({"JAX_COORDINATOR_ADDRESS": "host:99999"}, "JAX_COORDINATOR_ADDRESS"),
@@ -171,7 +197,8 @@ def test_variables_of_slurm_that_do_not_agree_are_refused_by_name(wrong, named):
 )
 def test_a_variable_of_slurm_that_is_missing_is_told(missing):
     with pytest.raises(
-        ConfigError, match="srun" if missing == "SLURM_STEP_NODELIST" else f"{missing} is not set"
+        ConfigError,
+        match="srun" if missing == "SLURM_STEP_NODELIST" else f"{missing} is not set",
     ):
         place_of({name: value for name, value in SLURM.items() if name != missing})
 
@@ -180,8 +207,13 @@ def test_a_variable_of_slurm_that_is_missing_is_told(missing):
     "wrong", [{"JAX_COORDINATOR_ADDRESS": "host:99999"}, {"SLURM_PROCID": "9"}]
 )
 def test_nothing_of_it_reaches_jax(wrong, monkeypatch):
-    monkeypatch.setattr("jax.distributed.initialize", lambda *_, **__: pytest.fail("JAX was asked"))
-    for name, value in {**(JAX if "JAX_COORDINATOR_ADDRESS" in wrong else SLURM), **wrong}.items():
+    monkeypatch.setattr(
+        "jax.distributed.initialize", lambda *_, **__: pytest.fail("JAX was asked")
+    )
+    for name, value in {
+        **(JAX if "JAX_COORDINATOR_ADDRESS" in wrong else SLURM),
+        **wrong,
+    }.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError):
         join_cluster()
@@ -189,12 +221,16 @@ def test_nothing_of_it_reaches_jax(wrong, monkeypatch):
 
 @pytest.mark.parametrize("address", ["nowhere.invalid:1234", "192.0.2.1:1234"])
 def test_an_address_at_which_nobody_can_listen_here_is_refused(address, monkeypatch):
-    monkeypatch.setattr("jax.distributed.initialize", lambda *_, **__: pytest.fail("JAX was asked"))
+    monkeypatch.setattr(
+        "jax.distributed.initialize", lambda *_, **__: pytest.fail("JAX was asked")
+    )
     for name, value in {
         **JAX,
         "JAX_PROCESS_ID": "0",
         "JAX_COORDINATOR_BIND_ADDRESS": address,
     }.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=rf"cannot listen at {address}: .*; give another address"):
+    with pytest.raises(
+        ConfigError, match=rf"cannot listen at {address}: .*; give another address"
+    ):
         join_cluster()

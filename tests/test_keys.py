@@ -21,7 +21,9 @@ class AsEditorsRead(yaml.SafeLoader):
 
 
 AsEditorsRead.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9.]+e[-+]?[0-9]+"), list("0123456789")
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9.]+e[-+]?[0-9]+"),
+    list("0123456789"),
 )
 
 
@@ -39,7 +41,9 @@ def test_one_key_is_told_with_bounds_default_and_resume(capsys, monkeypatch):
         and "gradient accumulation" in text
     )
     assert tells(said(capsys, "run.seed"), "it is refused", "unless checkpoint.allow")
-    assert "takes     a whole number, at least 1 or auto\n" in said(capsys, "train.loss_chunk")
+    assert "takes     a whole number, at least 1 or auto\n" in said(
+        capsys, "train.loss_chunk"
+    )
     assert "default   auto, resolved" in said(capsys, "parallel.schedule")
 
 
@@ -90,7 +94,10 @@ def test_the_schema_is_that_of_now_and_every_config_names_it():
     ("text", "legal"),
     [
         *((path.read_text(), True) for path in CONFIGS),
-        ("train: {loss_chunk: auto}\nmodel: {kv_heads: null, family: mine}\nlora:", True),
+        (
+            "train: {loss_chunk: auto}\nmodel: {kv_heads: null, family: mine}\nlora:",
+            True,
+        ),
         ("train: {loss_chunk: some}", False),
         ("mesh: {data: 0}", False),
         ("mesh: {dta: 2}", False),
@@ -99,5 +106,7 @@ def test_the_schema_is_that_of_now_and_every_config_names_it():
     ],
 )
 def test_the_schema_takes_what_is_legal_and_names_what_is_not(text, legal):
-    validator = pytest.importorskip("jsonschema").Draft7Validator(json.loads(SCHEMA.read_text()))
+    validator = pytest.importorskip("jsonschema").Draft7Validator(
+        json.loads(SCHEMA.read_text())
+    )
     assert validator.is_valid(yaml.load(text, Loader=AsEditorsRead)) == legal

@@ -65,7 +65,10 @@ def test_every_name_is_there_and_known_to_type_checkers():
     assert set(found) == NAMES
     for name, (module, defined) in found.items():
         there = getattr(__import__(module, fromlist=[defined]), defined)
-        assert there in (getattr(mt, name), getattr(getattr(mt, name), "function", None)), name
+        assert there in (
+            getattr(mt, name),
+            getattr(getattr(mt, name), "function", None),
+        ), name
     with pytest.raises(AttributeError, match=r"has no attribute 'lode'$"):
         mt.lode  # noqa: B018
     with pytest.raises(AttributeError, match=r"'read_csv'; .* mt\.schedule\.read_csv$"):
@@ -99,7 +102,9 @@ def test_looking_loads_no_jax_and_starts_no_backend():
         "mt.train, mt.plan; import meshtrain.train, meshtrain.plan",
     ],
 )
-def test_train_and_plan_are_modules_that_can_be_called_whatever_was_imported_before(before):
+def test_train_and_plan_are_modules_that_can_be_called_whatever_was_imported_before(
+    before,
+):
     script = f"""
 import meshtrain as mt
 {before}
@@ -121,7 +126,8 @@ except mt.ConfigError as error:
 def test_plan_is_the_planners_estimate_on_a_cluster_of_any_name():
     config = mt.load(None, ["mesh.data=8", "run.fake_devices=8"])
     assert (
-        isinstance(mt.plan(config), Plan) and mt.plan(config).cluster.accelerator.platform == "cpu"
+        isinstance(mt.plan(config), Plan)
+        and mt.plan(config).cluster.accelerator.platform == "cpu"
     )
     assert mt.plan(config, "h200").cluster.accelerator.name == "h200"
     with pytest.raises(mt.ConfigError, match="needs 8 devices, but cluster"):
@@ -143,11 +149,15 @@ def test_programs_and_checkpointers_live_side_by_side_and_one_after_the_other(tm
         found = [checkpointer.restore_or_init() for checkpointer in opened]
         assert [step for _, step in found] == [first_step] * 2
         losses = []
-        for program, checkpointer, (state, step) in zip(programs, opened, found, strict=True):
+        for program, checkpointer, (state, step) in zip(
+            programs, opened, found, strict=True
+        ):
             state, loss = take(program, state, step + 1)
             checkpointer.save(step + 1, state, loss)
             losses.append(loss)
-        assert losses[0] == pytest.approx(losses[1], rel=2e-5), "the losses of both runs"
+        assert losses[0] == pytest.approx(losses[1], rel=2e-5), (
+            "the losses of both runs"
+        )
         for checkpointer in opened:
             checkpointer.close()
 
@@ -185,7 +195,9 @@ def test_a_mesh_larger_than_what_jax_has_started_with_is_refused_with_the_way_ou
 @pytest.mark.thorough
 def test_a_run_with_a_replaced_loss_goes_on_after_a_stop_with_it(tmp_path):
     def doubled(logits, labels, vocabulary):
-        return 2 * (vocabulary.log_sum_exp(logits) - vocabulary.of_label(logits, labels))
+        return 2 * (
+            vocabulary.log_sum_exp(logits) - vocabulary.of_label(logits, labels)
+        )
 
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
     plain, twice = ([f"run.directory={tmp_path / name}"] for name in ("plain", "twice"))
@@ -196,7 +208,9 @@ def test_a_run_with_a_replaced_loss_goes_on_after_a_stop_with_it(tmp_path):
     ]
     assert mt.train(mt.load(tmp_path / "tiny.yaml", [*plain, *constant])).exit_code == 0
     for steps in (1, 2):
-        config = mt.load(tmp_path / "tiny.yaml", [*twice, *constant, f"train.steps={steps}"])
+        config = mt.load(
+            tmp_path / "tiny.yaml", [*twice, *constant, f"train.steps={steps}"]
+        )
         assert mt.train(config, loss=doubled).exit_code == 0
     losses = [
         [
@@ -253,26 +267,40 @@ def test_the_step_of_a_placed_batch_is_that_of_the_training_run(tmp_path, monkey
         def before_save(self, step, state):
             met.append(f"save {step}, {int(state.step)}")
 
-    result = mt.train(config, callbacks=[Watching(), lambda row: met.append(f"loss {row['step']}")])
-    assert (result.exit_code, result.steps, result.directory) == (0, 2, tmp_path / "run")
+    result = mt.train(
+        config, callbacks=[Watching(), lambda row: met.append(f"loss {row['step']}")]
+    )
+    assert (result.exit_code, result.steps, result.directory) == (
+        0,
+        2,
+        tmp_path / "run",
+    )
     assert met == ["before 1", "loss 1", "before 2", "loss 2", "save 2, 2"]
     program, (data, _) = mt.Program(config), mt.open_data(config)
     state, losses = program.init(), []
     for k in range(2):
         state, metrics = program.train_step(state, program.place(data.batch(k)))
         losses.append(float(metrics["loss"]))
-    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()
+    ]
     assert losses == [row["loss"] for row in rows] == list(result.losses)
     again = mt.train(mt.load(config, ["checkpoint.resume=auto", "train.steps=3"]))
     assert (again.steps, len(again.losses)) == (3, 1), "only the steps of this call"
-    with pytest.raises(mt.ConfigError, match=r"callback is 'print'; .*RunHook .* function"):
+    with pytest.raises(
+        mt.ConfigError, match=r"callback is 'print'; .*RunHook .* function"
+    ):
         mt.train(config, callbacks=["print"])
 
 
 @pytest.mark.thorough
-def test_the_packages_own_lines_run_and_each_that_is_looked_at_shows_itself(tmp_path, monkeypatch):
+def test_the_packages_own_lines_run_and_each_that_is_looked_at_shows_itself(
+    tmp_path, monkeypatch
+):
     (example,) = re.findall(r"\n\n((?:    .*\n|\n)+)", mt.__doc__)[:1]
-    lines = [line.split("  #")[0].strip() for line in example.splitlines() if line.strip()]
+    lines = [
+        line.split("  #")[0].strip() for line in example.splitlines() if line.strip()
+    ]
     assert len(lines) == 10 and lines[0] == "import meshtrain as mt"
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "quickstart.yaml").write_text(
@@ -280,7 +308,9 @@ def test_the_packages_own_lines_run_and_each_that_is_looked_at_shows_itself(tmp_
     )
     monkeypatch.chdir(tmp_path)
     assert (
-        mt.train(mt.load("configs/quickstart.yaml", ["run.directory=runs/quickstart"])).exit_code
+        mt.train(
+            mt.load("configs/quickstart.yaml", ["run.directory=runs/quickstart"])
+        ).exit_code
         == 0
     )
     found: dict = {}
@@ -305,12 +335,19 @@ def test_the_guides_example_runs(tmp_path, monkeypatch, capsys):
         (ROOT / "docs" / "library.md").read_text(),
         re.DOTALL,
     )
-    assert len([line for line in example.splitlines() if line and not line.startswith("#")]) < 10
+    assert (
+        len(
+            [line for line in example.splitlines() if line and not line.startswith("#")]
+        )
+        < 10
+    )
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "quickstart.yaml").write_text(yaml.safe_dump(TINY))
     monkeypatch.chdir(tmp_path)
     found: dict = {}
     exec(example, found)
-    assert found["logits"].shape == (1, 2, 260) and isinstance(found["logits"], jax.Array)
+    assert found["logits"].shape == (1, 2, 260) and isinstance(
+        found["logits"], jax.Array
+    )
     assert float(capsys.readouterr().out.split()[0]) > 0
     assert (tmp_path / "runs" / "mine" / "checkpoints" / "2").is_dir()

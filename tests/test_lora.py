@@ -26,7 +26,10 @@ TRAINABLE = ("blocks.*_norm.*", "head.*")
 
 #          mesh        section parallel
 LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
-    "2x2x2-zero1": ((2, 2, 2), {"sequence_parallel": True, "microbatches": 4, "schedule": "1f1b"}),
+    "2x2x2-zero1": (
+        (2, 2, 2),
+        {"sequence_parallel": True, "microbatches": 4, "schedule": "1f1b"},
+    ),
     "2x2x2-zero3-zb": (
         (2, 2, 2),
         {"zero_stage": 3, "microbatches": 4, "schedule": "zb_h1", "remat": "selective"},
@@ -39,13 +42,24 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
         (4, 2, 1),
         {"zero_stage": 2, "zero_hold": False, "microbatches": 2, "remat": "full"},
     ),
-    "2x2x2-zero2-at-use": ((2, 2, 2), {"zero_stage": 2, "zero_hold": False, "microbatches": 2}),
+    "2x2x2-zero2-at-use": (
+        (2, 2, 2),
+        {"zero_stage": 2, "zero_hold": False, "microbatches": 2},
+    ),
     "8x1x1-zero0": ((8, 1, 1), {"zero_stage": 0}),
     "1x2x2-interleaved": ((1, 2, 2), {"microbatches": 4, "virtual_stages": 2}),
 }
 NOW = ("2x2x2-zero1",)
-FEW = ("2x2x2-zero3-zb", "1x2x2-interleaved")  # the first of them gpt2, more of which is trained
-SIZE = {"layers": 5, "d_model": 24, "heads": 6, "kv_heads": 2, "d_ff": 50, "vocab_size": 257}
+# The first of them gpt2, more of which is trained
+FEW = ("2x2x2-zero3-zb", "1x2x2-interleaved")
+SIZE = {
+    "layers": 5,
+    "d_model": 24,
+    "heads": 6,
+    "kv_heads": 2,
+    "d_ff": 50,
+    "vocab_size": 257,
+}
 TARGETS: dict[str, tuple[str, ...]] = {"llama": (), "gpt2": ("q", "v", "out", "up")}
 
 
@@ -59,7 +73,11 @@ def one_device(family: str, trainable: tuple[str, ...] = ()) -> Config:
                 "sequence_length": 24,
                 "trainable": list(trainable),
             },
-            "optimizer": {"learning_rate": RATE, "warmup_steps": WARMUP, "grad_clip": CLIP},
+            "optimizer": {
+                "learning_rate": RATE,
+                "warmup_steps": WARMUP,
+                "grad_clip": CLIP,
+            },
             "lora": {
                 "rank": 3,
                 "alpha": 5.0,
@@ -76,7 +94,10 @@ def expected(family: str, trainable: tuple[str, ...]) -> tuple[Any, list[float],
     config = one_device(family, trainable)
     layout = Layout(config, make_mesh(config))
     parameters = canonical_numbers(layout)
-    model, recipe = reference.Model(family), reference.Recipe(RATE, WARMUP, STEPS, clip=CLIP)
+    model, recipe = (
+        reference.Model(family),
+        reference.Recipe(RATE, WARMUP, STEPS, clip=CLIP),
+    )
     numbers = jax.tree.map(jnp.asarray, parameters)
     trained = layout.only_trained(numbers)
     optimizer = recipe.optimizer(trained)
@@ -84,7 +105,9 @@ def expected(family: str, trainable: tuple[str, ...]) -> tuple[Any, list[float],
     @jax.jit
     def step(trained: Any, state: Any, tokens: jax.Array, labels: jax.Array) -> Any:
         batch = {"tokens": tokens, "labels": labels}
-        of = lambda t: reference.loss(model, merged(config, layout.add_frozen(t, numbers)), **batch)
+        of = lambda t: reference.loss(
+            model, merged(config, layout.add_frozen(t, numbers)), **batch
+        )
         loss, gradient = jax.value_and_grad(of)(trained)
         updates, state = optimizer.update(gradient, state, trained)
         return optax.apply_updates(trained, updates), state, loss, gradient
@@ -133,8 +156,8 @@ def test_every_layout_trains_as_one_device_does_what_the_merged_weights_would(
         found = canonical
         for key in path:
             found = found[key.key]
-        assert np.linalg.norm(found - right) <= 1e-5 * np.linalg.norm(right), jax.tree_util.keystr(
-            path
+        assert np.linalg.norm(found - right) <= 1e-5 * np.linalg.norm(right), (
+            jax.tree_util.keystr(path)
         )
     whole = program.layout.canonical(after.params)
 
@@ -145,7 +168,9 @@ def test_every_layout_trains_as_one_device_does_what_the_merged_weights_would(
 
 
 def test_what_is_frozen_has_no_optimizer_state_and_lies_in_the_dtype_that_computes():
-    config = replaced(one_device("llama"), precision={"compute": "bfloat16"}, mesh={"data": 2})
+    config = replaced(
+        one_device("llama"), precision={"compute": "bfloat16"}, mesh={"data": 2}
+    )
     program = Program(config)
     trained = sum(weight.size for weight in adapters(config.model, config.lora))
     moments = [x for x in jax.tree.leaves(program.state_shapes.optimizer) if x.ndim]
@@ -153,13 +178,17 @@ def test_what_is_frozen_has_no_optimizer_state_and_lies_in_the_dtype_that_comput
     sizes = {jnp.dtype(jnp.bfloat16): 0, jnp.dtype(jnp.float32): 0}
     for x in jax.tree.leaves(program.state_shapes.params):
         sizes[x.dtype] += x.size
-    assert sizes[jnp.dtype(jnp.bfloat16)] == sum(weight.size for weight in weights(config.model))
+    assert sizes[jnp.dtype(jnp.bfloat16)] == sum(
+        weight.size for weight in weights(config.model)
+    )
     assert sizes[jnp.dtype(jnp.float32)] == trained
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_zero_3_alone_shards_what_is_frozen(stage):
-    config = replaced(one_device("llama"), mesh={"data": 4}, parallel={"zero_stage": stage})
+    config = replaced(
+        one_device("llama"), mesh={"data": 4}, parallel={"zero_stage": stage}
+    )
     for weight in Layout(config, make_mesh(config)).flat:
         sharded = stage >= (1 if weight.trained else 3)
         assert (weight.zero_dim is not None) == sharded, weight.name
@@ -184,9 +213,9 @@ def test_adapters_begin_as_in_peft_and_leave_the_model_as_it_is_drawn_without_th
             assert not drawn.any()
         else:
             inputs = drawn[0].size // config.lora.rank
-            assert np.abs(drawn).max() <= inputs**-0.5 and np.std(drawn) == pytest.approx(
-                (3 * inputs) ** -0.5, rel=0.2
-            )
+            assert np.abs(drawn).max() <= inputs**-0.5 and np.std(
+                drawn
+            ) == pytest.approx((3 * inputs) ** -0.5, rel=0.2)
 
 
 @pytest.mark.slow
@@ -199,14 +228,18 @@ def test_dropout_of_adapters_is_the_same_on_every_mesh_and_none_in_evaluation():
     )
     parameters, without, _ = expected("llama", ())
     alone, placed = (train(c, 2, parameters)[0] for c in (config, split))
-    np.testing.assert_allclose([m["loss"] for m in placed], [m["loss"] for m in alone], rtol=2e-5)
+    np.testing.assert_allclose(
+        [m["loss"] for m in placed], [m["loss"] for m in alone], rtol=2e-5
+    )
     assert abs(alone[0]["loss"] - without[0]) > 1e-3
     tokens, labels = token_batches(config, 1)[0]
     batch = {"tokens": tokens, "labels": labels}
     losses = []
     for c in (config, one_device("llama")):
         program = Program(c)
-        losses.append(float(program.eval_step(program.init().params, program.place(batch))))
+        losses.append(
+            float(program.eval_step(program.init().params, program.place(batch)))
+        )
     assert losses[0] == losses[1]
 
 
@@ -224,9 +257,13 @@ def test_optimizers_of_whole_matrices_train_one_part_alone(optimizer):
         before = program.init()
         tokens, labels = token_batches(config, 1)[0]
         start = jax.tree.map(np.asarray, before.params)
-        after, _ = program.train_step(before, program.place({"tokens": tokens, "labels": labels}))
+        after, _ = program.train_step(
+            before, program.place({"tokens": tokens, "labels": labels})
+        )
         moved = program.layout.map(
-            lambda w, a, b: None if np.array_equal(a, b) else w.name, start, after.params
+            lambda w, a, b: None if np.array_equal(a, b) else w.name,
+            start,
+            after.params,
         )
         assert tuple(jax.tree.leaves(moved)) == trainable
 
@@ -275,7 +312,9 @@ def test_the_stash_is_that_of_full_fine_tuning_or_smaller(tuned, most):
 
 def test_adapters_of_a_model_drawn_at_random_are_noted():
     assert any("drawn at random" in note for note in notes(one_device("llama")))
-    begun = replaced(one_device("llama"), checkpoint={"resume": "runs/base", "weights_only": True})
+    begun = replaced(
+        one_device("llama"), checkpoint={"resume": "runs/base", "weights_only": True}
+    )
     assert not any("drawn at random" in note for note in notes(begun))
 
 
@@ -286,7 +325,9 @@ def test_over_data_only_adapters_travel_and_over_tensor_what_would_without_them(
         mesh={"data": 2, "tensor": 2},
         parallel={"zero_stage": 1, "microbatches": 2},
     )
-    tuned, full = (Program(c) for c in (config, replaced(config, lora={"rank": 0, "targets": ()})))
+    tuned, full = (
+        Program(c) for c in (config, replaced(config, lora={"rank": 0, "targets": ()}))
+    )
 
     def sent(program: Program, axis: str, in_loops: bool) -> float:
         return sum(
@@ -296,7 +337,13 @@ def test_over_data_only_adapters_travel_and_over_tensor_what_would_without_them(
         )
 
     # gathered and scattered once, half of each to the other rank; besides a number or two a leaf
-    trained = sum(math.prod(w.padded) / math.prod(w.ways) for w in tuned.layout.flat if w.trained)
-    assert sent(tuned, "data", in_loops=False) == pytest.approx(2 * 4 * trained / 2, rel=0.03)
+    trained = sum(
+        math.prod(w.padded) / math.prod(w.ways) for w in tuned.layout.flat if w.trained
+    )
+    assert sent(tuned, "data", in_loops=False) == pytest.approx(
+        2 * 4 * trained / 2, rel=0.03
+    )
     assert sent(full, "data", in_loops=False) > 4 * sent(tuned, "data", in_loops=False)
-    assert sent(tuned, "tensor", in_loops=True) == sent(full, "tensor", in_loops=True) > 0
+    assert (
+        sent(tuned, "tensor", in_loops=True) == sent(full, "tensor", in_loops=True) > 0
+    )

@@ -19,7 +19,14 @@ from refusals import tells
 
 from meshtrain.config import ConfigError, MeshConfig, load
 from meshtrain.errors import PortTaken
-from meshtrain.mesh import AXES, arranged, device_names, join_cluster, make_mesh, platform
+from meshtrain.mesh import (
+    AXES,
+    arranged,
+    device_names,
+    join_cluster,
+    make_mesh,
+    platform,
+)
 from meshtrain.step import Program
 
 
@@ -38,7 +45,10 @@ def test_tensor_ranks_are_neighbours_and_stages_lie_farthest_apart():
 
 
 def test_mesh_smaller_than_the_machine_takes_its_first_devices():
-    assert [d.id for d in make_mesh(load({"mesh": {"tensor": 2}})).devices.flat] == [0, 1]
+    assert [d.id for d in make_mesh(load({"mesh": {"tensor": 2}})).devices.flat] == [
+        0,
+        1,
+    ]
 
 
 def test_given_devices_are_used_in_their_order():
@@ -52,12 +62,22 @@ def test_given_devices_are_used_in_their_order():
         (
             {"data": 4, "tensor": 4},
             "",
-            ["data 4 x tensor 4 x pipeline 1 needs 16 devices", "8 (cpu)", "run.fake_devices=16."],
+            [
+                "data 4 x tensor 4 x pipeline 1 needs 16 devices",
+                "8 (cpu)",
+                "run.fake_devices=16.",
+            ],
         ),
         (
             {"data": 4, "tensor": 4},
             "--xla_force_host_platform_device_count=8",
-            ["needs 16 devices", "8 (cpu)", "XLA_FLAGS asks for 8", "run.fake_devices", "16"],
+            [
+                "needs 16 devices",
+                "8 (cpu)",
+                "XLA_FLAGS asks for 8",
+                "run.fake_devices",
+                "16",
+            ],
         ),
         (
             {"data": 2048},
@@ -93,8 +113,12 @@ class Chip:
 
 def torus(x: int, y: int, z: int) -> list[Chip]:
     """Chips in the order of their hosts, each of which has a square of four."""
-    corners = [(i, j, k) for k in range(z) for j in range(0, y, 2) for i in range(0, x, 2)]
-    places = [(i + a, j + b, k) for i, j, k in corners for b in range(2) for a in range(2)]
+    corners = [
+        (i, j, k) for k in range(z) for j in range(0, y, 2) for i in range(0, x, 2)
+    ]
+    places = [
+        (i + a, j + b, k) for i, j, k in corners for b in range(2) for a in range(2)
+    ]
     return [Chip(n, at, n // 4) for n, at in enumerate(places)]
 
 
@@ -121,7 +145,11 @@ def test_a_process_has_neighbouring_rows_however_a_torus_is_cut():
         grid = arranged(chips, MeshConfig(data, tensor, pipeline))
         for process in range(4):
             rows = sorted(
-                {r for (r, _, _), chip in np.ndenumerate(grid) if chip.process_index == process}
+                {
+                    r
+                    for (r, _, _), chip in np.ndenumerate(grid)
+                    if chip.process_index == process
+                }
             )
             assert rows == list(range(rows[0], rows[-1] + 1))
 
@@ -191,11 +219,17 @@ except mt.ConfigError as error:
 )
 def test_a_notebook_asks_for_fake_devices_once_and_first(before, count, flags, printed):
     bare = {
-        k: v for k, v in os.environ.items() if k not in ("PJRT_NPROC", "XLA_FLAGS", "JAX_PLATFORMS")
+        k: v
+        for k, v in os.environ.items()
+        if k not in ("PJRT_NPROC", "XLA_FLAGS", "JAX_PLATFORMS")
     }
     command = [sys.executable, "-c", NOTEBOOK.format(before=before, count=count)]
     ended = subprocess.run(
-        command, env={**bare, "XLA_FLAGS": flags}, capture_output=True, text=True, timeout=120
+        command,
+        env={**bare, "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert ended.stdout.startswith(printed), ended.stdout + ended.stderr
 
@@ -224,7 +258,10 @@ def joins(script: str = JOINS, **environment: str) -> subprocess.Popen:
 
 @pytest.mark.thorough
 def test_processes_named_by_the_environment_find_each_other():
-    named = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "2"}
+    named = {
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
+        "JAX_NUM_PROCESSES": "2",
+    }
     both = joins(**named, JAX_PROCESS_ID="0"), joins(**named, JOB_COMPLETION_INDEX="1")
     assert [process.communicate(timeout=60)[0].split() for process in both] == [
         ["0", "2"],
@@ -250,7 +287,8 @@ except ValueError as error:
     ("sections", "flags", "printed"),
     [
         ({"mesh": {"data": 4}}, "", "2 4"),
-        ({"mesh": {"data": 4}, "run": {"fake_devices": 6}}, "", "2 4"),  # all of them in the mesh
+        # All of them in the mesh
+        ({"mesh": {"data": 4}, "run": {"fake_devices": 6}}, "", "2 4"),
         ({"mesh": {"data": 3}, "train": {"global_batch_size": 3}}, "", "2 4"),
         ({"mesh": {"data": 4}}, "--xla_force_host_platform_device_count=3", "3 6"),
         (
@@ -267,7 +305,8 @@ def test_each_process_fakes_its_share_of_the_mesh(sections, flags, printed):
         "XLA_FLAGS": flags,
     }
     both = [
-        joins(SHARE.format(sections=sections), **named, JAX_PROCESS_ID=str(rank)) for rank in (0, 1)
+        joins(SHARE.format(sections=sections), **named, JAX_PROCESS_ID=str(rank))
+        for rank in (0, 1)
     ]
     said = [process.communicate(timeout=60) for process in both]
     assert all(out.splitlines()[-1].startswith(printed) for out, _ in said), said
@@ -300,7 +339,8 @@ def test_a_port_in_use_is_one_sentence(monkeypatch, bind):
             "JAX_PROCESS_ID": "0",
         }
         for key, value in (
-            named | ({"JAX_COORDINATOR_BIND_ADDRESS": bind.format(port=port)} if bind else {})
+            named
+            | ({"JAX_COORDINATOR_BIND_ADDRESS": bind.format(port=port)} if bind else {})
         ).items():
             monkeypatch.setenv(key, value)
         with pytest.raises(
@@ -330,7 +370,9 @@ def test_a_job_of_slurm_without_srun_is_told_of_it(monkeypatch):
     ("environment", "name"),
     [({}, "JAX_NUM_PROCESSES"), ({"JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID")],
 )
-def test_a_coordinator_without_the_numbers_is_refused_by_name(monkeypatch, environment, name):
+def test_a_coordinator_without_the_numbers_is_refused_by_name(
+    monkeypatch, environment, name
+):
     for key, value in {"JAX_COORDINATOR_ADDRESS": "localhost:1", **environment}.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(ConfigError, match=f"{name} is not set"):
@@ -364,7 +406,9 @@ def test_numbers_that_no_process_can_have_are_refused_before_anybody_waits(
 
 def test_a_backend_that_jax_does_not_have_is_one_sentence(monkeypatch):
     def refused():
-        raise RuntimeError("Unable to initialize backend 'moon': it is far away\nand more")
+        raise RuntimeError(
+            "Unable to initialize backend 'moon': it is far away\nand more"
+        )
 
     monkeypatch.setattr(jax, "devices", refused)
     with pytest.raises(
@@ -412,7 +456,9 @@ def test_a_device_is_named_by_its_host_and_its_number_there():
 
 
 def test_the_mesh_takes_devices_in_the_order_of_the_file(repaired):
-    ids = np.vectorize(lambda device: device.id)(make_mesh(ordered(cluster=repaired)).devices)
+    ids = np.vectorize(lambda device: device.id)(
+        make_mesh(ordered(cluster=repaired)).devices
+    )
     assert ids[:, :, 0].tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
     few = make_mesh(load({"mesh": {"tensor": 2, "cluster": repaired}}))
     assert [device.id for device in few.devices.flat] == [0, 2]
@@ -420,7 +466,9 @@ def test_the_mesh_takes_devices_in_the_order_of_the_file(repaired):
 
 def test_the_order_of_axes_changes_which_devices_are_neighbours(repaired):
     order = ["island", "pipeline", "tensor", "data"]
-    ids = np.vectorize(lambda device: device.id)(make_mesh(ordered(order=order)).devices)
+    ids = np.vectorize(lambda device: device.id)(
+        make_mesh(ordered(order=order)).devices
+    )
     assert ids[:, :, 0].tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
     both = np.vectorize(lambda device: device.id)(
         make_mesh(ordered(order=order, cluster=repaired)).devices
@@ -446,7 +494,10 @@ def losses(config):
 def test_losses_are_the_same_in_every_order_of_axes_and_devices(repaired):
     plain = losses(ordered())
     assert (
-        losses(ordered(order=["island", "pipeline", "tensor", "data"], cluster=repaired)) == plain
+        losses(
+            ordered(order=["island", "pipeline", "tensor", "data"], cluster=repaired)
+        )
+        == plain
     )
     assert plain[0] != plain[1]
 
@@ -474,7 +525,9 @@ def test_an_order_that_does_not_fit_the_devices_there_is_refused(tmp_path, order
 
 
 @pytest.mark.parametrize("data, is_kept", [(1, True), (2, False)])
-def test_a_program_of_several_cpu_devices_never_comes_from_the_compilation_cache(data, is_kept):
+def test_a_program_of_several_cpu_devices_never_comes_from_the_compilation_cache(
+    data, is_kept
+):
     mesh = make_mesh(load({"mesh": {"data": data}}), jax.devices()[:data])
     rows = NamedSharding(mesh, PartitionSpec("data"))
     events = Counter()

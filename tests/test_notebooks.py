@@ -46,7 +46,12 @@ def stream(text, name="stdout"):
 
 
 def shown(**data):
-    kinds = {"png": "image/png", "svg": "image/svg+xml", "html": "text/html", "plain": "text/plain"}
+    kinds = {
+        "png": "image/png",
+        "svg": "image/svg+xml",
+        "html": "text/html",
+        "plain": "text/plain",
+    }
     named = {kinds.get(k, k): v for k, v in data.items()}
     return {"output_type": "display_data", "data": named, "metadata": {}}
 
@@ -64,10 +69,18 @@ def test_a_source_is_read():
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("# %% [markdown]\n# # 3", "import os\n# %% [markdown]\n# # 3", "line 1: a source begins"),
+        (
+            "# %% [markdown]\n# # 3",
+            "import os\n# %% [markdown]\n# # 3",
+            "line 1: a source begins",
+        ),
         ('tags=["varies"]', 'tags=["vary"]', "tag vary; did you mean varies?"),
         ('# %% tags=["varies"]', "# %% A title", "line 11: # %% A title is not one of"),
-        ("# What it tells.", "What it tells.", "line 4: a line of Markdown is a comment"),
+        (
+            "# What it tells.",
+            "What it tells.",
+            "line 4: a line of Markdown is a comment",
+        ),
     ],
 )
 def test_a_source_that_jupytext_would_read_otherwise(old, new, said):
@@ -99,7 +112,11 @@ def test_a_section_that_shows_something_asserts_something():
     heading = Cell("markdown", "## Later")
     shown = [*CELLS[:2], heading, Cell("code", "x = 1\nprint(x)"), CELLS[3]]
     assert source.lacks("3_title", shown) == ["no cell of ## Later asserts anything."]
-    for good in ("x = 1\nprint(x)\nassert x == 1", "def f():\n    print(1)", "import os"):
+    for good in (
+        "x = 1\nprint(x)\nassert x == 1",
+        "def f():\n    print(1)",
+        "import os",
+    ):
         assert source.lacks("3_title", [*shown[:3], Cell("code", good), CELLS[3]]) == []
     # What is printed by a committed notebook is compared.
     kept = source.KEPT[0]
@@ -122,19 +139,31 @@ SAME = [
     (shown(plain="12,345.678"), shown(plain="12,346.999")),
     (shown(png="aaaa", plain="<Figure>"), shown(png="bbbb", plain="<Figure>")),
     (shown(html="<b style='top: 3px'>8</b>"), shown(html="<b style='top: 4px'>8</b>")),
-    (shown(html="<style>b {top: 3}</style>8"), shown(html="<style>b {top: 4}</style>8")),
+    (
+        shown(html="<style>b {top: 3}</style>8"),
+        shown(html="<style>b {top: 4}</style>8"),
+    ),
 ]
 OTHER = [
-    ([stream("loss 2.5")], [stream("lost 2.5")], "cell 2 printed «loss 2.5», prints «lost 2.5»."),
+    (
+        [stream("loss 2.5")],
+        [stream("lost 2.5")],
+        "cell 2 printed «loss 2.5», prints «lost 2.5».",
+    ),
     (
         [stream("8 devices")],
         [stream("9 devices")],
         "cell 2 printed «8 devices», prints «9 devices».",
     ),
-    ([stream("a/tensor.py:42 leave")], [stream("a/zero.py:42 leave")], "cell 2 printed"),
+    (
+        [stream("a/tensor.py:42 leave")],
+        [stream("a/zero.py:42 leave")],
+        "cell 2 printed",
+    ),
     ([stream("a/tensor.py:42 4")], [stream("a/tensor.py:42 5")], "cell 2 printed"),
     ([stream("100,000")], [stream("100,001")], "cell 2 printed"),
-    ([stream("2.500")], [stream("2.504")], "cell 2 printed"),  # beyond a thousandth, and one unit
+    # Beyond a thousandth, and one unit
+    ([stream("2.500")], [stream("2.504")], "cell 2 printed"),
     ([stream("1000.")], [stream("1001.")], "cell 2 printed"),
     ([stream("1.")], [stream("2.")], "cell 2 printed"),
     ([stream("2")], [stream("2.0")], "cell 2 printed"),
@@ -175,7 +204,11 @@ OTHER = [
         [shown(html=DRAWN.format(""))],
         "cell 2 drew 1 × rect, draws 0.",
     ),
-    ([shown(html="<p>8</p>")], [shown(html="<p>9</p>")], "cell 2 printed «8», prints «9»."),
+    (
+        [shown(html="<p>8</p>")],
+        [shown(html="<p>9</p>")],
+        "cell 2 printed «8», prints «9».",
+    ),
 ]
 
 
@@ -192,8 +225,13 @@ def test_what_differs(old, new, said):
 
 def test_a_cell_that_varies_gives_outputs_of_the_same_kinds():
     old = of_cell(varies=[shown(plain="1 s")])
-    assert compare.differences(CELLS, old, of_cell(varies=[shown(plain="2 minutes")])) == []
-    assert compare.differences(CELLS, old, of_cell()) == ["cell 3 gave text/plain, gives nothing."]
+    assert (
+        compare.differences(CELLS, old, of_cell(varies=[shown(plain="2 minutes")]))
+        == []
+    )
+    assert compare.differences(CELLS, old, of_cell()) == [
+        "cell 3 gave text/plain, gives nothing."
+    ]
 
 
 def path(cell: int, path: str) -> str:
@@ -215,7 +253,10 @@ def path(cell: int, path: str) -> str:
             path(2, "site-packages/jax/x.py"),
         ),
         (shown(plain="<object at 0x7f00aa>"), "cell 2 shows an address: at 0x7f00aa"),
-        (shown(**{"application/javascript": "x"}), "cell 2 gives application/javascript"),
+        (
+            shown(**{"application/javascript": "x"}),
+            "cell 2 gives application/javascript",
+        ),
         (shown(png="a" * 1_000_000), "1,00"),
     ],
 )
@@ -242,7 +283,10 @@ def test_what_a_reader_may_find():
         shown(png="/tmp/"),
         shown(html="<b>a</b>"),
     ]
-    assert notebook.unfit(CELLS, of_cell(*outputs, varies=[stream("compiling", "stderr")])) == []
+    assert (
+        notebook.unfit(CELLS, of_cell(*outputs, varies=[stream("compiling", "stderr")]))
+        == []
+    )
 
 
 def test_a_notebook_is_read_as_it_was_made():
@@ -287,7 +331,13 @@ def test_streams_come_in_pieces():
         shown(plain="x"),
         stream("e"),
     ]
-    merged = [stream("ab"), stream("c", "stderr"), stream("d"), shown(plain="x"), stream("e")]
+    merged = [
+        stream("ab"),
+        stream("c", "stderr"),
+        stream("d"),
+        shown(plain="x"),
+        stream("e"),
+    ]
     assert notebook.merged(pieces) == merged
 
 

@@ -15,8 +15,16 @@ from meshtrain.mesh import make_mesh
 from meshtrain.optim import learning_rate, updates_made
 from meshtrain.step import Program
 
-MODEL = {"layers": 3, "d_model": 32, "heads": 4, "kv_heads": 2, "d_ff": 33, "vocab_size": 67}
-PLACED = {  # layers, d_ff and vocabulary are padded there, layers out of order, state sharded over data
+MODEL = {
+    "layers": 3,
+    "d_model": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "d_ff": 33,
+    "vocab_size": 67,
+}
+# Layers, d_ff and vocabulary are padded there, layers out of order, state sharded over data
+PLACED = {
     "mesh": {"data": 2, "tensor": 2, "pipeline": 2},
     "parallel": {"layer_split": [1, 2], "microbatches": 2, "zero_stage": 1},
 }
@@ -32,7 +40,12 @@ def updates_of_two_steps(name: str, layout: dict) -> tuple[dict, dict]:
         "weight_decay": 0.1,
     }
     config = load(
-        {"model": MODEL, "optimizer": optimizer, "train": {"global_batch_size": 4}, **layout}
+        {
+            "model": MODEL,
+            "optimizer": optimizer,
+            "train": {"global_batch_size": 4},
+            **layout,
+        }
     )
     program = Program(config, make_mesh(config))
     before = canonical_numbers(program.layout, 0)
@@ -40,7 +53,9 @@ def updates_of_two_steps(name: str, layout: dict) -> tuple[dict, dict]:
     state, step = start_optimizer(program, params)
     for seed in (1, 2):
         params, state = step(
-            params, state, place(program.layout, canonical_numbers(program.layout, seed))
+            params,
+            state,
+            place(program.layout, canonical_numbers(program.layout, seed)),
         )
         assert int(updates_made(state)) == seed
     return before, jax.tree.map(np.asarray, jax.jit(program.layout.canonical)(params))
@@ -48,14 +63,21 @@ def updates_of_two_steps(name: str, layout: dict) -> tuple[dict, dict]:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name", slow_but(["adamw", "sgd", "lion", "adafactor", "muon"], ["adamw", "muon", "adafactor"])
+    "name",
+    slow_but(
+        ["adamw", "sgd", "lion", "adafactor", "muon"], ["adamw", "muon", "adafactor"]
+    ),
 )
 def test_updates_are_the_same_on_a_mesh_that_pads_and_reorders(name):
     before, alone = updates_of_two_steps(name, {})
     _, placed = updates_of_two_steps(name, PLACED)
     moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), before, alone)
     assert min(jax.tree.leaves(moved)) > 0
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), placed, alone)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6),
+        placed,
+        alone,
+    )
 
 
 @pytest.mark.thorough
@@ -74,12 +96,16 @@ def test_updates_of_a_layer_are_those_of_optax_on_its_own_matrices(name):
         whole = canonical_numbers(layout, seed)
         norm = np.sqrt(sum(float(np.sum(np.square(x))) for x in jax.tree.leaves(whole)))
         gradients = jax.tree.map(
-            lambda x, norm=norm: x[1].reshape(_matrix(x.shape)) / max(norm, 1.0), whole["blocks"]
+            lambda x, norm=norm: x[1].reshape(_matrix(x.shape)) / max(norm, 1.0),
+            whole["blocks"],
         )
         state = theirs.init(layer) if step == 0 else state  # noqa: F821
         updates, state = theirs.update(gradients, state, layer)
         layer = jax.tree.map(
-            lambda w, u, d: w + u - (0.01 * 0.1 * w if d else 0), layer, updates, decayed
+            lambda w, u, d: w + u - (0.01 * 0.1 * w if d else 0),
+            layer,
+            updates,
+            decayed,
         )
     for part in (
         "mlp",
@@ -113,7 +139,9 @@ def test_optimizer_state_on_matrices_is_sharded_over_data(name):
 
 def rates(steps: int, **optimizer: object) -> list[float]:
     """The learning rate of each step over the peak."""
-    config = load({"optimizer": {"learning_rate": 2.0, **optimizer}, "train": {"steps": steps}})
+    config = load(
+        {"optimizer": {"learning_rate": 2.0, **optimizer}, "train": {"steps": steps}}
+    )
     return [float(learning_rate(config)(k)) / 2.0 for k in range(steps)]
 
 
@@ -126,13 +154,16 @@ def test_learning_rate_climbs_from_the_first_rung_to_the_peak_and_ends_where_ask
 ):
     found = rates(20, schedule=schedule, warmup_steps=4)
     assert found[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert found[11] == pytest.approx(middle)  # step 12: half way from step 4 to step 20
+    # Step 12: half way from step 4 to step 20
+    assert found[11] == pytest.approx(middle)
     assert found[-1] == pytest.approx(last, rel=1e-6)
     assert found[3:] == sorted(found[3:], reverse=True)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
-def test_learning_rate_without_warm_up_begins_at_the_peak_and_ends_where_asked(schedule):
+def test_learning_rate_without_warm_up_begins_at_the_peak_and_ends_where_asked(
+    schedule,
+):
     assert rates(5, schedule=schedule, warmup_steps=0) == rates(
         5, schedule=schedule, warmup_steps=1
     )
@@ -152,18 +183,27 @@ def test_learning_rate_without_warm_up_begins_at_the_peak_and_ends_where_asked(s
         (2, 4, [0.25, 0.5]),
     ],
 )
-def test_a_run_no_longer_than_its_warm_up_never_decays(schedule, steps, warmup, expected):
+def test_a_run_no_longer_than_its_warm_up_never_decays(
+    schedule, steps, warmup, expected
+):
     assert rates(steps, schedule=schedule, warmup_steps=warmup) == expected
 
 
 def test_warmup_stable_decay_falls_in_a_line_over_the_last_share_of_the_steps():
     found = rates(20, schedule="wsd", warmup_steps=4, decay_ratio=0.25, final_ratio=0.0)
     np.testing.assert_allclose(
-        found, [0.25, 0.5, 0.75, *[1.0] * 12, 0.8, 0.6, 0.4, 0.2, 0.0], rtol=1e-6, atol=1e-7
+        found,
+        [0.25, 0.5, 0.75, *[1.0] * 12, 0.8, 0.6, 0.4, 0.2, 0.0],
+        rtol=1e-6,
+        atol=1e-7,
     )
-    longer = rates(40, schedule="wsd", warmup_steps=4, decay_ratio=0.125, final_ratio=0.0)
+    longer = rates(
+        40, schedule="wsd", warmup_steps=4, decay_ratio=0.125, final_ratio=0.0
+    )
     assert longer[:15] == found[:15], "the same until the shorter falls"
-    assert rates(5, schedule="wsd", warmup_steps=4, decay_ratio=1.0, final_ratio=0.0) == [
+    assert rates(
+        5, schedule="wsd", warmup_steps=4, decay_ratio=1.0, final_ratio=0.0
+    ) == [
         0.25,
         0.5,
         0.75,
@@ -178,22 +218,34 @@ def test_a_learning_rate_from_outside_is_one_entry():
     )
     LEARNING_RATES.register(mine)
     try:
-        assert rates(5, schedule="mine", warmup_steps=1) == [1.0, 0.5625, 0.25, 0.0625, 0.0]
-        with pytest.raises(ConfigError, match=r"cosine, linear, constant, wsd, mine; .*mine"):
+        assert rates(5, schedule="mine", warmup_steps=1) == [
+            1.0,
+            0.5625,
+            0.25,
+            0.0625,
+            0.0,
+        ]
+        with pytest.raises(
+            ConfigError, match=r"cosine, linear, constant, wsd, mine; .*mine"
+        ):
             rates(5, schedule="mime")
     finally:
         LEARNING_RATES.forget("mine")
 
 
 def test_learning_rate_stays_at_its_last_value_in_a_run_that_is_longer_than_planned():
-    rate = learning_rate(load({"optimizer": {"learning_rate": 2.0}, "train": {"steps": 20}}))
+    rate = learning_rate(
+        load({"optimizer": {"learning_rate": 2.0}, "train": {"steps": 20}})
+    )
     assert float(rate(19)) == float(rate(30)) == pytest.approx(0.2)
 
 
 @pytest.mark.thorough
 def test_learning_rate_goes_by_the_updates_that_the_optimizer_has_seen():
     """A float16 run that goes on in float32 has no count of skipped steps, but an optimizer that never saw them."""
-    config = load({"model": MODEL, "train": {"global_batch_size": 4, "sequence_length": 8}})
+    config = load(
+        {"model": MODEL, "train": {"global_batch_size": 4, "sequence_length": 8}}
+    )
     program = Program(config, make_mesh(config))
     state = program.init()
     state = state._replace(

@@ -23,7 +23,9 @@ from meshtrain.step import Program
 STEPS = 10
 
 
-def configuration(mesh: tuple[int, int, int] = (2, 2, 2), **sections: dict[str, Any]) -> Config:
+def configuration(
+    mesh: tuple[int, int, int] = (2, 2, 2), **sections: dict[str, Any]
+) -> Config:
     return load(
         {
             "model": {
@@ -51,13 +53,19 @@ def float32_losses() -> list[float]:
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("compute", "reduce", "near"),
-    [("bfloat16", "float32", 5e-3), ("bfloat16", "bfloat16", 5e-3), ("float16", "float32", 1e-3)],
+    [
+        ("bfloat16", "float32", 5e-3),
+        ("bfloat16", "bfloat16", 5e-3),
+        ("float16", "float32", 1e-3),
+    ],
 )
 def test_losses_stay_near_those_of_float32(compute, reduce, near, float32_losses):
     metrics, _, states = train(
         configuration(precision={"compute": compute, "reduce": reduce}), STEPS
     )
-    assert {leaf.dtype for leaf in jax.tree.leaves(states[-1].params)} == {np.dtype(np.float32)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(states[-1].params)} == {
+        np.dtype(np.float32)
+    }
     losses = [m["loss"] for m in metrics]
     assert losses != float32_losses, "another precision gives other numbers"
     np.testing.assert_allclose(losses, float32_losses, rtol=near)
@@ -75,8 +83,12 @@ def test_gradients_are_scattered_over_data_in_the_dtype_asked_for(reduce, stage)
     text = (
         Program(config, make_mesh(config)).lower().as_text()
     )  # before a CPU's compiler widens what it cannot add
-    kinds = {line.split("->")[-1].strip() for line in operations(text, "reduce_scatter")}
-    assert kinds and all(("bf16" in kind) == (reduce == "bfloat16") for kind in kinds), kinds
+    kinds = {
+        line.split("->")[-1].strip() for line in operations(text, "reduce_scatter")
+    }
+    assert kinds and all(
+        ("bf16" in kind) == (reduce == "bfloat16") for kind in kinds
+    ), kinds
     gathered = {line.split("->")[-1].strip() for line in operations(text, "all_gather")}
     assert gathered and all("bf16" in kind for kind in gathered), (
         "weights travel in the compute dtype"
@@ -87,12 +99,17 @@ def test_gradients_are_scattered_over_data_in_the_dtype_asked_for(reduce, stage)
 @pytest.mark.parametrize("compute", ["bfloat16", "float16"])
 def test_no_product_takes_float32_of_which_a_gpu_does_half_as_many_a_second(compute):
     config = configuration(precision={"compute": compute})
-    lines = operations(Program(config, make_mesh(config)).lower().as_text(), "dot_general")
+    lines = operations(
+        Program(config, make_mesh(config)).lower().as_text(), "dot_general"
+    )
     kind = "bf16" if compute == "bfloat16" else "f16"
     operands = [
-        re.findall(r"x(b?f\d+)>", line.rpartition(" : ")[2].partition("->")[0]) for line in lines
+        re.findall(r"x(b?f\d+)>", line.rpartition(" : ")[2].partition("->")[0])
+        for line in lines
     ]
-    assert len(operands) > 10 and all(taken == [kind, kind] for taken in operands), operands
+    assert len(operands) > 10 and all(taken == [kind, kind] for taken in operands), (
+        operands
+    )
 
 
 def operations(text: str, name: str) -> list[str]:
@@ -121,14 +138,17 @@ def test_an_overflow_in_step_5_is_skipped_on_every_device_and_halves_the_scale(
     for step, (tokens, labels) in enumerate(token_batches(config, STEPS), start=1):
         weights = np.ones(tokens.shape, np.float32)
         if step == 5:
-            weights[0, 3] = np.inf  # one token, on one data or context rank and in one microbatch
+            # One token, on one data or context rank and in one microbatch
+            weights[0, 3] = np.inf
         batch = program.place(dict(zip(names, (tokens, labels, weights), strict=True)))
         before = jax.tree.map(np.asarray, (state.params, state.optimizer))
         state, metrics = compiled(state, batch)
         after = (state.params, state.optimizer)
         same = [
             np.array_equal(np.asarray(shard.data), old[shard.index])
-            for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True)
+            for new, old in zip(
+                jax.tree.leaves(after), jax.tree.leaves(before), strict=True
+            )
             for shard in new.addressable_shards
         ]
         history.append(
@@ -150,10 +170,14 @@ def test_an_overflow_in_step_5_is_skipped_on_every_device_and_halves_the_scale(
 
 @pytest.mark.thorough
 def test_loss_scale_itself_overflows_float16_and_comes_down_to_what_fits():
-    config = configuration((2, 1, 1), precision={"compute": "float16", "loss_scale": 2.0**30})
+    config = configuration(
+        (2, 1, 1), precision={"compute": "float16", "loss_scale": 2.0**30}
+    )
     metrics, _, _ = train(config, STEPS)
     scales = [m["loss_scale"] for m in metrics]
-    assert metrics[0]["skipped"] == 1 and scales[0] == 2.0**30, "the first overflow is forgiven"
+    assert metrics[0]["skipped"] == 1 and scales[0] == 2.0**30, (
+        "the first overflow is forgiven"
+    )
     assert scales[1] == 2.0**29, "the second halves the scale"
     assert jnp.isfinite(metrics[-1]["loss"])
 
@@ -173,7 +197,9 @@ def scales(finite: list[bool], **keys: Any) -> tuple[list[float], LossScale]:
 
 def test_loss_scale_doubles_after_a_window_of_good_steps_and_halves_from_the_second_overflow_on():
     finite = [True, True, True, False, False, False, True, True, True, False]
-    seen, scale = scales(finite, loss_scale=8.0, loss_scale_window=3, loss_scale_hysteresis=2)
+    seen, scale = scales(
+        finite, loss_scale=8.0, loss_scale_window=3, loss_scale_hysteresis=2
+    )
     assert seen == [8, 8, 16, 16, 8, 4, 4, 4, 8, 8]  # doubling makes it patient again
     assert int(scale.skipped) == 4
 
@@ -190,14 +216,21 @@ def test_overflows_need_not_be_in_a_row_to_halve_the_loss_scale():
 
 
 def test_loss_scale_never_falls_below_one():
-    assert scales([False] * 5, loss_scale=3.0, loss_scale_hysteresis=1)[0] == [1.5, 1, 1, 1, 1]
+    assert scales([False] * 5, loss_scale=3.0, loss_scale_hysteresis=1)[0] == [
+        1.5,
+        1,
+        1,
+        1,
+        1,
+    ]
 
 
 def test_loss_scale_never_grows_beyond_the_largest():
     seen, _ = scales([True] * 4, loss_scale=2.0**30, loss_scale_window=1)
     assert seen == [2.0**31, 2.0**32, 2.0**32, 2.0**32]
     assert (
-        float(initial_scale(PrecisionConfig(compute="float16", loss_scale=1e40)).value) == 2.0**32
+        float(initial_scale(PrecisionConfig(compute="float16", loss_scale=1e40)).value)
+        == 2.0**32
     )
     with pytest.raises(ConfigError, match=r"precision.loss_scale is 1e\+40"):
         load({"precision": {"loss_scale": 1e40}})
@@ -206,10 +239,20 @@ def test_loss_scale_never_grows_beyond_the_largest():
 # --- states that are not saved
 
 
-SOUND = {  # of one number among the weights, then the optimizer state: whether the state can be saved
-    "float32": [{math.nan: False, 1e30: False, 1e6: True}, {math.inf: False, 1e30: True}],
-    "bfloat16": [{math.inf: False, 1e30: False, 1e6: True}, {math.nan: False, 1e30: True}],
-    "float16": [{math.nan: False, 1e6: False, 6e4: True}, {math.inf: False, 1e30: True}],
+# Of one number among the weights, then the optimizer state: whether the state can be saved
+SOUND = {
+    "float32": [
+        {math.nan: False, 1e30: False, 1e6: True},
+        {math.inf: False, 1e30: True},
+    ],
+    "bfloat16": [
+        {math.inf: False, 1e30: False, 1e6: True},
+        {math.nan: False, 1e30: True},
+    ],
+    "float16": [
+        {math.nan: False, 1e6: False, 6e4: True},
+        {math.inf: False, 1e30: True},
+    ],
 }
 
 
@@ -219,7 +262,10 @@ def test_one_number_makes_a_state_unsound(compute):
     """Weights must be finite in the dtype that computes, and their squares in float32; moments have only to be
     finite.
     """
-    precision, parallel = {"compute": compute}, {"offload_optimizer": compute == "float16"}
+    precision, parallel = (
+        {"compute": compute},
+        {"offload_optimizer": compute == "float16"},
+    )
     config = configuration((2, 1, 1), precision=precision, parallel=parallel)
     program = Program(config, make_mesh(config))
     state = program.init()
@@ -233,14 +279,19 @@ def test_one_number_makes_a_state_unsound(compute):
             spoilt[-1, -1] = value
             leaves[at] = jax.device_put(spoilt, sharding)
             assert (
-                bool(program.is_finite(state._replace(**{part: tree.unflatten(leaves)}))) == right
+                bool(
+                    program.is_finite(state._replace(**{part: tree.unflatten(leaves)}))
+                )
+                == right
             ), (part, value)
 
 
 # --- runs that end
 
 
-def metrics(loss: float = 1.0, grad_norm: float = 1.0, **others: float) -> dict[str, float]:
+def metrics(
+    loss: float = 1.0, grad_norm: float = 1.0, **others: float
+) -> dict[str, float]:
     return {"loss": loss, "grad_norm": grad_norm, **others}
 
 
@@ -251,7 +302,9 @@ def metrics(loss: float = 1.0, grad_norm: float = 1.0, **others: float) -> dict[
         (1.0, math.inf, "gradient norm of step 3 is inf"),
     ],
 )
-def test_a_loss_or_gradient_that_is_not_finite_ends_a_run_without_a_loss_scale(loss, norm, says):
+def test_a_loss_or_gradient_that_is_not_finite_ends_a_run_without_a_loss_scale(
+    loss, norm, says
+):
     watch = NumbersCheck(configuration(), start=0)
     watch.after_metrics({"step": 2, **metrics()}, due=True)
     with pytest.raises(
@@ -267,7 +320,8 @@ def skips(scale: float, skipped: int) -> dict[str, float]:
 def test_float16_gives_up_after_ten_skipped_steps_at_the_smallest_scale_and_not_before():
     watch = NumbersCheck(
         configuration(
-            train={"global_batch_size": 8, "steps": 100}, precision={"compute": "float16"}
+            train={"global_batch_size": 8, "steps": 100},
+            precision={"compute": "float16"},
         ),
         start=5,
     )
@@ -303,4 +357,5 @@ def test_a_float16_run_whose_steps_were_all_skipped_does_not_end_well():
         others.after_metrics(
             {"step": step, **metrics(loss_scale=64.0, skipped=step)}, due=True
         )  # by another island all of them were taken
-    watch.after_metrics({"step": STEPS, **skips(64.0, STEPS - 1)}, due=True)  # one of them was
+    # One of them was
+    watch.after_metrics({"step": STEPS, **skips(64.0, STEPS - 1)}, due=True)

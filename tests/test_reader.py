@@ -26,7 +26,12 @@ from meshtrain.config import ConfigError
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
-INTERLEAVED = {"microbatches": 2, "schedule": "interleaved", "virtual_stages": 2, "zero_stage": 2}
+INTERLEAVED = {
+    "microbatches": 2,
+    "schedule": "interleaved",
+    "virtual_stages": 2,
+    "zero_stage": 2,
+}
 TOKENS = np.random.default_rng(7).integers(0, 257, (3, 12))
 
 
@@ -42,7 +47,9 @@ def run(tmp_path_factory):
     )
     program = mt.Program(settings)
     checkpointer = mt.Checkpointer(settings, program)
-    state = program.init()._replace(params=place(program.layout, canonical_numbers(program.layout)))
+    state = program.init()._replace(
+        params=place(program.layout, canonical_numbers(program.layout))
+    )
     for step in (1, 2, 3):
         state, loss = take(program, state, step)
         checkpointer.save(step, state, loss, eval_loss={1: 1.5, 2: 1.0}.get(step))
@@ -65,14 +72,19 @@ def copied(directory, tmp_path) -> Path:
 def snapshot(directory: Path) -> dict[str, tuple]:
     """Every file and directory with all that a write would change."""
     found = {str(path): path.stat() for path in (directory, *directory.rglob("*"))}
-    return {name: (s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in found.items()}
+    return {
+        name: (s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
+        for name, s in found.items()
+    }
 
 
 def reference_logits(program: mt.Program, state: mt.State) -> np.ndarray:
     weights = jax.tree.map(
         np.asarray, program.layout.canonical(jax.tree.map(np.asarray, state.params))
     )
-    each = jax.vmap(lambda w, t: reference.logits(reference.Model("llama"), w, t), (None, 0))
+    each = jax.vmap(
+        lambda w, t: reference.logits(reference.Model("llama"), w, t), (None, 0)
+    )
     return np.asarray(jax.jit(each)(weights, TOKENS))
 
 
@@ -82,12 +94,19 @@ def mesh_of(shape: str) -> jax.sharding.Mesh:
 
 
 # Heads of a tensor rank that context does not divide, so that rows are in zigzag order.
-SHAPES = [None, "data=3", "data=2 tensor=2", "tensor=2 pipeline=2", "data=2 context=2 tensor=2"]
+SHAPES = [
+    None,
+    "data=3",
+    "data=2 tensor=2",
+    "tensor=2 pipeline=2",
+    "data=2 context=2 tensor=2",
+]
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "shape", slow_but(SHAPES, [None, "tensor=2 pipeline=2", "data=2 context=2 tensor=2"])
+    "shape",
+    slow_but(SHAPES, [None, "tensor=2 pipeline=2", "data=2 context=2 tensor=2"]),
 )
 def test_logits_are_the_references_on_any_mesh(run, directory, shape):
     model = mt.read_model(directory, mesh=None if shape is None else mesh_of(shape))
@@ -102,7 +121,9 @@ def test_logits_and_loss_are_those_of_the_training_program(run, directory):
     program, state, _ = run
     model = mt.read_model(directory)
     even = TOKENS[:2]
-    np.testing.assert_allclose(model(even), program.logits(state.params, even), atol=1e-5)
+    np.testing.assert_allclose(
+        model(even), program.logits(state.params, even), atol=1e-5
+    )
     held_out = batch(program, 9)
     right = float(program.eval_step(state.params, held_out))
     np.testing.assert_allclose(model.loss(held_out), right, rtol=1e-5)
@@ -112,7 +133,9 @@ def test_logits_and_loss_are_those_of_the_training_program(run, directory):
 def test_rows_that_the_mesh_does_not_divide_weigh_nothing(directory):
     two = mt.read_model(
         directory,
-        mesh=mt.make_mesh(mt.load(None, ["mesh.data=2", "mesh.context=2", "mesh.tensor=2"])),
+        mesh=mt.make_mesh(
+            mt.load(None, ["mesh.data=2", "mesh.context=2", "mesh.tensor=2"])
+        ),
     )
     one = mt.read_model(directory)
     odd = {"tokens": TOKENS, "labels": np.roll(TOKENS, -1, axis=1)}
@@ -122,7 +145,12 @@ def test_rows_that_the_mesh_does_not_divide_weigh_nothing(directory):
 @pytest.mark.thorough
 def test_a_run_whose_batches_no_mesh_here_divides_is_read_all_the_same(directory):
     manifest = StepManifest.read(steps.directories(directory / "checkpoints")[0])
-    data = {**manifest.config["data"], "source": "stdlib", "batching": "budget", "rows_multiple": 2}
+    data = {
+        **manifest.config["data"],
+        "source": "stdlib",
+        "batching": "budget",
+        "rows_multiple": 2,
+    }
     manifest = dataclasses.replace(manifest, config={**manifest.config, "data": data})
     config = reader._config(
         directory / "checkpoints" / "1", manifest, mesh_of("data=3").shape, None
@@ -139,8 +167,12 @@ def test_weights_are_canonical_named_and_the_checkpoints_own(run, directory):
     weights = mt.read_model(directory).weights
     right = program.layout.canonical(jax.tree.map(np.asarray, state.params))
     assert weights["blocks.attention.q"].shape == (5, 24, 6, 4)
-    np.testing.assert_array_equal(weights["blocks.attention.q"], right["blocks"]["attention"]["q"])
-    np.testing.assert_array_equal(weights["embedding.tokens"], right["embedding"]["tokens"])
+    np.testing.assert_array_equal(
+        weights["blocks.attention.q"], right["blocks"]["attention"]["q"]
+    )
+    np.testing.assert_array_equal(
+        weights["embedding.tokens"], right["embedding"]["tokens"]
+    )
 
 
 @pytest.mark.thorough
@@ -174,7 +206,9 @@ def test_a_run_its_checkpoints_or_one_step_may_be_named(directory, place):
     assert mt.read_model(directory / place).step == (2 if place.endswith("2") else 3)
 
 
-def test_a_step_may_be_chosen_and_one_that_is_not_there_is_answered_with_those_that_are(directory):
+def test_a_step_may_be_chosen_and_one_that_is_not_there_is_answered_with_those_that_are(
+    directory,
+):
     assert mt.read_model(str(directory), step=1).step == 1
     with pytest.raises(ConfigError, match=r"no step 7 in .* has 1, 2, 3\.$"):
         mt.read_model(directory, step=7)
@@ -187,7 +221,8 @@ def test_a_step_may_be_chosen_and_one_that_is_not_there_is_answered_with_those_t
 
 def flip(step: Path) -> None:
     file = max(
-        (p for p in (step / "arrays").rglob("*") if p.is_file()), key=lambda p: p.stat().st_size
+        (p for p in (step / "arrays").rglob("*") if p.is_file()),
+        key=lambda p: p.stat().st_size,
     )
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -200,7 +235,9 @@ def test_a_damaged_newest_step_is_passed_over_with_a_warning_and_left_as_it_is(c
     with pytest.warns(UserWarning, match=r"checkpoints/3 is damaged: .* passed over\."):
         assert mt.read_model(copied).step == 2
     assert snapshot(copied) == before
-    with pytest.raises(ConfigError, match=r"checkpoints/3 is damaged: .* is damaged between"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoints/3 is damaged: .* is damaged between"
+    ):
         mt.read_model(copied, step=3)
 
 
@@ -223,7 +260,9 @@ def test_any_number_of_damaged_steps_is_passed_over(copied, monkeypatch):
     assert len(warned) == 2
 
 
-def test_a_run_that_removes_steps_faster_than_they_are_read_is_left(copied, monkeypatch):
+def test_a_run_that_removes_steps_faster_than_they_are_read_is_left(
+    copied, monkeypatch
+):
     monkeypatch.setattr(reader, "TRIES", 2)
     original = arrays.read
     monkeypatch.setattr(
@@ -249,14 +288,17 @@ def test_nothing_is_read_when_all_is_damaged(copied):
 def test_a_step_that_the_run_removes_while_it_is_read_gives_way_to_the_next(
     copied, monkeypatch, when
 ):
-    module, name = (reader, "problems") if when == "before it is verified" else (arrays, "read")
+    module, name = (
+        (reader, "problems") if when == "before it is verified" else (arrays, "read")
+    )
     original, root = getattr(module, name), copied / "checkpoints"
 
     def removing(directory, *more):
         step = Path(directory) if name == "problems" else Path(directory).parent
         found = original(directory, *more) if when == "after it was read" else None
         if step.name == "2" and step.exists():
-            os.rename(root / "3-hidden", root / "3")  # the run goes on: a newer step is there
+            # The run goes on: a newer step is there
+            os.rename(root / "3-hidden", root / "3")
             steps.remove(step)
         return found if found is not None else original(directory, *more)
 
@@ -267,7 +309,9 @@ def test_a_step_that_the_run_removes_while_it_is_read_gives_way_to_the_next(
         assert mt.read_model(copied).step == 3
 
 
-def test_a_step_that_was_asked_for_and_is_removed_meanwhile_is_reported(copied, monkeypatch):
+def test_a_step_that_was_asked_for_and_is_removed_meanwhile_is_reported(
+    copied, monkeypatch
+):
     original = arrays.read
     monkeypatch.setattr(
         arrays, "read", lambda d, t: (original(d, t), steps.remove(Path(d).parent))[0]
@@ -331,7 +375,9 @@ def test_positions_that_were_never_learned_are_refused(tmp_path):
 
 @pytest.mark.parametrize("path", [None, 3, b"run", "x" * 5000, "a\0b"])
 def test_what_is_no_path_is_refused_in_one_printable_sentence(path):
-    with pytest.raises(ConfigError, match=r"not a path that|no checkpoint in") as refused:
+    with pytest.raises(
+        ConfigError, match=r"not a path that|no checkpoint in"
+    ) as refused:
         mt.read_model(path)
     assert str(refused.value).isprintable()
 

@@ -27,7 +27,9 @@ def test_every_public_name_says_what_it_is():
     for name in mt.__all__:
         found = getattr(getattr(mt, name), "function", getattr(mt, name))
         # A dataclass that says nothing is given its signature.
-        assert found.__doc__ and not found.__doc__.startswith(f"{found.__name__}("), name
+        assert found.__doc__ and not found.__doc__.startswith(f"{found.__name__}("), (
+            name
+        )
 
 
 def relative(path: Path) -> str:
@@ -46,10 +48,14 @@ def test_docstrings_are_shown_as_they_are_written():
         shown = to_html(text)
         code = text_of("\n".join(re.findall(r"<pre>.*?</pre>", shown, re.DOTALL)))
         loose = [
-            line for line in text.splitlines() if COLUMNS.search(line) and line.strip() not in code
+            line
+            for line in text.splitlines()
+            if COLUMNS.search(line) and line.strip() not in code
         ]
         if loose or MEANS.findall(text) != MEANS.findall(text_of(shown)):
-            wrong[f"{relative(path)} {name}".strip()] = loose or "not all of it is shown"
+            wrong[f"{relative(path)} {name}".strip()] = (
+                loose or "not all of it is shown"
+            )
     assert not wrong, (
         "a drawing, a table or code is indented by 4 more than some line after the docstring's first"
     )
@@ -82,7 +88,12 @@ def pages(tmp_path_factory):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", BUILDING, str(directory)]
     ended = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr
     return {path.resolve(): path.read_text() for path in directory.rglob("*.html")}
@@ -95,9 +106,12 @@ def test_every_module_has_a_page_and_every_link_leads_somewhere(pages):
         for page in pages.values()
         if (match := re.search(r"<title>(meshtrain\S*) API", page))
     }
-    public = (path for path in map(relative, MODULES) if not path.endswith("__main__.py"))
+    public = (
+        path for path in map(relative, MODULES) if not path.endswith("__main__.py")
+    )
     assert shown == {
-        path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in public
+        path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        for path in public
     }
 
     lost, followed = broken(pages, "data:", "https://pdoc.dev")

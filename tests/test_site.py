@@ -33,7 +33,13 @@ def site(tmp_path_factory):
     command = [sys.executable, "-c", BUILDING, str(directory)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr
     return directory
@@ -42,12 +48,18 @@ def site(tmp_path_factory):
 @pytest.mark.thorough
 def test_every_page_is_built_and_every_link_leads_somewhere(site):
     pages = {
-        path.resolve(): path.read_text() for path in site.rglob("*.html") if path.name != "404.html"
+        path.resolve(): path.read_text()
+        for path in site.rglob("*.html")
+        if path.name != "404.html"
     }
     for name in GUIDES:
         page = (
             site
-            / ("." if name == "README.md" else name.removeprefix("docs/").removesuffix(".md"))
+            / (
+                "."
+                if name == "README.md"
+                else name.removeprefix("docs/").removesuffix(".md")
+            )
             / "index.html"
         )
         assert page.resolve() in pages, name
@@ -74,10 +86,13 @@ def test_a_record_that_is_wider_than_a_page_is_wrapped(site):
 @pytest.mark.thorough
 def test_the_references_have_every_key_and_command(site):
     configuration, commands = (
-        (site / name / "index.html").read_text() for name in ("configuration", "commands")
+        (site / name / "index.html").read_text()
+        for name in ("configuration", "commands")
     )
     anchors = HtmlPage(configuration).found["id"]
     assert set(anchors) >= set(keys(Config)), "a key without an anchor"
     twice = [anchor for anchor in anchors if re.fullmatch(r"[a-z].*_1", anchor)]
     assert not twice, "a section stands in two tables"
-    assert set(HtmlPage(commands).found["id"]) >= {f"meshtrain-{name}" for name in COMMANDS}
+    assert set(HtmlPage(commands).found["id"]) >= {
+        f"meshtrain-{name}" for name in COMMANDS
+    }

@@ -39,7 +39,10 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "one": ({}, {}),
     "data 4, ZeRO-3": ({"data": 4}, {"zero_stage": 3, "microbatches": 2}),
     "2 x 2 x 2": (FULL, {"zero_stage": 3, "microbatches": 4, "schedule": "1f1b"}),
-    "2 x 2 x 2, remat": (FULL, {"microbatches": 4, "schedule": "1f1b", "remat": "full"}),
+    "2 x 2 x 2, remat": (
+        FULL,
+        {"microbatches": 4, "schedule": "1f1b", "remat": "full"},
+    ),
     "gpipe": ({"pipeline": 4}, {"microbatches": 4, "schedule": "gpipe"}),
     "interleaved": (
         {"pipeline": 2, "data": 2},
@@ -47,7 +50,12 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     ),
     "shared places": (
         {"pipeline": 2, "data": 2},
-        {"microbatches": 4, "schedule": "interleaved", "virtual_stages": 2, "zero_stage": 2}
+        {
+            "microbatches": 4,
+            "schedule": "interleaved",
+            "virtual_stages": 2,
+            "zero_stage": 2,
+        }
         | {"layer_split": [1, 1, 1, 2]},
     ),
     "shared places, ring": (
@@ -102,7 +110,9 @@ def config_of(layout: str, dense: int = 2, **sections: Any) -> Config:
 
 def batch_of(packed: bool) -> dict[str, np.ndarray]:
     tokens, labels = token_batches(config_of("one"), 1)[0]
-    return packed_batch(tokens, labels) if packed else {"tokens": tokens, "labels": labels}
+    return (
+        packed_batch(tokens, labels) if packed else {"tokens": tokens, "labels": labels}
+    )
 
 
 @cache
@@ -117,7 +127,12 @@ def right(dense: int, packed: bool) -> tuple[Any, float, Any, np.ndarray]:
 
 def gradients_of(config: Config, numbers: Any, batch: Any) -> tuple[float, Any]:
     program = Program(config)
-    given = (place(program.layout, numbers), program.place(batch), jnp.int32(0), jnp.float32(1))
+    given = (
+        place(program.layout, numbers),
+        program.place(batch),
+        jnp.int32(0),
+        jnp.float32(1),
+    )
     loss, shards = jax.jit(program.gradients)(*given)
     return float(loss), jax.tree.map(np.asarray, program.layout.canonical(shards))
 
@@ -141,8 +156,12 @@ def one_device_errors(packed: bool) -> dict[str, float]:
     return errors_of(gradients, packed)
 
 
-@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("layout", thorough_but(list(LAYOUTS), lambda _: False, ["2 x 2 x 2"]))
+@pytest.mark.parametrize(
+    "packed", [False, pytest.param(True, marks=pytest.mark.thorough)]
+)
+@pytest.mark.parametrize(
+    "layout", thorough_but(list(LAYOUTS), lambda _: False, ["2 x 2 x 2"])
+)
 def test_dense_layers_that_come_first_are_those_of_a_loop_in_float64(
     layout: str, packed: bool
 ) -> None:
@@ -162,7 +181,9 @@ def test_the_layers_of_a_stack_are_told_by_its_name(dense: int) -> None:
     layout = mt.Program(config_of("one", dense)).layout
     stacks = {name: list(layers.layers) for name, layers in layout.stacks.items()}
     assert stacks == (
-        {"dense_blocks": [0], "blocks": [1, 2, 3, 4]} if dense else {"blocks": [*range(5)]}
+        {"dense_blocks": [0], "blocks": [1, 2, 3, 4]}
+        if dense
+        else {"blocks": [*range(5)]}
     )
 
 
@@ -204,11 +225,15 @@ class Gate(nnx.Module):
     out: nnx.Param
     float8: Any = None
 
-    def __init__(self, name: str, config: Any, rngs: nnx.Rngs, lora: Any = None) -> None:
+    def __init__(
+        self, name: str, config: Any, rngs: nnx.Rngs, lora: Any = None
+    ) -> None:
         make_parameters(self, name, config, rngs)
         make_adapters(self, name, config, rngs, lora)
 
-    def __call__(self, x: Any, sequence: Any, collectives: Any, dropout: Any) -> jax.Array:
+    def __call__(
+        self, x: Any, sequence: Any, collectives: Any, dropout: Any
+    ) -> jax.Array:
         shape, rows = rows_of(self, x)
         h = jax.nn.silu(project(self, "z", rows)) * project(self, "v", rows)
         return collectives.leave(project(self, "out", h).reshape(shape))
@@ -244,7 +269,12 @@ PATTERNS: dict[str, tuple[list[str], int, dict[str, int], dict[str, Any]]] = {
         ["gate", "full"],
         0,
         {"pipeline": 2, "data": 2},
-        {"microbatches": 4, "schedule": "interleaved", "virtual_stages": 2, "remat": "full"},
+        {
+            "microbatches": 4,
+            "schedule": "interleaved",
+            "virtual_stages": 2,
+            "remat": "full",
+        },
     ),
     "within a period": (
         ["gate", "gate", "full"],
@@ -290,7 +320,9 @@ def pattern_config(name: str, placed: bool) -> Config:
         "vocab_size": 61,
     }
     experts = {"experts": 4, "top_k": 2, "d_ff": 20, "balance": "sequence"}
-    model |= {"dense_layers": 1, "dense_d_ff": 40, "moe": experts} if dense else {"d_ff": 40}
+    model |= (
+        {"dense_layers": 1, "dense_d_ff": 40, "moe": experts} if dense else {"d_ff": 40}
+    )
     return load(
         {
             "model": model,
@@ -301,8 +333,12 @@ def pattern_config(name: str, placed: bool) -> Config:
     )
 
 
-@pytest.mark.parametrize("name", thorough_but(list(PATTERNS), lambda _: False, ["2 x 2 x 2"]))
-def test_a_pattern_of_kinds_has_the_gradients_of_one_device(name: str, gate: None) -> None:
+@pytest.mark.parametrize(
+    "name", thorough_but(list(PATTERNS), lambda _: False, ["2 x 2 x 2"])
+)
+def test_a_pattern_of_kinds_has_the_gradients_of_one_device(
+    name: str, gate: None
+) -> None:
     alone = pattern_config(name, placed=False)
     layout = Program(alone).layout
     # matrices so small that 12 layers do not make rounding larger
@@ -311,9 +347,13 @@ def test_a_pattern_of_kinds_has_the_gradients_of_one_device(name: str, gate: Non
         canonical_numbers(layout),
     )
     loss, gradients = gradients_of(alone, numbers, batch_of(False))
-    mesh_loss, on_mesh = gradients_of(pattern_config(name, placed=True), numbers, batch_of(False))
+    mesh_loss, on_mesh = gradients_of(
+        pattern_config(name, placed=True), numbers, batch_of(False)
+    )
     assert mesh_loss == pytest.approx(loss, rel=WITHIN)
-    apart = jax.tree.map(lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b), on_mesh, gradients)
+    apart = jax.tree.map(
+        lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b), on_mesh, gradients
+    )
     # both are rounded to float32
     assert max(jax.tree.leaves(apart)) < 2 * WITHIN
 
@@ -328,7 +368,9 @@ def test_a_pattern_runs_its_layers_in_their_order(gate: None) -> None:
     found = program.logits(place(layout, numbers), jnp.asarray(tokens))
     decoder = Decoder(config.model, nnx.Rngs(0))
     nnx.update(decoder, jax.tree.map(jnp.asarray, numbers))
-    np.testing.assert_allclose(found, decoder(jnp.asarray(tokens)), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        found, decoder(jnp.asarray(tokens)), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_stages_are_cut_at_periods_and_share_their_slots_elsewhere(gate: None) -> None:
@@ -357,13 +399,19 @@ def test_a_pattern_of_attention_alone_is_the_program_without_one() -> None:
 @pytest.mark.parametrize(
     ("model", "sentence"),
     [
-        ({"dense_layers": 1}, "model.dense_layers is 1, but without model.moe.experts all"),
+        (
+            {"dense_layers": 1},
+            "model.dense_layers is 1, but without model.moe.experts all",
+        ),
         ({"dense_layers": 4, "moe": {"experts": 4}}, "legal are at most 3"),
         (
             {"pattern": ["ful"]},
             "model.pattern has 'ful'; legal are full, linear; did you mean full?",
         ),
-        ({"pattern": ["full"] * 5}, "model.pattern has 5 kinds, but there are model.layers 4"),
+        (
+            {"pattern": ["full"] * 5},
+            "model.pattern has 5 kinds, but there are model.layers 4",
+        ),
     ],
 )
 def test_layers_that_cannot_be_are_refused_in_a_sentence(

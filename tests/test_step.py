@@ -38,14 +38,20 @@ def configuration(
             },
             "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),
             "parallel": {"microbatches": microbatches},
-            "train": {"global_batch_size": batch, "sequence_length": 16, "steps": STEPS},
+            "train": {
+                "global_batch_size": batch,
+                "sequence_length": 16,
+                "steps": STEPS,
+            },
             "optimizer": {"learning_rate": 0.003, "warmup_steps": 2},
         }
     )
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)]
+)
 def test_twenty_losses_on_2x2x2_are_those_of_one_device(family):
     alone = [m["loss"] for m in train(configuration(family, (1, 1, 1), 1), STEPS)[0]]
     placed = [m["loss"] for m in train(configuration(family, (2, 2, 2), 4), STEPS)[0]]
@@ -70,11 +76,21 @@ def test_1f1b_needs_no_more_memory_for_32_microbatches_than_for_8():
 
 @pytest.mark.thorough
 def test_few_of_our_frames_lie_between_the_step_and_a_product(monkeypatch):
-    package, product, stacks = str(Path(meshtrain.__file__).parent), products._product, []
+    package, product, stacks = (
+        str(Path(meshtrain.__file__).parent),
+        products._product,
+        [],
+    )
 
     def recorded(x, weight):
         frames = [frame.f_code for frame, _ in traceback.walk_stack(sys._getframe())]
-        stacks.append([code.co_qualname for code in frames if code.co_filename.startswith(package)])
+        stacks.append(
+            [
+                code.co_qualname
+                for code in frames
+                if code.co_filename.startswith(package)
+            ]
+        )
         return product(x, weight)
 
     monkeypatch.setattr(products, "_product", recorded)
@@ -87,12 +103,16 @@ def test_few_of_our_frames_lie_between_the_step_and_a_product(monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.parametrize("compute", ["float32", "float16"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_a_step_gives_back_arrays_of_the_types_it_took_so_that_it_is_compiled_once(family, compute):
+def test_a_step_gives_back_arrays_of_the_types_it_took_so_that_it_is_compiled_once(
+    family, compute
+):
     def types(tree):
         # weak ones too, of a dtype that nobody gave
         return jax.tree.map(lambda x: (x.dtype, x.weak_type), tree)
 
-    program = Program(replaced(configuration(family, (2, 1, 1), 1), precision={"compute": compute}))
+    program = Program(
+        replaced(configuration(family, (2, 1, 1), 1), precision={"compute": compute})
+    )
     before = jax.eval_shape(program.init)
     after, _ = jax.eval_shape(program.train_step, before, program.batch_shapes())
     assert types(after) == types(before)
@@ -103,7 +123,9 @@ def test_a_mean_is_one_however_little_the_labels_weigh():
     program = Program(configuration("llama", (2, 1, 1), 2))
     params = program.init().params
     tokens, labels = np.random.default_rng(0).integers(0, 96, (2, 8, 16), np.int32)
-    step = jax.jit(lambda batch: program.gradients(params, batch, np.int32(0), np.float32(1)))
+    step = jax.jit(
+        lambda batch: program.gradients(params, batch, np.int32(0), np.float32(1))
+    )
 
     def of(weight: float):
         weights = np.full((8, 16), weight, np.float32)

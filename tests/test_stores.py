@@ -42,7 +42,11 @@ def test_what_is_written_is_read_in_whole_and_by_ranges_and_listed(root):
     assert stores.read(f"{root}/a/b") == bytes(range(100))
     assert stores.read(f"{root}/a/b", 10, 5) == bytes(range(10, 15))
     entry = stores.listing(root)["a/b"]
-    assert entry.size == 100 and entry.etag and abs(entry.modified / 1e9 - time.time()) < 100
+    assert (
+        entry.size == 100
+        and entry.etag
+        and abs(entry.modified / 1e9 - time.time()) < 100
+    )
     assert stores.status(f"{root}/a/b") == entry
     assert stores.listing(f"{root}/none") == {}
     stores.remove([f"{root}/a/b", f"{root}/never-there"])
@@ -72,7 +76,9 @@ def test_a_fault_that_passes_is_nobodys_business(root, server: StoreServer, faul
         ("cut", "cut short|closed|payload|not enough data"),
     ],
 )
-def test_a_fault_that_stays_is_refused_in_bounded_time(root, server: StoreServer, fault, reason):
+def test_a_fault_that_stays_is_refused_in_bounded_time(
+    root, server: StoreServer, fault, reason
+):
     stores.write(f"{root}/a", b"x" * 1000)
     server.fail(1000, fault)
     began = time.monotonic()
@@ -85,7 +91,9 @@ def test_a_fault_that_stays_is_refused_in_bounded_time(root, server: StoreServer
     assert re.search(reason, refused.value.strerror.lower()), refused.value
 
 
-def test_a_file_is_uploaded_again_where_it_did_not_come_whole(root, server: StoreServer, tmp_path):
+def test_a_file_is_uploaded_again_where_it_did_not_come_whole(
+    root, server: StoreServer, tmp_path
+):
     path = tmp_path / "file"
     path.write_bytes(bytes(3 << 20))
     server.fail(1, "busy", "PUT")
@@ -93,7 +101,9 @@ def test_a_file_is_uploaded_again_where_it_did_not_come_whole(root, server: Stor
     assert stores.read(f"{root}/file") == path.read_bytes()
 
 
-def test_a_copy_is_fetched_once_and_again_when_it_has_changed(root, server: StoreServer):
+def test_a_copy_is_fetched_once_and_again_when_it_has_changed(
+    root, server: StoreServer
+):
     stores.write(f"{root}/config.json", b"{}")
     stores.write(f"{root}/sub/weights", bytes(1000))
     copy = stores.local_copy(root)
@@ -116,10 +126,14 @@ def test_the_cache_stays_within_its_limit(root):
         stores.local_copy(f"{root}/one", limit=0.001)
 
 
-def test_a_store_that_is_none_and_one_without_its_library_are_sentences(scheme, monkeypatch):
+def test_a_store_that_is_none_and_one_without_its_library_are_sentences(
+    scheme, monkeypatch
+):
     with pytest.raises(ConfigError, match=r"legal are s3://, gs://, hf://"):
         stores.read("ftp://there/a")
-    with pytest.raises(ConfigError, match=f"there is nothing under {scheme}://bucket/none"):
+    with pytest.raises(
+        ConfigError, match=f"there is nothing under {scheme}://bucket/none"
+    ):
         stores.local_copy(f"{scheme}://bucket/none")
     stores.forget()
     monkeypatch.setitem(__import__("sys").modules, "fsspec", None)

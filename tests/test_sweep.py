@@ -37,7 +37,9 @@ def trained(here, monkeypatch):
 
     def supervise(commands):
         (words,) = commands.values()
-        overrides = dict(word.split("=", 1) for word in words if word.startswith("run.directory="))
+        overrides = dict(
+            word.split("=", 1) for word in words if word.startswith("run.directory=")
+        )
         directory = Path(overrides["run.directory"])
         directory.mkdir(parents=True, exist_ok=True)
         begun.append(directory.name)
@@ -52,8 +54,15 @@ def trained(here, monkeypatch):
 
 def test_a_grid_is_run_in_its_order_and_the_best_run_is_named_first(trained, capsys):
     begun, _ = trained
-    assert sweep.main(["--config", "x.yaml", "--over", RATES, "--over", "model.layers=1,2"]) == 0
-    assert begun == [f"learning_rate={rate},layers={n}" for rate in ("1e-3", "3e-3") for n in "12"]
+    assert (
+        sweep.main(
+            ["--config", "x.yaml", "--over", RATES, "--over", "model.layers=1,2"]
+        )
+        == 0
+    )
+    assert begun == [
+        f"learning_rate={rate},layers={n}" for rate in ("1e-3", "3e-3") for n in "12"
+    ]
     *_, best, _, second, _, last = capsys.readouterr().out.splitlines()
     assert "runs/tiny/learning_rate=3e-3" in last
     assert float(best.split()[1]) <= float(second.split()[1])
@@ -108,9 +117,15 @@ def test_a_comma_within_a_list_belongs_to_the_value():
         (["optimizer.learning_rate=1,1"], "a value stands there twice"),
         ([RATES, RATES], "optimizer.learning_rate is given twice"),
         (["run.directory=a,b"], "a directory of its own"),
-        (["optimizer.learning_rat=1"], "learning_rat=1: .*did you mean optimizer.learning_rate"),
+        (
+            ["optimizer.learning_rat=1"],
+            "learning_rat=1: .*did you mean optimizer.learning_rate",
+        ),
         (["model.heads=1,3"], "heads=3: .*d_model"),
-        (["train.steps=" + ",".join(map(str, range(1, 5000)))], "4,999 runs; at most 4,096"),
+        (
+            ["train.steps=" + ",".join(map(str, range(1, 5000)))],
+            "4,999 runs; at most 4,096",
+        ),
     ],
 )
 def test_a_mistake_is_refused_before_anything_runs(over, sentence, trained):

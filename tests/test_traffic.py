@@ -27,7 +27,9 @@ from meshtrain.step import Program
 WITHIN = 0.03
 
 
-def configuration(mesh: tuple[int, int, int], family: str = "llama", **parallel: Any) -> Config:
+def configuration(
+    mesh: tuple[int, int, int], family: str = "llama", **parallel: Any
+) -> Config:
     model = {
         "layers": 8,
         "d_model": 32,
@@ -70,9 +72,11 @@ def theory(program: Program) -> dict[str, float]:
     others = vocabulary // tensor  # stages that share the vocabulary
 
     layer = 10 * passed(tensor) * bsh if split else 4 * reduced(tensor) * bsh
-    if split:  # embedding out and its cotangent in; last output in and its cotangent out
+    # Embedding out and its cotangent in; last output in and its cotangent out
+    if split:
         edges = 4 * passed(tensor) * bsh + 4 * reduced(others) * stream
-    else:  # each of the two summed over the vocabulary once, and broadcast from its stage once
+    # Each of the two summed over the vocabulary once, and broadcast from its stage once
+    else:
         edges = 2 * reduced(vocabulary) * bsh + 2 * reduced(others) * bsh
     expected = {
         "layers": layer * microbatches * model.layers / stages,
@@ -90,12 +94,22 @@ def theory(program: Program) -> dict[str, float]:
 def on_data(program: Program) -> dict[str, float]:
     """What ZeRO sends: each part of the weights so many times."""
     mesh, parallel = program.config.mesh, program.config.parallel
-    blocks = sum(held(leaf, mesh.tensor, mesh.pipeline) for leaf in leaves(program) if leaf.stacked)
+    blocks = sum(
+        held(leaf, mesh.tensor, mesh.pipeline)
+        for leaf in leaves(program)
+        if leaf.stacked
+    )
     edges = sum(
-        held(leaf, mesh.tensor, mesh.pipeline) for leaf in leaves(program) if not leaf.stacked
+        held(leaf, mesh.tensor, mesh.pipeline)
+        for leaf in leaves(program)
+        if not leaf.stacked
     )
     psi, sent = 4 * (blocks + edges), passed(mesh.data)
-    again = parallel.microbatches if parallel.zero_hold is False or parallel.zero_stage == 3 else 1
+    again = (
+        parallel.microbatches
+        if parallel.zero_hold is False or parallel.zero_stage == 3
+        else 1
+    )
     if parallel.zero_hold is True or parallel.zero_stage < 2:
         return {"weights and gradients": 2 * sent * psi}
     if parallel.zero_stage == 2:
@@ -106,7 +120,10 @@ def on_data(program: Program) -> dict[str, float]:
 def replicated(program: Program) -> float:
     """Weights that are whole on an axis of the model: their partial gradients are summed over it once a step."""
     sizes, total = (
-        {"tensor": program.config.mesh.tensor, "pipeline": program.config.mesh.pipeline},
+        {
+            "tensor": program.config.mesh.tensor,
+            "pipeline": program.config.mesh.pipeline,
+        },
         0.0,
     )
     for leaf in leaves(program):
@@ -117,7 +134,11 @@ def replicated(program: Program) -> float:
 
 
 def microbatch_tokens(config: Config) -> int:
-    rows = config.train.global_batch_size // config.mesh.data // config.parallel.microbatches
+    rows = (
+        config.train.global_batch_size
+        // config.mesh.data
+        // config.parallel.microbatches
+    )
     return rows * config.train.sequence_length
 
 
@@ -137,7 +158,9 @@ def leaves(program: Program) -> list[Placed]:
 def held(leaf: Placed, tensor: int, stages: int) -> float:
     """Elements of a whole weight on one device."""
     ways = math.prod(
-        {"tensor": tensor, "pipeline": stages}[axis] for over in leaf.over for axis in over
+        {"tensor": tensor, "pipeline": stages}[axis]
+        for over in leaf.over
+        for axis in over
     )
     return math.prod(leaf.shape) / ways
 
@@ -160,7 +183,9 @@ def measured(program: Program) -> dict[str, float]:
 def name(c: Collective, config: Config) -> str:
     """What a collective is for, by its axis, its size and the loops around it."""
     loops = 1 if config.parallel.microbatches > 1 else 0  # over microbatches or clocks
-    activations = 4 * microbatch_tokens(config) * config.model.d_model // config.mesh.tensor
+    activations = (
+        4 * microbatch_tokens(config) * config.model.d_model // config.mesh.tensor
+    )
     if not c.axes:
         return "nothing: one device"
     if c.kind == "collective-permute" and c.axis == "pipeline":
@@ -238,5 +263,7 @@ def test_step_sends_what_theory_says_and_every_other_byte_is_named(case):
     once = found.pop("once a step", 0.0) - replicated(
         program
     )  # what is left are sums for the gradient norm, and the loss
-    assert 0 <= once <= 3 * 8 * (len(leaves(program)) + 2), "a number or two a leaf and axis"
+    assert 0 <= once <= 3 * 8 * (len(leaves(program)) + 2), (
+        "a number or two a leaf and axis"
+    )
     assert found == pytest.approx(expected, rel=WITHIN)

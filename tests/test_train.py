@@ -44,14 +44,28 @@ def write(directory: Path, **sections: dict) -> list[str]:
 
 def rows(directory: Path) -> list[dict]:
     return [
-        json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()
     ]
 
 
-def test_a_run_on_all_three_axes_writes_config_metrics_and_checkpoints(tmp_path, capsys):
-    mesh = {"mesh": {"data": 2, "tensor": 2, "pipeline": 2}, "parallel": {"microbatches": 2}}
+def test_a_run_on_all_three_axes_writes_config_metrics_and_checkpoints(
+    tmp_path, capsys
+):
+    mesh = {
+        "mesh": {"data": 2, "tensor": 2, "pipeline": 2},
+        "parallel": {"microbatches": 2},
+    }
     assert (
-        main(write(tmp_path, **mesh, eval={"every": 2, "batches": 1}, checkpoint={"every": 2})) == 0
+        main(
+            write(
+                tmp_path,
+                **mesh,
+                eval={"every": 2, "batches": 1},
+                checkpoint={"every": 2},
+            )
+        )
+        == 0
     )
     assert load(tmp_path / "run" / "config.yaml").mesh.pipeline == 2
     found = rows(tmp_path)
@@ -67,7 +81,10 @@ def test_a_run_on_all_three_axes_writes_config_metrics_and_checkpoints(tmp_path,
     }
     assert all(needed <= row.keys() for row in found)
     assert [row["step"] for row in found if "eval_loss" in row] == [2, 4]
-    assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} >= {"2", "4"}
+    assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} >= {
+        "2",
+        "4",
+    }
     state = memory.total(memory.between_steps(load(tmp_path / "run" / "config.yaml")))
     assert f"ZeRO-1: {size(state)} of state a device\n" in capsys.readouterr().out
 
@@ -76,7 +93,9 @@ def test_a_run_on_all_three_axes_writes_config_metrics_and_checkpoints(tmp_path,
 def test_text_that_must_be_prepared_first_is_announced(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text("words " * 1000)
-    arguments = write(tmp_path, data={"source": str(tmp_path / "text.txt"), "validation": 0.0})
+    arguments = write(
+        tmp_path, data={"source": str(tmp_path / "text.txt"), "validation": 0.0}
+    )
     assert main([*arguments, "--set", "train.steps=1"]) == 0
     said = capsys.readouterr()
     (line,) = said.err.splitlines()
@@ -99,18 +118,24 @@ print("hits", len(hits))
 
 
 @pytest.mark.thorough
-def test_a_command_on_one_device_reads_what_the_last_one_compiled_and_removes_the_oldest(tmp_path):
+def test_a_command_on_one_device_reads_what_the_last_one_compiled_and_removes_the_oldest(
+    tmp_path,
+):
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
 
     def hits(name: str, text: str = COUNTS_HITS) -> int:
         (tmp_path / name).mkdir()
         command = [sys.executable, "-c", text, *write(tmp_path / name)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True
+        )
         return int(done.stdout.rpartition("hits ")[2])
 
     assert hits("first") == 0
     assert hits("second") > 2
-    limited = COUNTS_HITS.replace("import jax", "import jax, meshtrain.train as t; t.CACHE = 0")
+    limited = COUNTS_HITS.replace(
+        "import jax", "import jax, meshtrain.train as t; t.CACHE = 0"
+    )
     assert hits("third", limited) == 0
 
 
@@ -147,11 +172,19 @@ def test_a_gradient_that_is_not_finite_stops_the_run_with_exit_code_1_and_says_a
     tmp_path, capsys
 ):
     wild = {
-        "optimizer": {"name": "sgd", "learning_rate": 1e30, "grad_clip": 0.0, "warmup_steps": 0}
+        "optimizer": {
+            "name": "sgd",
+            "learning_rate": 1e30,
+            "grad_clip": 0.0,
+            "warmup_steps": 0,
+        }
     }
     assert main(write(tmp_path, **wild)) == 1
     error = capsys.readouterr().err
-    assert tells(error, "gradient norm of step 2 is nan; ") and len(error.splitlines()) == 1
+    assert (
+        tells(error, "gradient norm of step 2 is nan; ")
+        and len(error.splitlines()) == 1
+    )
 
 
 @pytest.mark.thorough
@@ -159,7 +192,9 @@ def test_a_gradient_that_is_not_finite_stops_the_run_with_exit_code_1_and_says_a
     ("steps", "optimizer"),
     [(4, {"name": "adamw"}), (1, {"name": "sgd", "grad_clip": 0.0})],
 )
-def test_weights_that_an_update_made_useless_are_never_saved(tmp_path, capsys, steps, optimizer):
+def test_weights_that_an_update_made_useless_are_never_saved(
+    tmp_path, capsys, steps, optimizer
+):
     """At a checkpoint step, at the last one, and when the run is started again."""
     wild = {
         "optimizer": {**optimizer, "learning_rate": 1e30, "warmup_steps": 0},
@@ -177,7 +212,9 @@ def test_weights_that_an_update_made_useless_are_never_saved(tmp_path, capsys, s
 
 
 @pytest.mark.thorough
-def test_copies_that_differ_end_a_run_before_they_are_saved(tmp_path, capsys, monkeypatch):
+def test_copies_that_differ_end_a_run_before_they_are_saved(
+    tmp_path, capsys, monkeypatch
+):
     def flip(self, moment, step=None, given=(None, None)):
         state, batch = given
         return (
@@ -187,7 +224,11 @@ def test_copies_that_differ_end_a_run_before_they_are_saved(tmp_path, capsys, mo
         )
 
     monkeypatch.setattr(Supervision, "at", flip)
-    mesh = {"mesh": {"data": 2}, "parallel": {"zero_stage": 0}, "checkpoint": {"every": 2}}
+    mesh = {
+        "mesh": {"data": 2},
+        "parallel": {"zero_stage": 0},
+        "checkpoint": {"every": 2},
+    }
     assert main(write(tmp_path, **mesh)) == 1
     said = capsys.readouterr().err
     assert tells(said, "rank 0 holds other bits", "params.", "nothing", "saved.")
@@ -195,8 +236,13 @@ def test_copies_that_differ_end_a_run_before_they_are_saved(tmp_path, capsys, mo
 
 
 @pytest.mark.thorough
-def test_float16_rows_tell_of_skipped_steps_and_a_resumed_run_goes_on_counting(tmp_path):
-    half = {"precision": {"compute": "float16", "loss_scale": 2.0**23}, "checkpoint": {"every": 3}}
+def test_float16_rows_tell_of_skipped_steps_and_a_resumed_run_goes_on_counting(
+    tmp_path,
+):
+    half = {
+        "precision": {"compute": "float16", "loss_scale": 2.0**23},
+        "checkpoint": {"every": 3},
+    }
     arguments = [*write(tmp_path, **half), "--set", "train.steps=8"]
     assert main(arguments) == 0
     whole = rows(tmp_path)
@@ -225,8 +271,16 @@ def test_float16_rows_tell_of_skipped_steps_and_a_resumed_run_goes_on_counting(t
     ],
 )
 def test_a_float16_run_that_only_skips_ends_with_exit_code_1(tmp_path, capsys, by):
-    half = {"precision": {"compute": "float16", "loss_scale": 2.0**32}, "checkpoint": {"every": 2}}
-    assert main([*write(tmp_path, **half), *(word for one in by for word in ("--set", one))]) == 1
+    half = {
+        "precision": {"compute": "float16", "loss_scale": 2.0**32},
+        "checkpoint": {"every": 2},
+    }
+    assert (
+        main(
+            [*write(tmp_path, **half), *(word for one in by for word in ("--set", one))]
+        )
+        == 1
+    )
     assert tells(capsys.readouterr().err, "none of the 4 steps", "float16")
     assert [row["skipped"] for row in rows(tmp_path)] == [1, 2, 3, 4]
 
@@ -237,7 +291,10 @@ def test_a_float16_run_that_only_skips_ends_with_exit_code_1(tmp_path, capsys, b
 def test_a_signal_in_the_imports_is_one_sentence_and_code_75(tmp_path):
     hearing = "import meshtrain.run.early as early, os, sys; early.hear(); os.kill(os.getpid(), int(sys.argv[1]))"
     done = subprocess.run(
-        [sys.executable, "-c", hearing, "15"], capture_output=True, text=True, check=False
+        [sys.executable, "-c", hearing, "15"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert (done.returncode, done.stderr) == (
         75,
@@ -247,7 +304,9 @@ def test_a_signal_in_the_imports_is_one_sentence_and_code_75(tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_the_first_step_compiles_ends_the_process_with_75(number, tmp_path):
+def test_a_signal_while_the_first_step_compiles_ends_the_process_with_75(
+    number, tmp_path
+):
     """At its end the interpreter would wait for the compiler, and crash."""
     deep = {
         "model": TINY["model"] | {"layers": 16},
@@ -269,7 +328,11 @@ def test_a_signal_while_the_first_step_compiles_ends_the_process_with_75(number,
         "XDG_CACHE_HOME": str(tmp_path),
     }
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
     ) as process:
         assert process.stdout is not None and process.stderr is not None
         while "batches an epoch" not in process.stdout.readline():
@@ -346,7 +409,9 @@ def test_the_seconds_of_making_weights_count_as_init_and_those_of_reading_them_a
 
     slow, ahead, start = 1000.0, [], Supervision.start
     monkeypatch.setattr(
-        heartbeat, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + sum(ahead))
+        heartbeat,
+        "time",
+        SimpleNamespace(perf_counter=lambda: time.perf_counter() + sum(ahead)),
     )
     monkeypatch.setattr(Supervision, "start", starting)
     for name in ("_init", "_restore"):
@@ -378,7 +443,9 @@ def test_a_signal_in_an_evaluation_is_met_by_the_next_step_and_its_checkpoint(
     with monkeypatch.context() as patch:
         interrupted(patch, train.Loop, "evaluate")
         assert main(arguments) == 75
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3] and "eval_loss" in rows(tmp_path)[1]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3] and "eval_loss" in rows(
+        tmp_path
+    )[1]
     assert main(arguments) == 0
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
 
@@ -403,7 +470,12 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
     line = [sys.executable, "-m", "meshtrain.train", *arguments]
     return subprocess.run(
-        line, capture_output=True, text=True, env=kept | environment, timeout=120, check=False
+        line,
+        capture_output=True,
+        text=True,
+        env=kept | environment,
+        timeout=120,
+        check=False,
     )
 
 
@@ -411,7 +483,9 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
 def test_python_that_takes_every_warning_for_an_error_has_none_to_take(tmp_path):
     """From the first import to the last save; in other runs pytest sees to what is deprecated (pyproject.toml)."""
     saves = {"checkpoint": {"every": 1}, "eval": {"every": 1, "batches": 1}}
-    done = command(*write(tmp_path, **saves), "--set", "train.steps=2", PYTHONWARNINGS="error")
+    done = command(
+        *write(tmp_path, **saves), "--set", "train.steps=2", PYTHONWARNINGS="error"
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -430,12 +504,20 @@ def test_python_that_takes_every_warning_for_an_error_has_none_to_take(tmp_path)
 def test_a_mistake_gets_one_sentence_and_exit_code_2(tmp_path, capsys, arguments, says):
     assert main([*write(tmp_path), *arguments]) == 2
     said = capsys.readouterr().err
-    assert tells(said, *says) and len(said.strip().splitlines()) == 1 and "Traceback" not in said
+    assert (
+        tells(said, *says)
+        and len(said.strip().splitlines()) == 1
+        and "Traceback" not in said
+    )
 
 
 @pytest.mark.thorough
-def test_too_few_devices_get_one_sentence_and_exit_code_2_from_the_command_itself(tmp_path):
-    done = command(*write(tmp_path), "--set", "mesh.data=4", "--set", "run.fake_devices=2")
+def test_too_few_devices_get_one_sentence_and_exit_code_2_from_the_command_itself(
+    tmp_path,
+):
+    done = command(
+        *write(tmp_path), "--set", "mesh.data=4", "--set", "run.fake_devices=2"
+    )
     assert done.returncode == 2
     assert "needs 4 devices, but there are 2" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1 and "Traceback" not in done.stderr
@@ -452,9 +534,18 @@ REFUSED = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("setting", REFUSED)
-def test_a_run_that_is_refused_leaves_no_directory(setting, tmp_path, monkeypatch, capsys):
+def test_a_run_that_is_refused_leaves_no_directory(
+    setting, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
-    words = ["--config", "quickstart", "--set", "run.directory=runs/deep/x", "--set", setting]
+    words = [
+        "--config",
+        "quickstart",
+        "--set",
+        "run.directory=runs/deep/x",
+        "--set",
+        setting,
+    ]
     assert main(words) == 2 and REFUSED[setting] in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "runs").mkdir()
@@ -465,9 +556,19 @@ def test_a_run_that_is_refused_leaves_no_directory(setting, tmp_path, monkeypatc
 @pytest.mark.thorough
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_cpus_that_stand_in_for_accelerators_are_named(compute, tmp_path, capsys):
-    settings = (f"run.directory={tmp_path / 'x'}", "train.steps=1", f"precision.compute={compute}")
+    settings = (
+        f"run.directory={tmp_path / 'x'}",
+        "train.steps=1",
+        f"precision.compute={compute}",
+    )
     assert (
-        main(["--config", "quickstart", *(word for each in settings for word in ("--set", each))])
+        main(
+            [
+                "--config",
+                "quickstart",
+                *(word for each in settings for word in ("--set", each)),
+            ]
+        )
         == 0
     )
     said = "".join(capsys.readouterr())

@@ -54,12 +54,18 @@ def one_device(rows: int, **others: dict[str, Any]) -> Config:
 def run(config: Config) -> tuple[list[float], list[np.ndarray], float]:
     """Losses of all steps, the first gradient in its canonical layout, the held-out loss after the last step."""
     (data, held_out), program = open_data(config), Program(config)
-    state, losses, gradient = start(program, canonical_numbers(program.layout)), [], None
+    state, losses, gradient = (
+        start(program, canonical_numbers(program.layout)),
+        [],
+        None,
+    )
     for k in range(STEPS):
         state, metrics = program.train_step(state, program.place(data.batch(k)))
         losses.append(float(metrics["loss"]))
         if gradient is None:
-            gradient = jax.tree.map(np.asarray, program.layout.canonical(first_moment(state)))
+            gradient = jax.tree.map(
+                np.asarray, program.layout.canonical(first_moment(state))
+            )
     assert held_out is not None
     return (
         losses,
@@ -119,7 +125,9 @@ def expected(rows: int, compute: str) -> tuple[list[float], list[np.ndarray], fl
         ),
     ],
 )
-def test_losses_and_gradients_are_those_of_the_rows_alone(rows, filled, mesh, parallel, compute):
+def test_losses_and_gradients_are_those_of_the_rows_alone(
+    rows, filled, mesh, parallel, compute
+):
     config = replaced(
         one_device(rows, precision={"compute": compute}),
         mesh=mesh,
@@ -130,7 +138,9 @@ def test_losses_and_gradients_are_those_of_the_rows_alone(rows, filled, mesh, pa
     losses, gradient, held_out = run(config)
     right, right_gradient, right_held_out = expected(rows, compute)
     coarser = 500 if compute == "float16" else 1
-    np.testing.assert_allclose([*losses, held_out], [*right, right_held_out], rtol=LOSS * coarser)
+    np.testing.assert_allclose(
+        [*losses, held_out], [*right, right_held_out], rtol=LOSS * coarser
+    )
     # A key's bias has no gradient in theory, so only noise; llama has none.
     for seen, its in zip(gradient, right_gradient, strict=True):
         assert np.linalg.norm(seen - its) <= GRADIENT * coarser * np.linalg.norm(its)
@@ -146,7 +156,9 @@ def test_where_nothing_is_filled_up_the_program_is_the_same():
     assert Program(odd).batch_shapes()["weights"].shape == (12, 16)
 
 
-@pytest.mark.parametrize("batching", ["window", "packed", "grouped", "budget", "mixture"])
+@pytest.mark.parametrize(
+    "batching", ["window", "packed", "grouped", "budget", "mixture"]
+)
 def test_every_batching_keeps_its_rows_and_is_filled_up_at_the_end(batching, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n".join("abcdefgh" * n for n in range(1, 80)))
@@ -154,13 +166,24 @@ def test_every_batching_keeps_its_rows_and_is_filled_up_at_the_end(batching, tmp
     if batching == "budget":
         options["rows_multiple"] = 2
     if batching == "mixture":
-        options |= {"batching": "packed", "mixture": [str(text), str(text)], "weights": [0.5, 0.5]}
-    given = text_config("mixture" if batching == "mixture" else text, batch=7, **options)
+        options |= {
+            "batching": "packed",
+            "mixture": [str(text), str(text)],
+            "weights": [0.5, 0.5],
+        }
+    given = text_config(
+        "mixture" if batching == "mixture" else text, batch=7, **options
+    )
     config = replaced(
-        given, mesh={"data": 5}, parallel={"microbatches": 3}, train={"uneven_batch": "pad"}
+        given,
+        mesh={"data": 5},
+        parallel={"microbatches": 3},
+        train={"uneven_batch": "pad"},
     )
     (plain, _), (data, _) = open_data(given), open_data(config)
-    assert set(data.shapes) == {(-(-rows // 15) * 15, length) for rows, length in plain.shapes}
+    assert set(data.shapes) == {
+        (-(-rows // 15) * 15, length) for rows, length in plain.shapes
+    }
     for k in range(6):
         before, batch, rows = plain.batch(k), data.batch(k), data.batch_shape(k)[0]
         real = len(before["tokens"])
@@ -175,7 +198,8 @@ def test_every_batching_keeps_its_rows_and_is_filled_up_at_the_end(batching, tmp
             assert not array[real:].any()
             # Of five processes the last holds no real row.
             shares = [
-                data.batch(k, slice(n * rows // 5, (n + 1) * rows // 5))[name] for n in range(5)
+                data.batch(k, slice(n * rows // 5, (n + 1) * rows // 5))[name]
+                for n in range(5)
             ]
             np.testing.assert_array_equal(np.concatenate(shares), array)
 
@@ -191,9 +215,14 @@ def test_a_run_counts_its_own_tokens_alone(tmp_path):
         eval={"every": 2, "batches": 1},
     )
     assert train(config).exit_code == 0
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["tokens"] for row in rows] == [7 * 16, 7 * 16]
-    assert rows[0]["tokens_per_second"] == pytest.approx(7 * 16 / rows[0]["step_seconds"])
+    assert rows[0]["tokens_per_second"] == pytest.approx(
+        7 * 16 / rows[0]["step_seconds"]
+    )
 
 
 def test_the_planner_counts_filled_rows_as_work_and_not_as_tokens():
@@ -209,7 +238,9 @@ def test_the_planner_counts_filled_rows_as_work_and_not_as_tokens():
 @pytest.mark.thorough
 def test_the_program_sends_what_the_planner_says():
     mesh, parallel = {"data": 3, "pipeline": 2}, {"microbatches": 2, "zero_stage": 2}
-    config = replaced(one_device(10), mesh=mesh, parallel=parallel, train={"uneven_batch": "pad"})
+    config = replaced(
+        one_device(10), mesh=mesh, parallel=parallel, train={"uneven_batch": "pad"}
+    )
     program, planned = Program(config), plan(config, "cpu")
     found = collectives(program.lower().compile(), program.mesh, program.taken)
     sent = {
@@ -231,7 +262,10 @@ def test_a_search_takes_data_axes_that_do_not_divide_the_batch():
     }
     assert {(6, 1), (6, 2), (3, 1), (3, 2), (3, 4)} <= found and (3, 3) not in found
     assert all(
-        padded_batch_size(replaced(config, mesh={"data": d}, parallel={"microbatches": m})) < 20
+        padded_batch_size(
+            replaced(config, mesh={"data": d}, parallel={"microbatches": m})
+        )
+        < 20
         for d, m in found
     )
 
@@ -251,7 +285,9 @@ def test_three_processes_of_which_one_holds_the_first_and_the_last_rows(tmp_path
     train_in_processes(config, 3, tmp_path / "config.yaml")
     seen = _rows(tmp_path / "run")
     alone = one_device(
-        7, eval={"every": STEPS, "batches": 1}, run={"directory": str(tmp_path / "alone")}
+        7,
+        eval={"every": STEPS, "batches": 1},
+        run={"directory": str(tmp_path / "alone")},
     )
     assert train(alone).exit_code == 0
     right = _rows(tmp_path / "alone")
@@ -263,4 +299,6 @@ def test_three_processes_of_which_one_holds_the_first_and_the_last_rows(tmp_path
 
 
 def _rows(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]

@@ -28,7 +28,13 @@ def test_durations(seconds, text):
 
 @pytest.mark.parametrize(
     ("nbytes", "text"),
-    [(0, "0 B"), (999, "999 B"), (1536, "1.5 KiB"), (3.2 * 2**30, "3.2 GiB"), (5e15, "4,547 TiB")],
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1536, "1.5 KiB"),
+        (3.2 * 2**30, "3.2 GiB"),
+        (5e15, "4,547 TiB"),
+    ],
 )
 def test_sizes(nbytes, text):
     assert units.size(nbytes) == text

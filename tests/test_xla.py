@@ -28,7 +28,9 @@ def test_a_share_that_the_environment_gives_is_left_alone(name, monkeypatch):
     monkeypatch.setenv(name, "0.5")
     ask_for_pool()
     # JAX refuses both at once
-    assert {n: os.environ.get(n) for n in (NEW, OLD)} == {NEW: None, OLD: None} | {name: "0.5"}
+    assert {n: os.environ.get(n) for n in (NEW, OLD)} == {NEW: None, OLD: None} | {
+        name: "0.5"
+    }
 
 
 def test_xla_plans_for_what_the_pool_holds():

@@ -27,8 +27,17 @@ CONVERSATIONS = [
         ("user", "é?"),
         ("assistant", "漢字 😀"),
     ],
-    [("assistant", "the first word"), ("user", "x"), ("assistant", "\tif y:\n\t\treturn 1")],
-    [("user", "end<|end|> it"), ("assistant", "the"), ("tool", "{}"), ("assistant", "the the")],
+    [
+        ("assistant", "the first word"),
+        ("user", "x"),
+        ("assistant", "\tif y:\n\t\treturn 1"),
+    ],
+    [
+        ("user", "end<|end|> it"),
+        ("assistant", "the"),
+        ("tool", "{}"),
+        ("assistant", "the the"),
+    ],
 ]
 
 
@@ -53,15 +62,24 @@ def main() -> None:
     (WHERE / "tokenizer_config.json").write_text(
         json.dumps({"bos_token": {"content": "<s>"}, "eos_token": None}) + "\n"
     )
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(WHERE / "tokenizer.json"), bos_token="<s>")
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_file=str(WHERE / "tokenizer.json"), bos_token="<s>"
+    )
     template, found = (WHERE / "chat_template.jinja").read_text(), []
     for turns in CONVERSATIONS:
         messages = [{"role": role, "content": content} for role, content in turns]
         made = theirs.apply_chat_template(
-            messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+            messages,
+            chat_template=template,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
         )
         found.append(
-            {"messages": messages, "ids": made["input_ids"], "learned": made["assistant_masks"]}
+            {
+                "messages": messages,
+                "ids": made["input_ids"],
+                "learned": made["assistant_masks"],
+            }
         )
     lines = ",\n".join(json.dumps(each, ensure_ascii=False) for each in found)
     (WHERE / "conversations.json").write_text(f"[\n{lines}\n]\n")

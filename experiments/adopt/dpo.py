@@ -25,7 +25,10 @@ SIZES = {"layers": 8, "d_model": 192, "heads": 8, "d_ff": 512, "vocab_size": 204
 LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "one device": ((1, 1, 1), {"microbatches": 2}),
     "data 8, ZeRO-3": ((8, 1, 1), {"zero_stage": 3}),
-    "tensor 4, sequence parallel": ((1, 4, 1), {"sequence_parallel": True, "microbatches": 2}),
+    "tensor 4, sequence parallel": (
+        (1, 4, 1),
+        {"sequence_parallel": True, "microbatches": 2},
+    ),
     "2 x 2 x 2, 1F1B": ((2, 2, 2), {"microbatches": 4, "schedule": "1f1b"}),
     "pipeline 4, zero bubble, remat full": (
         (1, 1, 4),
@@ -45,7 +48,9 @@ def batch_of(rows: int, length: int, words: int) -> dict[str, np.ndarray]:
         "segments": segments,
         "positions": np.where(segments > 0, at % side, 0),
         "pairs": (segments + 1) // 2,
-        "weights": np.where(learned, np.where(segments % 2, 1.0, -1.0), 0.0).astype(np.float32),
+        "weights": np.where(learned, np.where(segments % 2, 1.0, -1.0), 0.0).astype(
+            np.float32
+        ),
     }
     whole = {name: np.broadcast_to(row, (rows, length)) for name, row in found.items()}
     return {"tokens": text[:, :-1], "labels": text[:, 1:], **whole}
@@ -63,7 +68,12 @@ def main() -> None:
     base = load(given)
     batch = batch_of(16, 128, SIZES["vocab_size"])
     plain = {name: np.abs(x) for name, x in batch.items() if name != "pairs"}
-    heads = ("wall over next_token's", "processor           ", "by FLOPs", "temporary MB of both")
+    heads = (
+        "wall over next_token's",
+        "processor           ",
+        "by FLOPs",
+        "temporary MB of both",
+    )
     table = Table("layout                              ", *heads)
     for name, (mesh, parallel) in LAYOUTS.items():
         placed = {
@@ -71,9 +81,14 @@ def main() -> None:
             "parallel": {"microbatches": 1, **parallel},
         }
         preferring = replaced(base, **placed)
-        tuned = replaced(preferring, train={"objective": "next_token"}, data={"format": "text"})
+        tuned = replaced(
+            preferring, train={"objective": "next_token"}, data={"format": "text"}
+        )
         runs, held = {}, []
-        for kind, config, arrays in (("next_token", tuned, plain), ("dpo", preferring, batch)):
+        for kind, config, arrays in (
+            ("next_token", tuned, plain),
+            ("dpo", preferring, batch),
+        ):
             program = Program(config)
             state = program.init()
             placed_batch = program.place(arrays)
@@ -84,7 +99,11 @@ def main() -> None:
         ratios = Compared(times["dpo"], times["next_token"])
         flops = model_flops(preferring) / model_flops(tuned)
         table.row(
-            name, spread(ratios.walls), spread(ratios.processors), f"{flops:.2f}", ", ".join(held)
+            name,
+            spread(ratios.walls),
+            spread(ratios.processors),
+            f"{flops:.2f}",
+            ", ".join(held),
         )
 
 

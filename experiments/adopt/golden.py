@@ -20,7 +20,8 @@ from experiments.adopt.parity import randomise, with_large_gates
 WHERE = Path(__file__).resolve().parents[2] / "tests" / "adopt" / "golden"
 LENGTH = 48
 LABELS = ("cat", "dog", "bird", "fish", "fly", "frog", "newt")
-PROMPT, SAID = 16, 12  # tokens that a text begins with, and of the likeliest text after them
+# Tokens that a text begins with, and of the likeliest text after them
+PROMPT, SAID = 16, 12
 SIZES = dict(
     hidden_size=16,
     num_hidden_layers=3,
@@ -47,7 +48,12 @@ def models() -> Iterator[tuple[str, Any]]:
         original_max_position_embeddings=16,
     )
     gpt2 = dict(
-        n_embd=16, n_layer=3, n_head=4, vocab_size=45, n_positions=64, initializer_range=0.3
+        n_embd=16,
+        n_layer=3,
+        n_head=4,
+        vocab_size=45,
+        n_positions=64,
+        initializer_range=0.3,
     )
     gpt2 |= dict(bos_token_id=1, eos_token_id=2)
     yield from {
@@ -57,7 +63,9 @@ def models() -> Iterator[tuple[str, Any]]:
         "qwen3": hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES, head_dim=8)),
         "gpt2": hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2, attn_implementation="eager")),
     }.items()
-    gemma = dict(SIZES, head_dim=8, sliding_window=10, query_pre_attn_scalar=6, pad_token_id=None)
+    gemma = dict(
+        SIZES, head_dim=8, sliding_window=10, query_pre_attn_scalar=6, pad_token_id=None
+    )
     ropes = dict(
         full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1000000.0),
         sliding_attention=dict(rope_type="default", rope_theta=10000.0),
@@ -67,10 +75,15 @@ def models() -> Iterator[tuple[str, Any]]:
     yield (
         "gemma3",
         hf.Gemma3ForCausalLM(
-            hf.Gemma3TextConfig(**gemma, sliding_window_pattern=2, rope_parameters=ropes)
+            hf.Gemma3TextConfig(
+                **gemma, sliding_window_pattern=2, rope_parameters=ropes
+            )
         ),
     )
-    yield "mixtral", hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=4))
+    yield (
+        "mixtral",
+        hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=4)),
+    )
     qwen3 = dict(
         head_dim=8,
         moe_intermediate_size=12,
@@ -99,12 +112,16 @@ def models() -> Iterator[tuple[str, Any]]:
     yield (
         "olmoe",
         hf.OlmoeForCausalLM(
-            hf.OlmoeConfig(**SIZES, num_experts=6, num_experts_per_tok=2, pad_token_id=None)
+            hf.OlmoeConfig(
+                **SIZES, num_experts=6, num_experts_per_tok=2, pad_token_id=None
+            )
         ),
     )
     yield (
         "gpt_oss",
-        with_large_gates(hf.GptOssForCausalLM(hf.GptOssConfig(**oss, rope_parameters=yarn))),
+        with_large_gates(
+            hf.GptOssForCausalLM(hf.GptOssConfig(**oss, rope_parameters=yarn))
+        ),
     )
     glm = dict(
         head_dim=8,
@@ -121,7 +138,10 @@ def models() -> Iterator[tuple[str, Any]]:
         num_mtp_layers=0,
         pad_token_id=None,
     )
-    yield "glm4_moe", with_biased_scores(hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(**SIZES, **glm)))
+    yield (
+        "glm4_moe",
+        with_biased_scores(hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(**SIZES, **glm))),
+    )
     yield from hybrids()
     yield "deepseek_v3", deepseek()
 
@@ -155,7 +175,9 @@ def hybrids() -> Iterator[tuple[str, Any]]:
     halves = dict(sizes, layer_types=[linear, full] * 2, rope_parameters=rope)
     yield "qwen3_next", hf.Qwen3NextForCausalLM(hf.Qwen3NextConfig(**sizes, **experts))
     yield "qwen3_5", hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**halves))
-    of_experts = {name: value for name, value in halves.items() if name != "intermediate_size"}
+    of_experts = {
+        name: value for name, value in halves.items() if name != "intermediate_size"
+    }
     yield (
         "qwen3_5_moe",
         hf.Qwen3_5MoeForCausalLM(hf.Qwen3_5MoeTextConfig(**of_experts, **experts)),
@@ -211,15 +233,21 @@ def main() -> None:
         (WHERE / name / "generation_config.json").unlink(missing_ok=True)
         tokens = np.random.default_rng(0).integers(0, 45, (2, LENGTH))
         with torch.no_grad():
-            np.save(WHERE / name / "logits.npy", model(torch.tensor(tokens)).logits.numpy())
+            np.save(
+                WHERE / name / "logits.npy", model(torch.tensor(tokens)).logits.numpy()
+            )
         said = model.generate(
             torch.tensor(tokens[:, :PROMPT]),
             max_new_tokens=SAID,
             do_sample=False,
             eos_token_id=None,
         )
-        np.save(WHERE / name / "generated.npy", said[:, PROMPT:].numpy().astype(np.int32))
-        print(name, sum(file.stat().st_size for file in (WHERE / name).iterdir()), "bytes")
+        np.save(
+            WHERE / name / "generated.npy", said[:, PROMPT:].numpy().astype(np.int32)
+        )
+        print(
+            name, sum(file.stat().st_size for file in (WHERE / name).iterdir()), "bytes"
+        )
     write_vit(WHERE / "vit")
     torch.manual_seed(0)
     tune(made["llama3"], WHERE / "llama3_lora")
@@ -255,9 +283,9 @@ def write_vit(to: Path) -> None:
     )
     processor.save_pretrained(to)
     pixels = np.random.default_rng(0).integers(0, 256, (3, 15, 15, 3), np.uint8)
-    read = processor(list(pixels), input_data_format="channels_last", return_tensors="pt")[
-        "pixel_values"
-    ]
+    read = processor(
+        list(pixels), input_data_format="channels_last", return_tensors="pt"
+    )["pixel_values"]
     np.save(to / "pixels.npy", pixels)
     with torch.no_grad():
         np.save(to / "logits.npy", model(read).logits.numpy())
@@ -265,7 +293,10 @@ def write_vit(to: Path) -> None:
 
 ADAPTERS = {
     "qwen3": dict(
-        r=4, lora_alpha=6, use_rslora=True, target_modules=["q_proj", "v_proj", "down_proj"]
+        r=4,
+        lora_alpha=6,
+        use_rslora=True,
+        target_modules=["q_proj", "v_proj", "down_proj"],
     ),
     "gpt2": dict(r=4, lora_alpha=6, target_modules=["c_attn", "c_proj"]),
 }
@@ -273,7 +304,9 @@ ADAPTERS = {
 
 def adapt(model: Any, to: Path, **settings: Any) -> None:
     """An adapter of random numbers, and the logits with it."""
-    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(task_type="CAUSAL_LM", **settings)
+    ).eval()
     # else the directory that it was made in
     adapted.peft_config["default"].base_model_name_or_path = to.name.partition("_")[0]
     with torch.no_grad():
@@ -309,9 +342,13 @@ def tune(model: Any, to: Path) -> None:
     )
     losses = []
     for step in range(5):
-        tokens = torch.tensor(np.random.default_rng(step).integers(0, 45, (4, LENGTH + 1)))
+        tokens = torch.tensor(
+            np.random.default_rng(step).integers(0, 45, (4, LENGTH + 1))
+        )
         logits = tuned(tokens[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.reshape(-1, 45), tokens[:, 1:].reshape(-1))
+        loss = torch.nn.functional.cross_entropy(
+            logits.reshape(-1, 45), tokens[:, 1:].reshape(-1)
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -46,10 +46,14 @@ def write(directory: Path, dtype: str) -> None:
         for mapping in mappings(model).values():
             if mapping.weight.stacked == (layer is not None):
                 for name in mapping.tensors(layer):
-                    held[name] = draw.standard_normal(mapping.shape(), np.float32).astype(kind)
+                    held[name] = draw.standard_normal(
+                        mapping.shape(), np.float32
+                    ).astype(kind)
         save_file(held, directory / file)
         index |= dict.fromkeys(held, file)
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (directory / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": index})
+    )
     (directory / "config.json").write_text(json.dumps(SECTION))
 
 
@@ -74,7 +78,9 @@ class Peak(threading.Thread):
 
 def anonymous() -> int:
     with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
+        return next(
+            int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon")
+        )
 
 
 def read(directory: Path, devices: int) -> dict[str, float]:
@@ -89,7 +95,9 @@ def read(directory: Path, devices: int) -> dict[str, float]:
     from meshtrain.step import Program
 
     config = replaced(
-        config_of(directory), mesh=MESHES[devices], parallel={"zero_stage": 1, "microbatches": 2}
+        config_of(directory),
+        mesh=MESHES[devices],
+        parallel={"zero_stage": 1, "microbatches": 2},
     )
     program = Program(config)
     layout = program.layout
@@ -97,7 +105,9 @@ def read(directory: Path, devices: int) -> dict[str, float]:
     shards = [
         part_bytes(master)
         // (master.sharding.shard_shape(master.shape)[0] if placed.stacked else 1)
-        for placed, master in zip(layout.flat, jax.tree.leaves(layout.masters), strict=True)
+        for placed, master in zip(
+            layout.flat, jax.tree.leaves(layout.masters), strict=True
+        )
     ]
     jax.block_until_ready(jax.numpy.zeros(1))
     peak, began = Peak(), time.perf_counter()
@@ -106,9 +116,13 @@ def read(directory: Path, devices: int) -> dict[str, float]:
         params = jax.block_until_ready(loading.read(layout, directory))
     seconds, over = time.perf_counter() - began, peak.stop()
     result = sum(
-        shard.data.nbytes for x in jax.tree.leaves(params) for shard in x.addressable_shards
+        shard.data.nbytes
+        for x in jax.tree.leaves(params)
+        for shard in x.addressable_shards
     )
-    of_layers = [s for s, placed in zip(shards, layout.flat, strict=True) if placed.stacked]
+    of_layers = [
+        s for s, placed in zip(shards, layout.flat, strict=True) if placed.stacked
+    ]
     return {
         "result": result,
         "over": over - result,
@@ -120,20 +134,36 @@ def read(directory: Path, devices: int) -> dict[str, float]:
 
 def main() -> None:
     parser = bench.parser(__doc__)
-    parser.add_argument("--write", nargs=2, metavar=("DIR", "DTYPE"), help=argparse.SUPPRESS)
-    parser.add_argument("--read", nargs=2, metavar=("DIR", "DEVICES"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--write", nargs=2, metavar=("DIR", "DTYPE"), help=argparse.SUPPRESS
+    )
+    parser.add_argument(
+        "--read", nargs=2, metavar=("DIR", "DEVICES"), help=argparse.SUPPRESS
+    )
     options = parser.parse_args()
     if options.write:
         return write(Path(options.write[0]), options.write[1])
     if options.read:
         return print(json.dumps(read(Path(options.read[0]), int(options.read[1]))))
-    table = Table("files   ", "devices", "result MB", "over it MB", "allowed MB", "seconds")
+    table = Table(
+        "files   ", "devices", "result MB", "over it MB", "allowed MB", "seconds"
+    )
     for dtype in ("float32", "bfloat16"):
         with tempfile.TemporaryDirectory() as directory:
-            in_process("experiments.adopt.memory", "--write", directory, dtype, JAX_PLATFORMS="cpu")
+            in_process(
+                "experiments.adopt.memory",
+                "--write",
+                directory,
+                dtype,
+                JAX_PLATFORMS="cpu",
+            )
             for devices in MESHES:
                 found = in_process(
-                    "experiments.adopt.memory", "--read", directory, devices, JAX_PLATFORMS="cpu"
+                    "experiments.adopt.memory",
+                    "--read",
+                    directory,
+                    devices,
+                    JAX_PLATFORMS="cpu",
                 )
                 sizes = (found["result"], found["over"], 2 * found["layer"] + ALLOWED)
                 table.row(

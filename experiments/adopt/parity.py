@@ -33,7 +33,8 @@ from meshtrain.model.decoder import Decoder
 WIDTH, LAYERS, HEADS, GROUPS, HIDDEN, WORDS = 64, 3, 4, 2, 96, 131
 LENGTH = 96
 LOGITS, GRADIENTS = 1e-4, 1e-3  # goals
-ON_MESH = ("ViT", "Mixtral", "Qwen3-MoE", "OLMoE", "gpt-oss")  # compared on 2 x 2 x 2 devices too
+# Compared on 2 x 2 x 2 devices too
+ON_MESH = ("ViT", "Mixtral", "Qwen3-MoE", "OLMoE", "gpt-oss")
 COMMON: dict[str, Any] = dict(
     hidden_size=WIDTH,
     num_hidden_layers=LAYERS,
@@ -58,7 +59,10 @@ def models() -> Iterator[tuple[str, Any]]:
         original_max_position_embeddings=32,
     )
     yarn = dict(
-        rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=32
+        rope_type="yarn",
+        rope_theta=10000.0,
+        factor=4.0,
+        original_max_position_embeddings=32,
     )
     yield "Llama 2", hf.LlamaForCausalLM(hf.LlamaConfig(**COMMON))
     yield (
@@ -73,8 +77,14 @@ def models() -> Iterator[tuple[str, Any]]:
         "Mistral, window 20 of 96",
         hf.MistralForCausalLM(hf.MistralConfig(**COMMON, sliding_window=20)),
     )
-    yield "Qwen2.5, tied", hf.Qwen2ForCausalLM(hf.Qwen2Config(**COMMON, tie_word_embeddings=True))
-    yield "Qwen3, heads of 32", hf.Qwen3ForCausalLM(hf.Qwen3Config(**COMMON, head_dim=32))
+    yield (
+        "Qwen2.5, tied",
+        hf.Qwen2ForCausalLM(hf.Qwen2Config(**COMMON, tie_word_embeddings=True)),
+    )
+    yield (
+        "Qwen3, heads of 32",
+        hf.Qwen3ForCausalLM(hf.Qwen3Config(**COMMON, head_dim=32)),
+    )
     # its own padding token would have an embedding of zeros, and no gradient
     gemma = dict(
         head_dim=24,
@@ -89,16 +99,30 @@ def models() -> Iterator[tuple[str, Any]]:
     )
     # caps so low that they bend scores and logits of these sizes
     caps = dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
-    yield "Gemma 2, window 20 of 96", hf.Gemma2ForCausalLM(hf.Gemma2Config(**COMMON | gemma | caps))
+    yield (
+        "Gemma 2, window 20 of 96",
+        hf.Gemma2ForCausalLM(hf.Gemma2Config(**COMMON | gemma | caps)),
+    )
     yield (
         "Gemma 3, window 20 of 96",
-        hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**COMMON | gemma, rope_parameters=linear)),
+        hf.Gemma3ForCausalLM(
+            hf.Gemma3TextConfig(**COMMON | gemma, rope_parameters=linear)
+        ),
     )
     experts = dict(num_experts=8, num_experts_per_tok=3)
-    yield "Mixtral", hf.MixtralForCausalLM(hf.MixtralConfig(**COMMON, num_local_experts=4))
+    yield (
+        "Mixtral",
+        hf.MixtralForCausalLM(hf.MixtralConfig(**COMMON, num_local_experts=4)),
+    )
     qwen3 = dict(head_dim=32, moe_intermediate_size=48, norm_topk_prob=True)
-    yield "Qwen3-MoE", hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**COMMON, **experts, **qwen3))
-    yield "OLMoE", hf.OlmoeForCausalLM(hf.OlmoeConfig(**COMMON, **experts, pad_token_id=None))
+    yield (
+        "Qwen3-MoE",
+        hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**COMMON, **experts, **qwen3)),
+    )
+    yield (
+        "OLMoE",
+        hf.OlmoeForCausalLM(hf.OlmoeConfig(**COMMON, **experts, pad_token_id=None)),
+    )
     oss = dict(
         num_local_experts=8,
         num_experts_per_tok=3,
@@ -119,7 +143,10 @@ def models() -> Iterator[tuple[str, Any]]:
         initializer_range=0.2,
     )
     none = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
-    yield "GPT-2", hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2, **none, attn_implementation="eager"))
+    yield (
+        "GPT-2",
+        hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2, **none, attn_implementation="eager")),
+    )
     vit = dict(
         hidden_size=60,
         num_hidden_layers=LAYERS,
@@ -136,7 +163,9 @@ def models() -> Iterator[tuple[str, Any]]:
     yield (
         "ViT, grey, no bias of q, k, v",
         hf.ViTForImageClassification(
-            hf.ViTConfig(**vit, image_size=21, patch_size=3, num_channels=1, qkv_bias=False)
+            hf.ViTConfig(
+                **vit, image_size=21, patch_size=3, num_channels=1, qkv_bias=False
+            )
         ),
     )
 
@@ -219,13 +248,18 @@ def numbers(model: Any, gradients: bool = False) -> dict[str, np.ndarray]:
 def of_text(theirs: Any) -> tuple[np.ndarray, np.ndarray, Any]:
     """What our model reads, the labels of its first logits, and what theirs makes of them."""
     tokens = np.random.default_rng(0).integers(0, WORDS, (2, LENGTH))
-    return tokens, tokens[:, 1:], theirs(torch.tensor(tokens), labels=torch.tensor(tokens))
+    return (
+        tokens,
+        tokens[:, 1:],
+        theirs(torch.tensor(tokens), labels=torch.tensor(tokens)),
+    )
 
 
 def of_images(theirs: Any) -> tuple[np.ndarray, np.ndarray, Any]:
     """Likewise of pixels, which theirs reads as [B, C, H, W]."""
     side, patch, channels = (
-        getattr(theirs.config, name) for name in ("image_size", "patch_size", "num_channels")
+        getattr(theirs.config, name)
+        for name in ("image_size", "patch_size", "num_channels")
     )
     random = np.random.default_rng(0)
     pixels = random.standard_normal(
@@ -234,13 +268,18 @@ def of_images(theirs: Any) -> tuple[np.ndarray, np.ndarray, Any]:
     labels = random.integers(0, theirs.config.num_labels, (4, 1))
     patches = pixels.transpose(0, 1, 3, 2, 4, 5).reshape(4, (side // patch) ** 2, -1)
     image = pixels.reshape(4, side, side, channels).transpose(0, 3, 1, 2)
-    return patches, labels, theirs(torch.tensor(image), labels=torch.tensor(labels[:, 0]))
+    return (
+        patches,
+        labels,
+        theirs(torch.tensor(image), labels=torch.tensor(labels[:, 0])),
+    )
 
 
 def compared(theirs: Any, meshed: bool) -> tuple[float, float, float, str]:
     """Largest difference of logits, difference of losses, worst relative gradient and its weight."""
     section = model_section(
-        theirs.config.to_dict() | {"architectures": [type(theirs).__name__]}, "config.json"
+        theirs.config.to_dict() | {"architectures": [type(theirs).__name__]},
+        "config.json",
     )
     of_it = (
         {"data": {"source": "synthetic"}}
@@ -248,11 +287,15 @@ def compared(theirs: Any, meshed: bool) -> tuple[float, float, float, str]:
         else {"train": {"sequence_length": LENGTH}}
     )
     config = load({"model": section, **of_it})
-    given, labels, result = (of_images if positions_of(config.model) else of_text)(theirs)
+    given, labels, result = (of_images if positions_of(config.model) else of_text)(
+        theirs
+    )
     theirs.zero_grad()
     result.loss.backward()
     params = tree(ours(config.model, numbers(theirs)))
-    value, logits, found = (on_mesh if meshed else on_one_device)(config, params, given, labels)
+    value, logits, found = (on_mesh if meshed else on_one_device)(
+        config, params, given, labels
+    )
     right = tree(ours(config.model, numbers(theirs, gradients=True)))
     worst, where = 0.0, ""
     for (path, a), b in zip(
@@ -280,7 +323,9 @@ def on_one_device(
         nnx.replace_by_pure_dict(state, params)
         logits = nnx.merge(graph, state)(jnp.asarray(given))
         log_p = jax.nn.log_softmax(logits[:, : labels.shape[1]])
-        return -jnp.mean(jnp.take_along_axis(log_p, jnp.asarray(labels)[..., None], -1)), logits
+        return -jnp.mean(
+            jnp.take_along_axis(log_p, jnp.asarray(labels)[..., None], -1)
+        ), logits
 
     (value, logits), found = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
     return value, logits, found
@@ -294,8 +339,13 @@ def on_mesh(
     # rows for two microbatches on two data ranks; twice the same have the same mean
     repeats = 4 // len(given)
     rows = {"global_batch_size": repeats * len(given)}
-    program = mt.Program(replaced(config, mesh=sizes, train=rows, parallel={"microbatches": 2}))
-    labels, name = labels.astype(np.int32), PATCHES if positions_of(config.model) else TOKENS
+    program = mt.Program(
+        replaced(config, mesh=sizes, train=rows, parallel={"microbatches": 2})
+    )
+    labels, name = (
+        labels.astype(np.int32),
+        PATCHES if positions_of(config.model) else TOKENS,
+    )
     batch = {name: given, LABELS: labels}
     if name == TOKENS:
         weights = np.ones(given.shape, np.float32)
@@ -305,13 +355,21 @@ def on_mesh(
             LABELS: np.pad(labels, ((0, 0), (0, 1))),
             WEIGHTS: weights,
         }
-    batch = program.place({name: np.concatenate([x] * repeats) for name, x in batch.items()})
-    live = jax.jit(program.layout.live, out_shardings=program.state_shardings.params)(params)
+    batch = program.place(
+        {name: np.concatenate([x] * repeats) for name, x in batch.items()}
+    )
+    live = jax.jit(program.layout.live, out_shardings=program.state_shardings.params)(
+        params
+    )
     loss, gradients = jax.jit(program.gradients)(
         live, batch, jnp.zeros((), jnp.int32), jnp.ones(())
     )
     logits = program.logits(live, batch[name])[: len(given)]
-    return loss, logits, jax.tree.map(np.asarray, jax.jit(program.layout.canonical)(gradients))
+    return (
+        loss,
+        logits,
+        jax.tree.map(np.asarray, jax.jit(program.layout.canonical)(gradients)),
+    )
 
 
 def main() -> int:
@@ -330,7 +388,10 @@ def main() -> int:
             logits, loss, gradient, where = compared(model.eval(), meshed)
             good &= logits <= LOGITS and gradient <= GRADIENTS
             told = "  on 2 x 2 x 2" if meshed else name
-            print(f"{told:30}{logits:10.1e}{loss:10.1e}{gradient:11.1e}  {where}", flush=True)
+            print(
+                f"{told:30}{logits:10.1e}{loss:10.1e}{gradient:11.1e}  {where}",
+                flush=True,
+            )
     return 0 if good else 1
 
 

@@ -47,7 +47,11 @@ def config(case: dict[str, Any], remat: str = "none") -> Config:
             },
             "precision": {"compute": "bfloat16"},
             "lora": case.get("lora", {}),
-            "train": {"global_batch_size": 4, "sequence_length": 4096, **case.get("train", {})},
+            "train": {
+                "global_batch_size": 4,
+                "sequence_length": 4096,
+                **case.get("train", {}),
+            },
         }
     )
 
@@ -67,7 +71,9 @@ def stashed(chosen: Config) -> int:
         return jnp.zeros(())
 
     specs = (program.layout.shards, PartitionSpec("data"))
-    mapped = jax.shard_map(local, mesh=program.mesh, in_specs=specs, out_specs=PartitionSpec())
+    mapped = jax.shard_map(
+        local, mesh=program.mesh, in_specs=specs, out_specs=PartitionSpec()
+    )
     jax.eval_shape(mapped, program.layout.masters, program.batch_shapes())
     return found[0]
 

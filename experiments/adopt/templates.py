@@ -71,7 +71,9 @@ CONVERSATIONS: dict[str, dict[str, Any]] = {
     },
     "three turns": {
         "messages": [
-            turn for n in "abc" for turn in (say("user", f"{n}?"), say("assistant", f"{n}!"))
+            turn
+            for n in "abc"
+            for turn in (say("user", f"{n}?"), say("assistant", f"{n}!"))
         ]
     },
     "thoughts": {
@@ -130,7 +132,9 @@ def wanted(messages: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
         changed = dict(message)
         if "tool_calls" in message:
             changed["content"] = message["content"] or empty
-            changed["tool_calls"] = [_called(each, form, name) for each in message["tool_calls"]]
+            changed["tool_calls"] = [
+                _called(each, form, name) for each in message["tool_calls"]
+            ]
         elif isinstance(message["content"], list) and name not in ("gemma3", "llama4"):
             changed["content"] = "".join(part["text"] for part in message["content"])
         result.append(changed)
@@ -194,7 +198,9 @@ def main() -> None:
         for path in sorted(WHERE.glob("*.jinja"))
     }
     written = {"special": SPECIAL, "conversations": CONVERSATIONS, "expected": table}
-    (WHERE / "expected.json").write_text(json.dumps(written, ensure_ascii=False, indent=0) + "\n")
+    (WHERE / "expected.json").write_text(
+        json.dumps(written, ensure_ascii=False, indent=0) + "\n"
+    )
     cells = [cell for row in table.values() for cell in row.values()]
     refused = sum("refused" in cell for cell in cells)
     print(

@@ -44,7 +44,9 @@ def theirs(python: str) -> dict:
     from tokenizer_families import FAMILIES, TEXTS, write
 
     with tempfile.TemporaryDirectory() as folder:
-        folders = {name: str(write(name, Path(folder) / name).parent) for name in FAMILIES}
+        folders = {
+            name: str(write(name, Path(folder) / name).parent) for name in FAMILIES
+        }
         asked = json.dumps([folders, TEXTS])
         result = subprocess.run(
             [python, "-c", ASK], input=asked, capture_output=True, text=True, check=True
@@ -59,11 +61,17 @@ def main() -> None:
     options = parser.parse_args()
     said = theirs(options.python)
     if options.write:
-        GOLDEN.write_text(json.dumps(said, ensure_ascii=False, separators=(",", ":")) + "\n")
+        GOLDEN.write_text(
+            json.dumps(said, ensure_ascii=False, separators=(",", ":")) + "\n"
+        )
         return
     held = json.loads(GOLDEN.read_text())
     for name, facts in said.items():
-        wrong = [what for what in facts if what != "version" and facts[what] != held[name][what]]
+        wrong = [
+            what
+            for what in facts
+            if what != "version" and facts[what] != held[name][what]
+        ]
         print(f"{name:16} {'as held' if not wrong else 'other ' + ', '.join(wrong)}")
 
 

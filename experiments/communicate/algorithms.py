@@ -23,11 +23,17 @@ MODELLED = tuple(2**k for k in (12, 16, 20, 24, 28, 32))
 
 def main() -> None:
     parser = bench.parser(__doc__)
-    parser.add_argument("--devices", type=int, nargs="+", default=[2, 4, 8], help="to measure on")
     parser.add_argument(
-        "--cluster", default="h100", help="to model, as python -m meshtrain.plan --cluster takes it"
+        "--devices", type=int, nargs="+", default=[2, 4, 8], help="to measure on"
     )
-    parser.add_argument("--gpus", type=int, default=512, help="of the cluster, in islands of 8")
+    parser.add_argument(
+        "--cluster",
+        default="h100",
+        help="to model, as python -m meshtrain.plan --cluster takes it",
+    )
+    parser.add_argument(
+        "--gpus", type=int, default=512, help="of the cluster, in islands of 8"
+    )
     options = parser.parse_args()
     print("fake devices, in times of psum")
     print(columns([row for n in options.devices for row in measured(n)]))
@@ -42,13 +48,19 @@ def measured(devices: int) -> list[list[str]]:
     islands = 2 if devices % 2 == 0 and devices > 2 else 1
     mesh = make_mesh(
         load(
-            {"mesh": {"data": devices, "islands": islands}, "train": {"global_batch_size": devices}}
+            {
+                "mesh": {"data": devices, "islands": islands},
+                "train": {"global_batch_size": devices},
+            }
         )
     )
     over = links.JOINED if islands > 1 else "data"
     found = list(links.collectives(mesh, over, (ALL_REDUCE,), MEASURED, PROGRAMS))
     psum = next(c for c in found if c.algorithm == XLA)
-    rows = [[f"n = {devices}", *map(size, MEASURED)], ["psum", *map(duration, psum.seconds)]]
+    rows = [
+        [f"n = {devices}", *map(size, MEASURED)],
+        ["psum", *map(duration, psum.seconds)],
+    ]
     for c in found:
         if c is not psum:
             ratios = [a / b for a, b in zip(c.seconds, psum.seconds, strict=True)]
@@ -60,12 +72,21 @@ def modelled(name: str, gpus: int) -> list[list[str]]:
     """A row an algorithm: seconds at each size, the fastest of ours marked."""
     mesh = MeshConfig(data=gpus, islands=max(1, gpus // 8))
     cluster = named(name, gpus)
-    by = [algorithm for algorithm in ALGORITHMS if mesh.islands > 1 or algorithm != "hierarchical"]
+    by = [
+        algorithm
+        for algorithm in ALGORITHMS
+        if mesh.islands > 1 or algorithm != "hierarchical"
+    ]
     seconds = {
-        a: [programs.seconds(a, ALL_REDUCE, mesh.data_axes, mesh, cluster, n) for n in MODELLED]
+        a: [
+            programs.seconds(a, ALL_REDUCE, mesh.data_axes, mesh, cluster, n)
+            for n in MODELLED
+        ]
         for a in by
     }
-    least = [min(seconds[a][i] for a in by if a != "psum") for i in range(len(MODELLED))]
+    least = [
+        min(seconds[a][i] for a in by if a != "psum") for i in range(len(MODELLED))
+    ]
     rows = [["", *map(size, MODELLED)]]
     for algorithm, times in seconds.items():
         marks = [
@@ -73,7 +94,10 @@ def modelled(name: str, gpus: int) -> list[list[str]]:
             for t, best in zip(times, least, strict=True)
         ]
         rows.append(
-            [algorithm, *(duration(t) + mark for t, mark in zip(times, marks, strict=True))]
+            [
+                algorithm,
+                *(duration(t) + mark for t, mark in zip(times, marks, strict=True)),
+            ]
         )
     return rows
 

@@ -19,13 +19,23 @@ from meshtrain.mesh import make_mesh
 from meshtrain.plan import gradient_traffic, named, pipeline
 from meshtrain.step import Program
 
-MODEL = {"layers": 4, "d_model": 512, "heads": 8, "kv_heads": 4, "d_ff": 1408, "vocab_size": 2048}
+MODEL = {
+    "layers": 4,
+    "d_model": 512,
+    "heads": 8,
+    "kv_heads": 4,
+    "d_ff": 1408,
+    "vocab_size": 2048,
+}
 CASES = [
     *(
         (name, "data", 1)
         for name in ("none", "bfloat16", "float8", "int8", "int4", "topk", "powersgd")
     ),
-    *((name, over, 2) for name, over in (("none", "data"), ("int8", "data"), ("int8", "islands"))),
+    *(
+        (name, over, 2)
+        for name, over in (("none", "data"), ("int8", "data"), ("int8", "islands"))
+    ),
 ]
 
 
@@ -34,7 +44,10 @@ def config_of(compression: str, over: str, islands: int) -> Config:
         {
             "model": MODEL,
             "mesh": {"data": 8, "islands": islands},
-            "parallel": {"zero_stage": 1, "reduce": {"compression": compression, "over": over}},
+            "parallel": {
+                "zero_stage": 1,
+                "reduce": {"compression": compression, "over": over},
+            },
             "train": {"global_batch_size": 8, "sequence_length": 32},
         }
     )
@@ -45,13 +58,22 @@ def sent(config: Config) -> dict[tuple[str, bool], float]:
     found: dict[tuple[str, bool], float] = defaultdict(float)
     axes = {
         flow.axis
-        for flow in gradient_traffic.gradient_transfers(config, pipeline.iterations(config))
+        for flow in gradient_traffic.gradient_transfers(
+            config, pipeline.iterations(config)
+        )
     }
     least = 1024  # numbers for the norm and the loss are no gradients
     for c in Program(config, make_mesh(config)).collectives():
-        if c.axis in axes and (c.axis, c.kind) != ("data", "all-gather") and c.bytes >= least:
+        if (
+            c.axis in axes
+            and (c.axis, c.kind) != ("data", "all-gather")
+            and c.bytes >= least
+        ):
             # Float32 that is summed over an axis over which gradients else are scattered: P and Q.
-            thin = c.kind == "all-reduce" and config.parallel.reduce.compression == "powersgd"
+            thin = (
+                c.kind == "all-reduce"
+                and config.parallel.reduce.compression == "powersgd"
+            )
             found[c.axis, c.dtype == "u8" or thin] += c.sent * c.times
     return found
 
@@ -68,7 +90,10 @@ def seconds() -> None:
                 {
                     "model": LLAMA_3["8B"],
                     "mesh": {"data": 512, "islands": islands},
-                    "parallel": {"zero_stage": 1, "reduce": {"compression": name, "over": over}},
+                    "parallel": {
+                        "zero_stage": 1,
+                        "reduce": {"compression": name, "over": over},
+                    },
                     "precision": {"compute": "bfloat16"},
                     "train": {"global_batch_size": 512, "sequence_length": 4096},
                 }
@@ -103,7 +128,9 @@ def compiled() -> None:
         packed = sum(nbytes for (_, how), nbytes in found.items() if how)
         across = sum(nbytes for (axis, _), nbytes in found.items() if axis == "island")
         whole = plain.setdefault(islands, total)
-        planned, _ = gradient_traffic.bytes_and_ratio(config, pipeline.iterations(config))
+        planned, _ = gradient_traffic.bytes_and_ratio(
+            config, pipeline.iterations(config)
+        )
         of_matrices = f"{(whole - total + packed) / packed:.2f} x" if packed else ""
         cells = [
             f"{total - across:,.0f}",

@@ -39,7 +39,11 @@ ONE_STAGE = (
         "parallel.schedule=gpipe",
         "parallel.virtual_stages=1",
     ),
-    *("parallel.microbatches=1", "parallel.sequence_parallel=false", "parallel.remat=selective"),
+    *(
+        "parallel.microbatches=1",
+        "parallel.sequence_parallel=false",
+        "parallel.remat=selective",
+    ),
     "train.global_batch_size=512",
 )
 MODELS = {
@@ -60,7 +64,8 @@ def across(planned: Plan) -> float:
     mesh = planned.config.mesh
     flows = [flow for flow in planned.transfers if flow.axis == ISLAND]
     return sum(
-        f.count * best(f.kind, planned.cluster.axis(f.axis, mesh), f.nbytes).seconds for f in flows
+        f.count * best(f.kind, planned.cluster.axis(f.axis, mesh), f.nbytes).seconds
+        for f in flows
     )
 
 
@@ -153,7 +158,9 @@ def edge(holds: Callable[[float], bool], start: float, end: float) -> float | No
         if not holds(outside):
             while abs(math.log(outside / inside)) > 0.01:
                 middle = math.sqrt(inside * outside)
-                inside, outside = (middle, outside) if holds(middle) else (inside, middle)
+                inside, outside = (
+                    (middle, outside) if holds(middle) else (inside, middle)
+                )
             return inside
     return end
 
@@ -165,7 +172,11 @@ def report(model: str) -> None:
     bandwidths = [f"{gigabits:g}".rjust(6) for gigabits in TOLD]
     title = f"{model}: seconds of a step; Gbit/s of a GPU across islands"
     table = Table(
-        "method                   ", *bandwidths, "ahead below", "90% down to", title=title
+        "method                   ",
+        *bandwidths,
+        "ahead below",
+        "90% down to",
+        title=title,
     )
     for curve in found:
         spent = [f"{curve(gigabits):.2f}" for gigabits in TOLD]
@@ -179,7 +190,13 @@ def report(model: str) -> None:
 
 
 def said(gigabits: float | None, end: float) -> str:
-    return "never" if gigabits is None else "always" if gigabits == end else f"{gigabits:.3g}"
+    return (
+        "never"
+        if gigabits is None
+        else "always"
+        if gigabits == end
+        else f"{gigabits:.3g}"
+    )
 
 
 def main() -> None:

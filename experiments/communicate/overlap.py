@@ -27,7 +27,9 @@ from meshtrain.plan.compiled import Compiled, compile_step
 
 SMALL, MIDDLE, LARGE = LLAMA_3.values()
 # model, (data, tensor, pipeline), islands, sequences in a batch, parallel's keys
-LAYOUTS: dict[str, tuple[dict[str, int], tuple[int, int, int], int, int, dict[str, Any]]] = {
+LAYOUTS: dict[
+    str, tuple[dict[str, int], tuple[int, int, int], int, int, dict[str, Any]]
+] = {
     "8b": (SMALL, (8, 8, 1), 1, 32, {"microbatches": 4}),
     "8b one microbatch": (SMALL, (8, 8, 1), 1, 8, {}),
     "8b islands": (SMALL, (16, 4, 1), 2, 32, {"microbatches": 2, "remat": "selective"}),
@@ -45,7 +47,12 @@ LAYOUTS: dict[str, tuple[dict[str, int], tuple[int, int, int], int, int, dict[st
         (32, 4, 4),
         1,
         512,
-        {"microbatches": 16, "schedule": "interleaved", "virtual_stages": 5, "remat": "selective"},
+        {
+            "microbatches": 16,
+            "schedule": "interleaved",
+            "virtual_stages": 5,
+            "remat": "selective",
+        },
     ),
     "405b": (
         LARGE,
@@ -67,7 +74,12 @@ def config_of(layout: str, changes: list[str]) -> Config:
     model, (data, tensor, pipeline), islands, batch, parallel = LAYOUTS[layout]
     given = {
         "model": model,
-        "mesh": {"data": data, "tensor": tensor, "pipeline": pipeline, "islands": islands},
+        "mesh": {
+            "data": data,
+            "tensor": tensor,
+            "pipeline": pipeline,
+            "islands": islands,
+        },
         "parallel": {"sequence_parallel": True, "remat": "none"} | parallel,
         "precision": {"compute": "bfloat16"},
         "train": {"global_batch_size": batch, "sequence_length": 8192},
@@ -79,7 +91,9 @@ def sent_over(
     axis: str, config: Config, compiled: Compiled
 ) -> tuple[dict[str, CollectiveTime], float]:
     """Returns what is sent over an axis (over data: and islands), by kind, and the seconds of the whole program."""
-    found = timed(compiled.module, compiled.mesh, config, named("h100", config.mesh.devices))
+    found = timed(
+        compiled.module, compiled.mesh, config, named("h100", config.mesh.devices)
+    )
     wanted = {DATA, ISLAND} if axis == DATA else {axis}
     kinds: dict[str, CollectiveTime] = defaultdict(CollectiveTime)
     for (axes, kind), sent in found.sent.items():
@@ -98,7 +112,10 @@ def main() -> None:
         help=f"of {', '.join(LAYOUTS)}; all, if none is given",
     )
     parser.add_argument(
-        "--over", choices=(DATA, TENSOR), default=DATA, help="the axis whose messages are looked at"
+        "--over",
+        choices=(DATA, TENSOR),
+        default=DATA,
+        help="the axis whose messages are looked at",
     )
     parser.add_argument(
         "--set",
@@ -130,7 +147,9 @@ def main() -> None:
         compiled = compile_step(config, f"h100x{config.mesh.devices}")
         kinds, seconds = sent_over(options.over, config, compiled)
         planned = plan(config, named("h100", config.mesh.devices))
-        for kind, sent in sorted(kinds.items(), key=lambda item: (item[0] == "all", item[0])):
+        for kind, sent in sorted(
+            kinds.items(), key=lambda item: (item[0] == "all", item[0])
+        ):
             hidden = 1 - sent.waited / sent.seconds
             cells = [
                 f"{sent.bytes / 1e9:.2f}",

@@ -14,7 +14,8 @@ from meshtrain.mesh import fake_devices
 
 WORKERS, STEPS, RATE = 4, 120, 0.6
 EVEN, STRAGGLING = (1.0,) * WORKERS, (1.0, 1.0, 1.0, 4.0)
-TEN, FOUR_HUNDRED = Network(50e-6, 1.25e9), Network(10e-6, 50e9)  # Gbit/s: Ethernet, InfiniBand
+# Gbit/s: Ethernet, InfiniBand
+TEN, FOUR_HUNDRED = Network(50e-6, 1.25e9), Network(10e-6, 50e9)
 GRADIENTS = 1e8  # bytes: 25 million weights in float32
 
 
@@ -44,13 +45,22 @@ def losses() -> None:
     runs = [
         ("all-reduce", summed),
         ("server in step", in_step),
-        ("the same, a worker 4 times slower", servers.synchronous(task, STEPS, RATE, STRAGGLING)),
-        ("out of step, rate / 4", servers.asynchronous(task, gradients, RATE / WORKERS, EVEN)),
+        (
+            "the same, a worker 4 times slower",
+            servers.synchronous(task, STEPS, RATE, STRAGGLING),
+        ),
+        (
+            "out of step, rate / 4",
+            servers.asynchronous(task, gradients, RATE / WORKERS, EVEN),
+        ),
         (
             "the same, a worker 4 times slower",
             servers.asynchronous(task, gradients, RATE / WORKERS, STRAGGLING),
         ),
-        ("out of step, rate not divided", servers.asynchronous(task, gradients, RATE, EVEN)),
+        (
+            "out of step, rate not divided",
+            servers.asynchronous(task, gradients, RATE, EVEN),
+        ),
     ]
     for name, run in runs:
         _, spent, loss = run.held_out[-1]
@@ -61,15 +71,29 @@ def losses() -> None:
 def seconds() -> None:
     title = f"ms to sum {GRADIENTS / 1e6:.0f} MB over 16 workers, and from which number of servers they win"
     table = Table(
-        "network           ", "all-reduce", "1 server", "     4", "    16", "wins from", title=title
+        "network           ",
+        "all-reduce",
+        "1 server",
+        "     4",
+        "    16",
+        "wins from",
+        title=title,
     )
-    for name, network in (("10 Gbit/s, 50 µs", TEN), ("400 Gbit/s, 10 µs", FOUR_HUNDRED)):
+    for name, network in (
+        ("10 Gbit/s, 50 µs", TEN),
+        ("400 Gbit/s, 10 µs", FOUR_HUNDRED),
+    ):
         summed = server_time.all_reduce(16, GRADIENTS, network)
-        served = {s: server_time.server(16, GRADIENTS, s, network) for s in range(1, 17)}
+        served = {
+            s: server_time.server(16, GRADIENTS, s, network) for s in range(1, 17)
+        }
         first = next((str(s) for s, spent in served.items() if spent < summed), "none")
         table.row(
             name,
-            *(f"{1e3 * spent:.1f}" for spent in (summed, served[1], served[4], served[16])),
+            *(
+                f"{1e3 * spent:.1f}"
+                for spent in (summed, served[1], served[4], served[16])
+            ),
             first,
         )
 

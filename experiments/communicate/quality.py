@@ -26,7 +26,11 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS, SEEDS, MOST_SEEDS = 150, 3, 100
 BASE = (
     *("mesh.data=4", "mesh.tensor=1", "mesh.pipeline=1", "run.fake_devices=4"),
-    *("parallel.sequence_parallel=false", "parallel.schedule=gpipe", "parallel.microbatches=1"),
+    *(
+        "parallel.sequence_parallel=false",
+        "parallel.schedule=gpipe",
+        "parallel.microbatches=1",
+    ),
     f"train.steps={STEPS}",
 )
 
@@ -69,13 +73,20 @@ METHODS = (
     Method("int4 with feedback", compressed("int4"), 0.05),
     Method("int4 without", compressed("int4", "feedback=false")),
     Method("PowerSGD rank 4 with feedback", compressed("powersgd", "rank=4"), 0.05),
-    Method("PowerSGD rank 4 without", compressed("powersgd", "rank=4", "feedback=false")),
+    Method(
+        "PowerSGD rank 4 without", compressed("powersgd", "rank=4", "feedback=false")
+    ),
     Method("top 1% with feedback", compressed("topk")),
     Method("top 1% without", compressed("topk", "feedback=false")),
-    Method("int8 across 2 islands", ("mesh.islands=2", *compressed("int8", "over=islands"))),
+    Method(
+        "int8 across 2 islands", ("mesh.islands=2", *compressed("int8", "over=islands"))
+    ),
     Method("DiLoCo, 10 steps alone", alone(), 0.10),
     Method("DiLoCo, momentum 0.5", alone("outer_momentum=0.5")),
-    Method("local SGD, 10 steps alone", alone("outer_learning_rate=1.0", "outer_momentum=0")),
+    Method(
+        "local SGD, 10 steps alone",
+        alone("outer_learning_rate=1.0", "outer_momentum=0"),
+    ),
 )
 # Feedback is there to make a method better: pairs of which the first must end below the second.
 BETTER = (("top 1% with feedback", "top 1% without"),)
@@ -97,23 +108,36 @@ def directory(work: Path, name: str, seed: int) -> Path:
 def result(work: Path, name: str, seed: int) -> Result | None:
     """What a run has found, None before its end."""
     path = directory(work, name, seed) / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = (
+        [json.loads(line) for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
     losses = {row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row}
     return Result(losses, rows[-1].get("reduce_bytes")) if STEPS in losses else None
 
 
 def differences(work: Path, name: str) -> list[float]:
     """Evaluation loss at the end over float32's of the same seed, of the seeds that both have run."""
-    pairs = [(result(work, PLAIN, seed), result(work, name, seed)) for seed in range(MOST_SEEDS)]
-    return [own.losses[STEPS] - plain.losses[STEPS] for plain, own in pairs if plain and own]
+    pairs = [
+        (result(work, PLAIN, seed), result(work, name, seed))
+        for seed in range(MOST_SEEDS)
+    ]
+    return [
+        own.losses[STEPS] - plain.losses[STEPS] for plain, own in pairs if plain and own
+    ]
 
 
 def table(work: Path) -> tuple[list[str], list[str]]:
     """The lines of the table, means with their standard errors, and a sentence for each goal that was missed."""
-    lines = [f"{'':31}{'eval loss':>10}{'over float32':>17}{'goal':>7}{'kB sent':>9}  by seed"]
+    lines = [
+        f"{'':31}{'eval loss':>10}{'over float32':>17}{'goal':>7}{'kB sent':>9}  by seed"
+    ]
     missed, mean = [], {}
     for method in METHODS:
-        found = [r for seed in range(MOST_SEEDS) if (r := result(work, method.name, seed))]
+        found = [
+            r for seed in range(MOST_SEEDS) if (r := result(work, method.name, seed))
+        ]
         by_seed = differences(work, method.name)
         if not found or not by_seed:
             continue
@@ -122,9 +146,15 @@ def table(work: Path) -> tuple[list[str], list[str]]:
         seeds = " ".join(f"{difference:+.4f}" for difference in by_seed)
         goal = "" if method.most is None else f"{method.most:.2f}"
         sent = "" if found[0].sent is None else f"{found[0].sent / 1e3:,.0f}"
-        error = statistics.stdev(by_seed) / len(by_seed) ** 0.5 if len(by_seed) > 1 else math.nan
+        error = (
+            statistics.stdev(by_seed) / len(by_seed) ** 0.5
+            if len(by_seed) > 1
+            else math.nan
+        )
         over = f"{mean[method.name]:+.4f} ± {error:.4f}"
-        lines.append(f"{method.name:31}{loss:10.4f}{over:>17}{goal:>7}{sent:>9}  {seeds}")
+        lines.append(
+            f"{method.name:31}{loss:10.4f}{over:>17}{goal:>7}{sent:>9}  {seeds}"
+        )
         if method.most is not None and mean[method.name] > method.most:
             missed.append(f"{method.name}: {over}, and the goal is {method.most}.")
     for better, than in BETTER:
@@ -136,10 +166,17 @@ def table(work: Path) -> tuple[list[str], list[str]]:
 def main() -> int:
     parser = bench.parser(__doc__)
     parser.add_argument(
-        "--work", type=Path, default=ROOT / "runs" / "quality", help="directory of the runs, kept"
+        "--work",
+        type=Path,
+        default=ROOT / "runs" / "quality",
+        help="directory of the runs, kept",
     )
     parser.add_argument(
-        "--only", nargs="+", metavar="WORD", default=[], help="methods whose name has one of these"
+        "--only",
+        nargs="+",
+        metavar="WORD",
+        default=[],
+        help="methods whose name has one of these",
     )
     parser.add_argument(
         "--seeds", type=int, default=SEEDS, help=f"runs of each method; default {SEEDS}"

@@ -27,7 +27,9 @@ class Network:
     bytes_per_second: float
 
     def group(self, workers: int) -> Group:
-        return Group(workers, (Hop("rail", workers, self.latency, self.bytes_per_second, 1),))
+        return Group(
+            workers, (Hop("rail", workers, self.latency, self.bytes_per_second, 1),)
+        )
 
 
 def all_reduce(workers: int, nbytes: float, network: Network) -> float:
@@ -38,5 +40,6 @@ def server(workers: int, nbytes: float, servers: int, network: Network) -> float
     """Push and pull of all workers in step, over `servers` machines of their own."""
     messages = max(workers, servers) + 1
     return (
-        messages * network.latency + max(workers / servers, 1.0) * nbytes / network.bytes_per_second
+        messages * network.latency
+        + max(workers / servers, 1.0) * nbytes / network.bytes_per_second
     )

@@ -93,15 +93,20 @@ def transformer(workers: int) -> Task:
 
     batches = [held_out.batch(k) for k in range(UNSEEN)]
     unseen = tuple(
-        np.concatenate([batch[name] for batch in batches]) for name in ("tokens", "labels")
+        np.concatenate([batch[name] for batch in batches])
+        for name in ("tokens", "labels")
     )
-    return Task(plain_jax.loss, plain_jax.init(config, jax.random.key(0)), rows, unseen, workers)
+    return Task(
+        plain_jax.loss, plain_jax.init(config, jax.random.key(0)), rows, unseen, workers
+    )
 
 
 @jax.jit
 def updated(weights: Tree, rate: float, *gradients: Tree) -> Tree:
     """One step down along the mean of the gradients."""
-    return jax.tree.map(lambda w, *gs: w - rate * (sum(gs) / len(gs)), weights, *gradients)
+    return jax.tree.map(
+        lambda w, *gs: w - rate * (sum(gs) / len(gs)), weights, *gradients
+    )
 
 
 def all_reduce(task: Task, steps: int, rate: float) -> Trained:
@@ -114,42 +119,66 @@ def all_reduce(task: Task, steps: int, rate: float) -> Trained:
     )
 
     @jax.jit
-    @partial(jax.shard_map, mesh=mesh, in_specs=(whole, whole, split), out_specs=(whole, split))
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(whole, whole, split),
+        out_specs=(whole, split),
+    )
     def step(weights: Tree, now: float, rows: Rows) -> tuple[Tree, jax.Array]:
         loss, own = jax.value_and_grad(task.of)(vary(weights, [WORKER]), *rows)
         mean = jax.tree.map(lambda g: jax.lax.psum(g, WORKER) / workers, own)
         return updated(weights, now, mean), loss[None]
 
-    weights, losses = jax.device_put(task.weights, NamedSharding(mesh, whole)), list[float]()
+    weights, losses = (
+        jax.device_put(task.weights, NamedSharding(mesh, whole)),
+        list[float](),
+    )
     for k in range(steps):
         shares = [task.rows(k, worker) for worker in range(workers)]
         together = tuple(map(np.concatenate, zip(*shares, strict=True)))
         weights, by_worker = step(weights, rate * (1 - k / steps), together)
         losses.append(float(by_worker.mean()))
     one = jax.tree.map(lambda leaf: leaf.addressable_data(0), weights)
-    return Trained(losses, [0] * steps, [(steps * workers, float(steps), task.loss(one))])
+    return Trained(
+        losses, [0] * steps, [(steps * workers, float(steps), task.loss(one))]
+    )
 
 
-def synchronous(task: Task, steps: int, rate: float, seconds: Sequence[float]) -> Trained:
+def synchronous(
+    task: Task, steps: int, rate: float, seconds: Sequence[float]
+) -> Trained:
     """The server waits for a gradient of every worker, which take `seconds` [workers], and makes one update of their
     mean.
 
     Held-out loss at the start and at the end.
     """
-    weights, losses, held_out = task.weights, list[float](), [(0, 0.0, task.loss(task.weights))]
+    weights, losses, held_out = (
+        task.weights,
+        list[float](),
+        [(0, 0.0, task.loss(task.weights))],
+    )
     for k in range(steps):
         found = []
         for worker, device in enumerate(task.devices):
-            found.append(task.gradient(jax.device_put(weights, device), *task.rows(k, worker)))
+            found.append(
+                task.gradient(jax.device_put(weights, device), *task.rows(k, worker))
+            )
         weights = updated(
-            weights, rate * (1 - k / steps), *(jax.device_put(own, task.server) for _, own in found)
+            weights,
+            rate * (1 - k / steps),
+            *(jax.device_put(own, task.server) for _, own in found),
         )
         losses.append(sum(float(loss) for loss, _ in found) / len(found))
-    held_out.append((steps * len(task.devices), steps * max(seconds), task.loss(weights)))
+    held_out.append(
+        (steps * len(task.devices), steps * max(seconds), task.loss(weights))
+    )
     return Trained(losses, [0] * steps, held_out)
 
 
-def asynchronous(task: Task, gradients: int, rate: float, seconds: Sequence[float]) -> Trained:
+def asynchronous(
+    task: Task, gradients: int, rate: float, seconds: Sequence[float]
+) -> Trained:
     """The server makes an update of every gradient as it arrives. Workers that become free take the next rows.
 
     Held-out loss at the start and at the end. With the synchronous rate over the number of workers, as
@@ -169,6 +198,8 @@ def asynchronous(task: Task, gradients: int, rate: float, seconds: Sequence[floa
         losses.append(float(loss))
         staleness.append(version - seen)
         pulled[worker] = jax.device_put(weights, task.devices[worker])
-        heapq.heappush(working, (now + seconds[worker], worker, version + 1, version + workers))
+        heapq.heappush(
+            working, (now + seconds[worker], worker, version + 1, version + workers)
+        )
     held_out.append((gradients, now, task.loss(weights)))
     return Trained(losses, staleness, held_out)

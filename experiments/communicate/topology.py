@@ -52,7 +52,10 @@ def recovered(sizes: tuple[int, ...], noise: float) -> tuple[int, float]:
         place = random.permutation(sizes[-1])
         levels = clustered(SIZES, matrix(sizes, place, noise, random)).levels
         true = [
-            {frozenset(np.flatnonzero(place // s == b).tolist()) for b in range(sizes[-1] // s)}
+            {
+                frozenset(np.flatnonzero(place // s == b).tolist())
+                for b in range(sizes[-1] // s)
+            }
             for s in sizes
         ]
         found += [set(map(frozenset, level.blocks)) for level in levels] == true
@@ -88,8 +91,12 @@ def main() -> None:
     table = Table("blocks      ", "20%", "30%", "40%", "seconds each", title=title)
     for sizes in SHAPES:
         results = [recovered(sizes, noise) for noise in (0.2, 0.3, 0.4)]
-        table.row("/".join(map(str, sizes)), *(n for n, _ in results), f"{results[0][1]:.3f}")
-    title = f"64 devices, {MESH}, bytes {WEIGHTS}: cost over the best order's, noise 20%"
+        table.row(
+            "/".join(map(str, sizes)), *(n for n, _ in results), f"{results[0][1]:.3f}"
+        )
+    title = (
+        f"64 devices, {MESH}, bytes {WEIGHTS}: cost over the best order's, noise 20%"
+    )
     table = Table("blocks      ", "shuffled", "repaired", title=title)
     for sizes in ((8, 64), (8, 32, 64)):
         wrong, right = repaired(sizes, 0.2)
@@ -105,7 +112,8 @@ def main() -> None:
     )
     for name, mesh in (("llama3_8b", (8, 4, 2)), ("llama3_70b", (8, 8, 8))):
         sizes = [
-            f"mesh.{axis}={n}" for axis, n in zip(("data", "tensor", "pipeline"), mesh, strict=True)
+            f"mesh.{axis}={n}"
+            for axis, n in zip(("data", "tensor", "pipeline"), mesh, strict=True)
         ]
         config = load(f"configs/{name}.yaml", [*sizes, "train.global_batch_size=128"])
         for cluster in ("h100", "a100-80", "gb200"):

@@ -30,7 +30,11 @@ HERE = Path(__file__).parent
 TASKS = HERE / "tasks"
 NAMES = {"meshtrain_choice": "acc,none", "meshtrain_again": "exact_match,none"}
 GOAL = 1e-4
-ROLLING = ["Short.", "A text that is far longer than the model has positions for. " * 6, "\n"]
+ROLLING = [
+    "Short.",
+    "A text that is far longer than the model has positions for. " * 6,
+    "\n",
+]
 
 
 class ByHand:
@@ -40,7 +44,9 @@ class ByHand:
         import tokenizers
 
         self.model: Model = read_model(directory)
-        self.tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        self.tokenizer = tokenizers.Tokenizer.from_file(
+            str(directory / "tokenizer.json")
+        )
         begun = self.tokenizer.encode("a").ids[:-1]
         self.end = self.tokenizer.token_to_id(END)
         self.prefix = begun[0] if begun else self.end
@@ -83,7 +89,9 @@ class ByHand:
         said: list[int] = []
         while len(said) < most:
             said.append(int(self.log_p(tokens + said)[-1].argmax()))
-            if said[-1] == self.end or any(stop in self.tokenizer.decode(said) for stop in until):
+            if said[-1] == self.end or any(
+                stop in self.tokenizer.decode(said) for stop in until
+            ):
                 break
         text = self.tokenizer.decode([token for token in said if token != self.end])
         return min((text.partition(stop)[0] for stop in until), key=len)
@@ -96,7 +104,11 @@ def evaluated(model: Any) -> dict[str, Any]:
 
     manager = TaskManager(include_path=str(TASKS), include_defaults=False)
     return simple_evaluate(
-        model, tasks=list(NAMES), task_manager=manager, bootstrap_iters=0, log_samples=True
+        model,
+        tasks=list(NAMES),
+        task_manager=manager,
+        bootstrap_iters=0,
+        log_samples=True,
     )
 
 
@@ -114,10 +126,17 @@ def accuracy(task: str, said: Sequence[Any], results: dict[str, Any]) -> float:
     samples = results["samples"][task]
     if task == "meshtrain_again":
         return float(
-            np.mean([text == sample["target"] for text, sample in zip(said, samples, strict=True)])
+            np.mean(
+                [
+                    text == sample["target"]
+                    for text, sample in zip(said, samples, strict=True)
+                ]
+            )
         )
     sums = np.array([total for total, _ in said]).reshape(len(samples), -1)
-    return float(np.mean(sums.argmax(1) == [int(sample["target"]) for sample in samples]))
+    return float(
+        np.mean(sums.argmax(1) == [int(sample["target"]) for sample in samples])
+    )
 
 
 def main() -> int:
@@ -129,7 +148,9 @@ def main() -> int:
     missed = 0
     with tempfile.TemporaryDirectory() as made:
         for family in FAMILIES:
-            directory = tiny(Path(made), family, (HERE.parent.parent / "README.md").read_text())
+            directory = tiny(
+                Path(made), family, (HERE.parent.parent / "README.md").read_text()
+            )
             ours, hand = model(str(directory), batch_size=4), ByHand(directory)
             results = evaluated(ours)
 
@@ -161,7 +182,13 @@ def main() -> int:
                 )
             texts = [_Request((text,)) for text in ROLLING]
             rolled = ours.loglikelihood_rolling(texts, disable_tqdm=True)
-            row("by hand", "rolling", 1, 1, apart(rolled, [hand.rolling(text) for text in ROLLING]))
+            row(
+                "by hand",
+                "rolling",
+                1,
+                1,
+                apart(rolled, [hand.rolling(text) for text in ROLLING]),
+            )
             if (hf := theirs(directory)) is not None:
                 other = evaluated(hf)
                 for task, metric in NAMES.items():
@@ -169,7 +196,9 @@ def main() -> int:
                         [response for _, response in answers(each, task)]
                         for each in (results, other)
                     )
-                    scores = [each["results"][task][metric] for each in (results, other)]
+                    scores = [
+                        each["results"][task][metric] for each in (results, other)
+                    ]
                     row("hf", task, *scores, apart(mine, their))
                 row(
                     "hf",
@@ -205,7 +234,8 @@ def apart(mine: Sequence[Any], theirs: Sequence[Any]) -> float:
         if isinstance(a, str):
             return 0.0 if a == b else np.inf
         (x, *greedy), (y, *other) = (
-            list(np.atleast_1d(v)) if not isinstance(v, tuple | list) else list(v) for v in (a, b)
+            list(np.atleast_1d(v)) if not isinstance(v, tuple | list) else list(v)
+            for v in (a, b)
         )
         return abs(float(x) - float(y)) if greedy == other else np.inf
 
@@ -214,12 +244,19 @@ def apart(mine: Sequence[Any], theirs: Sequence[Any]) -> float:
 
 def theirs(directory: Path) -> Any:
     """lm-eval's own model of the same directory; None without torch and transformers."""
-    if not all(importlib.util.find_spec(name) for name in ("torch", "transformers", "accelerate")):
+    if not all(
+        importlib.util.find_spec(name)
+        for name in ("torch", "transformers", "accelerate")
+    ):
         return None
     from lm_eval.models.huggingface import HFLM
 
     return HFLM(
-        pretrained=str(directory), dtype="float32", device="cpu", batch_size=4, max_length=LENGTH
+        pretrained=str(directory),
+        dtype="float32",
+        device="cpu",
+        batch_size=4,
+        max_length=LENGTH,
     )
 
 

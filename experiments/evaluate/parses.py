@@ -51,9 +51,15 @@ def signatures(paths: list[Path]) -> list[str]:
         source = path.read_text()
         lines = source.splitlines(keepends=True)
         for node in ast.parse(source).body:
-            if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and node.body[1:]:
+            if (
+                isinstance(node, ast.FunctionDef)
+                and ast.get_docstring(node)
+                and node.body[1:]
+            ):
                 # the newline and the indent behind it are one token, which the model has to write
-                text = "".join(lines[node.lineno - 1 : node.body[0].end_lineno]).rstrip("\n")
+                text = "".join(lines[node.lineno - 1 : node.body[0].end_lineno]).rstrip(
+                    "\n"
+                )
                 if len(text) <= LONGEST_PROMPT:
                     found.append(text)
     return found
@@ -100,7 +106,9 @@ def print_scores(run: Path, steps: list[int], show: int) -> None:
         table.row(step, found.parse, f"{found.statements:.1f}")
     for prompt, answer in zip(prompts[:show], answers, strict=False):
         good = REWARDS["parses"](prompt, answer)
-        print(f"--- {'parses' if good else 'does not parse'}\n{prompt}{REWARDS['seen'](answer)}")
+        print(
+            f"--- {'parses' if good else 'does not parse'}\n{prompt}{REWARDS['seen'](answer)}"
+        )
 
 
 def write_prompts(to: Path) -> None:
@@ -125,7 +133,9 @@ def main() -> None:
         _, _, losses = figures([gather(options.run)])[0]
         options.svg.write_text(svg.file(losses))
         return
-    steps = sorted(int(path.name) for path in (options.run / "checkpoints").glob("[0-9]*"))
+    steps = sorted(
+        int(path.name) for path in (options.run / "checkpoints").glob("[0-9]*")
+    )
     print_scores(options.run, steps if options.every else steps[-1:], options.show)
 
 

@@ -17,7 +17,13 @@ TEMPLATE = (
 )
 BEGIN, END, TURN = "<|begin|>", "</s>", "<|end|>"
 LENGTH = 64  # positions
-SIZES: dict[str, Any] = {"layers": 2, "d_model": 32, "heads": 4, "d_ff": 48, "vocab_size": 320}
+SIZES: dict[str, Any] = {
+    "layers": 2,
+    "d_model": 32,
+    "heads": 4,
+    "d_ff": 48,
+    "vocab_size": 320,
+}
 FAMILIES = {"llama": {"kv_heads": 2}, "gpt2": {"max_positions": LENGTH}}
 
 
@@ -31,7 +37,11 @@ def tiny(directory: Path, family: str = "llama", text: str = "") -> Path:
     begins = family == "llama"
     tokenizer = _tokenizer(text or Path(__file__).read_text(), begins)
     tokenizer.save(str(beside / "tokenizer.json"))
-    named = {"bos_token": BEGIN if begins else END, "eos_token": END, "chat_template": TEMPLATE}
+    named = {
+        "bos_token": BEGIN if begins else END,
+        "eos_token": END,
+        "chat_template": TEMPLATE,
+    }
     (beside / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | named)
     )
@@ -50,7 +60,14 @@ def tiny(directory: Path, family: str = "llama", text: str = "") -> Path:
         "eos_token_id": tokenizer.token_to_id(END),
     }
     files = {path.name: path for path in beside.iterdir()}
-    export(config, live_source(program.layout, params), directory / family, "float32", files, ids)
+    export(
+        config,
+        live_source(program.layout, params),
+        directory / family,
+        "float32",
+        files,
+        ids,
+    )
     return directory / family
 
 
@@ -67,7 +84,10 @@ def _tokenizer(text: str, begins: bool) -> Any:
     made.train_from_iterator(
         [text],
         trainers.BpeTrainer(
-            vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+            vocab_size=300,
+            special_tokens=special,
+            initial_alphabet=alphabet,
+            show_progress=False,
         ),
     )
     if begins:

@@ -24,7 +24,8 @@ from pathlib import Path
 from experiments import quick_compile
 from experiments.faults.covered import COVERED
 
-ENVIRONMENT = {  # of every process, so that it starts and compiles fast and says nothing of its own
+# Of every process, so that it starts and compiles fast and says nothing of its own
+ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -66,7 +67,9 @@ def main() -> int:
     )
     parser.add_argument("--all", action="store_true", help="every fault of each kind")
     parser.add_argument(
-        "--long", action="store_true", help="the faults that take minutes, in place of the others"
+        "--long",
+        action="store_true",
+        help="the faults that take minutes, in place of the others",
     )
     parser.add_argument(
         "--list",
@@ -74,7 +77,9 @@ def main() -> int:
         help="lists the faults, and the tests that inject others; injects none",
     )
     parser.add_argument(
-        "--json", action="store_true", help="one JSON object on stdout in place of the table"
+        "--json",
+        action="store_true",
+        help="one JSON object on stdout in place of the table",
     )
     parser.add_argument(
         "--jobs",
@@ -83,7 +88,9 @@ def main() -> int:
         help="faults at a time (default: one more than the cores, since many only wait, at most 4; 1 with --long)",
     )
     options = parser.parse_args()
-    options.jobs = options.jobs or (1 if options.long else min(4, (os.cpu_count() or 1) + 1))
+    options.jobs = options.jobs or (
+        1 if options.long else min(4, (os.cpu_count() or 1) + 1)
+    )
 
     # In a script's background they are ignored, and so would be the faults that send them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -95,7 +102,11 @@ def main() -> int:
     from experiments.faults import harness
 
     harness.register(ROOMS)
-    matching = [f for f in harness.FAULTS if _matches(f, options.only) and f.long == options.long]
+    matching = [
+        f
+        for f in harness.FAULTS
+        if _matches(f, options.only) and f.long == options.long
+    ]
     chosen = matching if options.all or options.only or options.long else _few(matching)
     if len(chosen) < len(matching):
         alike = len(matching) - len(chosen)
@@ -143,7 +154,14 @@ def _run(chosen: list, work: Path, options: argparse.Namespace) -> int:
 
     def tell(fault: harness.Fault, verdict: str, reason: str, seconds: float) -> None:
         known = {"room": fault.room, "kind": fault.kind, "fault": fault.name}
-        found.append({**known, "verdict": verdict, "reason": reason, "seconds": round(seconds, 2)})
+        found.append(
+            {
+                **known,
+                "verdict": verdict,
+                "reason": reason,
+                "seconds": round(seconds, 2),
+            }
+        )
         if verdict != "named":
             print(
                 f"{verdict:<10} {fault.room}: {fault.name}: {reason}",
@@ -156,12 +174,18 @@ def _run(chosen: list, work: Path, options: argparse.Namespace) -> int:
     sums = _sums(found)
     seconds, processor = time.monotonic() - began, sum(os.times()[:4])
     if options.json:
-        print(json.dumps({"faults": found, "sums": sums, "seconds": round(seconds)}, indent=1))
+        print(
+            json.dumps(
+                {"faults": found, "sums": sums, "seconds": round(seconds)}, indent=1
+            )
+        )
     else:
         columns = ("tried", "kinds", *VERDICTS, "seconds")
         print(f"{'room':<14}" + "".join(f"{column:>10}" for column in columns))
         for room, counts in sums.items():
-            print(f"{room:<14}" + "".join(f"{counts[column]:>10}" for column in columns))
+            print(
+                f"{room:<14}" + "".join(f"{counts[column]:>10}" for column in columns)
+            )
         every = sums["all"]
         print(
             f"tried {every['tried']} cases of {every['kinds']} kinds in {seconds:.0f} s ({processor:.0f} of "

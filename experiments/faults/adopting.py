@@ -29,7 +29,9 @@ Act = Callable[[Path], object]
 
 
 def theirs(
-    p: Place, model: str = "llama3", change: Callable[[Tensors], object] = lambda tensors: None
+    p: Place,
+    model: str = "llama3",
+    change: Callable[[Tensors], object] = lambda tensors: None,
 ) -> Path:
     """A directory of theirs as `hf`, its weights in one file, which `change` may alter."""
     from safetensors.numpy import load_file, save_file
@@ -106,7 +108,11 @@ def holds(content: bytes) -> Act:
 
 
 FILES: dict[str, Act] = {
-    **{way: act for way, act in DAMAGE.items() if way not in ("with a bit flipped", "doubled")},
+    **{
+        way: act
+        for way, act in DAMAGE.items()
+        if way not in ("with a bit flipped", "doubled")
+    },
     "with a header of no bytes": header(0),
     "with a header longer than the file": header(2**40),
     "with a header of 2^63 bytes": header(2**63),
@@ -115,7 +121,9 @@ FILES: dict[str, Act] = {
     "with a header nested 100,000 deep": header(text=b"[" * 100_000),
     "without a tensor": header(text=b"{}"),
     "with a dtype that there is not": replaced(b'"F32"', b'"F99"'),
-    "with offsets beyond its end": lambda path: os.truncate(path, path.stat().st_size - 64),
+    "with offsets beyond its end": lambda path: os.truncate(
+        path, path.stat().st_size - 64
+    ),
     "that is a pickle under this name": holds(b"\x80\x04\x95" + bytes(200)),
     "that is a page of an error": holds(b"<html>404</html>"),
     "that is a pointer of Git LFS": holds(
@@ -131,7 +139,9 @@ for name, act in FILES.items():
 kind("weights-wrong")
 
 
-def weights(name: str, model: str, word: str, change: Callable[[Tensors], object]) -> None:
+def weights(
+    name: str, model: str, word: str, change: Callable[[Tensors], object]
+) -> None:
     is_refused(f"weights of a {model} {name}", lambda p: theirs(p, model, change), word)
 
 
@@ -140,7 +150,9 @@ def names(tensors: Tensors, part: str) -> list[str]:
 
 
 weights("with one missing", "gpt2", "c_fc", lambda t: t.pop(names(t, "c_fc.weight")[0]))
-weights("with NaN", "gpt2", "NaN|finite", lambda t: t[names(t, "c_fc.bias")[0]].fill(np.nan))
+weights(
+    "with NaN", "gpt2", "NaN|finite", lambda t: t[names(t, "c_fc.bias")[0]].fill(np.nan)
+)
 weights(
     "with one of another shape",
     "vit",
@@ -148,7 +160,10 @@ weights(
     lambda t: t.update({n: t[n][:3] for n in names(t, "classifier.weight")}),
 )
 weights(
-    "under other names", "llama3", "", lambda t: [t.update({f"x.{n}": t.pop(n)}) for n in list(t)]
+    "under other names",
+    "llama3",
+    "",
+    lambda t: [t.update({f"x.{n}": t.pop(n)}) for n in list(t)],
 )
 
 kind("weights-index")
@@ -202,7 +217,9 @@ def adapters(name: str, act: Act, *words: str) -> None:
         shutil.copytree(GOLDEN / "qwen3_lora", p.dir / "lora")
         act(p.dir / "lora")
 
-    is_refused(f"adapters {name}", arrange, *words, commands=("import hf out --adapter lora",))
+    is_refused(
+        f"adapters {name}", arrange, *words, commands=("import hf out --adapter lora",)
+    )
 
 
 def adapter_config(act: Act) -> Act:
@@ -235,7 +252,11 @@ out("export of a step that is a word", "export run out --step last", "--step")
 out("export in a dtype that there is not", "export run out --dtype int8", "dtype")
 out("export of adapters that there are not", "export run out --adapter", "adapters")
 out("merge without adapters", "merge run out", "adapters")
-out("export with a tokenizer that is not there", "export run out --tokenizer gone", "gone")
+out(
+    "export with a tokenizer that is not there",
+    "export run out --tokenizer gone",
+    "gone",
+)
 out("export under a file", "export run config.yaml/out", "config.yaml")
 
 
@@ -248,15 +269,23 @@ def same_bytes(p: Place) -> None:
         tensors.update({n: x.astype(ml_dtypes.bfloat16) for n, x in tensors.items()})
 
     place = theirs(p, "llama3", halve)
-    rewritten(place / "config.json", lambda v: v.update(dtype="bfloat16", torch_dtype="bfloat16"))
+    rewritten(
+        place / "config.json",
+        lambda v: v.update(dtype="bfloat16", torch_dtype="bfloat16"),
+    )
     done(p.command("adopt", "import", "hf", "out"))
     done(p.command("adopt", "export", "out", "back"))
-    before, after = (load_file(path / "model.safetensors") for path in (place, p.dir / "back"))
+    before, after = (
+        load_file(path / "model.safetensors") for path in (place, p.dir / "back")
+    )
     missing = np.zeros(0)
     wrong = [
         name
         for name, x in before.items()
-        if (y := after.get(name, missing)).dtype != x.dtype or y.tobytes() != x.tobytes()
+        if (y := after.get(name, missing)).dtype != x.dtype
+        or y.tobytes() != x.tobytes()
     ]
     if wrong:
-        raise Silent(f"{len(wrong)} of {len(before)} tensors are other bytes, such as {wrong[0]}")
+        raise Silent(
+            f"{len(wrong)} of {len(before)} tensors are other bytes, such as {wrong[0]}"
+        )

@@ -38,7 +38,18 @@ from pathlib import Path
 SOURCE = Path(__file__).with_name("refusing_calls.c")
 VARIABLES = ("REFUSE_CALL", "REFUSE_FILE", "REFUSE_HOW", "REFUSE_LOG", "REFUSE_TIMES")
 ERRORS = ("EIO", "ENOSPC", "EDQUOT", "EMFILE", "ESTALE", "EROFS")
-CALLS = ("open", "read", "write", "fsync", "rename", "mkdir", "stat", "unlink", "rmdir", "list")
+CALLS = (
+    "open",
+    "read",
+    "write",
+    "fsync",
+    "rename",
+    "mkdir",
+    "stat",
+    "unlink",
+    "rmdir",
+    "list",
+)
 SHORT = ("read", "write")
 DELAY = 10.0  # seconds
 # Seconds that a command may take: of a call that is delayed each time it may make dozens, on a machine with much else to do.
@@ -79,7 +90,9 @@ class Command:
 def _trained(place) -> None:
     place.undisturbed()
     place.intact(2, 4, 6, 8)
-    if aside := [path.name for path in place.checkpoints.iterdir() if not path.name.isdigit()]:
+    if aside := [
+        path.name for path in place.checkpoints.iterdir() if not path.name.isdigit()
+    ]:
         raise _silent(f"checkpoints/ holds {aside}")
 
 
@@ -105,7 +118,9 @@ def _same(place, name: str) -> None:
 
 def _files(directory: Path) -> list[Path]:
     return [
-        path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != ".lock"
+        path
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name != ".lock"
     ]
 
 
@@ -126,7 +141,10 @@ COMMANDS = {
         (
             "run/checkpoints",
             STEP,
-            *(f"{STEP}/{name}" for name in ("COMMIT", "digests.json", "manifest.json", *ARRAYS)),
+            *(
+                f"{STEP}/{name}"
+                for name in ("COMMIT", "digests.json", "manifest.json", *ARRAYS)
+            ),
             "run/checkpoints/4/manifest.json",
             "run",
             "run/metrics.jsonl",
@@ -145,7 +163,13 @@ COMMANDS = {
             NEW,
             *(
                 f"{NEW}/{name}"
-                for name in ("*COMMIT*", "*digests.json*", "*manifest.json*", "arrays", *ARRAYS)
+                for name in (
+                    "*COMMIT*",
+                    "*digests.json*",
+                    "*manifest.json*",
+                    "arrays",
+                    *ARRAYS,
+                )
             ),
             "run/*.newest-checkpoint*",
             "run/metrics.jsonl",
@@ -177,7 +201,10 @@ COMMANDS = {
         EXPORT,
         (
             STEP,
-            *(f"{STEP}/{name}" for name in ("COMMIT", "digests.json", "manifest.json", *ARRAYS)),
+            *(
+                f"{STEP}/{name}"
+                for name in ("COMMIT", "digests.json", "manifest.json", *ARRAYS)
+            ),
             "out.writing",
             "out.writing/.lock",
             "out.writing/config.json",
@@ -197,7 +224,11 @@ def cells(only: Sequence[str] = (), how: Sequence[str] = ()) -> list[Cell]:
             continue
         for file, call, times in itertools.product(command.files, CALLS, (1, 0)):
             hows = [*ERRORS, *(["short"] if call in SHORT else []), "delay"]
-            table += [Cell(name, file, call, one, times) for one in hows if not how or one in how]
+            table += [
+                Cell(name, file, call, one, times)
+                for one in hows
+                if not how or one in how
+            ]
     return table
 
 
@@ -212,14 +243,20 @@ def made(table: Sequence[Cell], work: Path, directory: Path) -> list[Cell]:
         place.dir.mkdir()
         _arrange(place, name)
         log = place.dir / "calls"
-        recorded = dict(zip(VARIABLES, ("all", f"{place.dir}/*", "0", str(log), "0"), strict=True))
+        recorded = dict(
+            zip(VARIABLES, ("all", f"{place.dir}/*", "0", str(log), "0"), strict=True)
+        )
         ended = place.start(
-            f"meshtrain.{COMMANDS[name].module}", *COMMANDS[name].arguments, env=recorded
+            f"meshtrain.{COMMANDS[name].module}",
+            *COMMANDS[name].arguments,
+            env=recorded,
         ).end(PATIENCE)
         assert ended.code == 0, ended.said
         calls[name] = set(log.read_text(errors="replace").splitlines())
     return [
-        cell for cell in table if fnmatch.filter(calls[cell.command], f"{cell.call} *{cell.file}")
+        cell
+        for cell in table
+        if fnmatch.filter(calls[cell.command], f"{cell.call} *{cell.file}")
     ]
 
 
@@ -231,7 +268,9 @@ def _arrange(place, name: str) -> None:
 
 def few(table: Sequence[Cell], count: int) -> list[Cell]:
     """Returns `count` cells, spread so evenly that each call, error and file has its turn."""
-    return [table[number * 7919 % len(table)] for number in range(min(count, len(table)))]
+    return [
+        table[number * 7919 % len(table)] for number in range(min(count, len(table)))
+    ]
 
 
 # --- meeting a cell
@@ -271,9 +310,9 @@ def meet(cell: Cell, place, scale: float) -> tuple[str, str]:
         files.PAUSES = tuple(pause * scale for pause in files.PAUSES)
         os.environ.update(dict(zip(VARIABLES, refusals, strict=True)))
 
-    ended = place.start(f"meshtrain.{command.module}", *command.arguments, before=refuse).end(
-        PATIENCE
-    )
+    ended = place.start(
+        f"meshtrain.{command.module}", *command.arguments, before=refuse
+    ).end(PATIENCE)
     met = log.stat().st_size if log.exists() else 0
     if not met:
         return "not met", ""
@@ -359,7 +398,10 @@ def run(
     while waiting or running:
         while waiting and len(running) < jobs:
             number, cell = waiting.pop(0)
-            directory, result = work / "places" / str(number), work / "places" / f"{number}.json"
+            directory, result = (
+                work / "places" / str(number),
+                work / "places" / f"{number}.json",
+            )
             directory.mkdir()
             pid = os.fork()
             if not pid:
@@ -388,7 +430,12 @@ def _meet_and_leave(cell: Cell, place, result: Path, scale: float) -> None:
         result.write_text(json.dumps(meet(cell, place, scale)))
     except BaseException as error:
         result.write_text(
-            json.dumps(("traceback", f"the cell itself failed: {type(error).__name__}: {error}"))
+            json.dumps(
+                (
+                    "traceback",
+                    f"the cell itself failed: {type(error).__name__}: {error}",
+                )
+            )
         )
     os._exit(0)
 
@@ -407,7 +454,9 @@ def table(found: Sequence[dict]) -> str:
         counts = Counter(cell["verdict"] for cell in of)
         counts["cells"] = len(of)
         if of:
-            lines.append(f"{name:<18}" + "".join(f"{counts[column]:>11}" for column in columns))
+            lines.append(
+                f"{name:<18}" + "".join(f"{counts[column]:>11}" for column in columns)
+            )
     return "\n".join(lines)
 
 
@@ -428,7 +477,10 @@ def main() -> int:
         help="refused in this way alone (may be given again)",
     )
     parser.add_argument(
-        "--few", type=int, metavar="N", help="N cells, spread over the table (default: all)"
+        "--few",
+        type=int,
+        metavar="N",
+        help="N cells, spread over the table (default: all)",
     )
     parser.add_argument(
         "--scale",
@@ -458,12 +510,16 @@ def main() -> int:
         made = library(work)
         if made is None:
             print(
-                "not tried: there is no C compiler here (Debian: apt install gcc)", file=sys.stderr
+                "not tried: there is no C compiler here (Debian: apt install gcc)",
+                file=sys.stderr,
             )
             return 0
         # What stands before the system's own library has to be there when a process begins.
         os.environ.update(LD_PRELOAD=str(made), MESHTRAIN_CALLS=str(work))
-        os.execv(sys.executable, [sys.executable, "-m", "experiments.faults.calls", *sys.argv[1:]])
+        os.execv(
+            sys.executable,
+            [sys.executable, "-m", "experiments.faults.calls", *sys.argv[1:]],
+        )
     from experiments.faults.__main__ import ENVIRONMENT
 
     os.environ.update(ENVIRONMENT, JAX_COMPILATION_CACHE_DIR=str(work / "compiled"))

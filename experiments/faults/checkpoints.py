@@ -36,7 +36,9 @@ def linked(name: str, step: str) -> None:
         (p.checkpoints / step).symlink_to(p.dir / "volume")
         before = p.digests(p.dir / "volume")
         for steps, after in ((8, LAST), (10, 8)):
-            ended = p.train("checkpoint.keep=1", "checkpoint.keep_best=0", f"train.steps={steps}")
+            ended = p.train(
+                "checkpoint.keep=1", "checkpoint.keep_best=0", f"train.steps={steps}"
+            )
             done(ended)
             resumed(ended, after)
         p.survive(before)
@@ -50,7 +52,9 @@ kind("step-litter")
 
 
 def litter(name: str, arrange: Callable[[Path], object]) -> None:
-    goes_on(f"in checkpoints/: {name}", lambda p: arrange(p.checkpoints), intact=(2, 4, 6))
+    goes_on(
+        f"in checkpoints/: {name}", lambda p: arrange(p.checkpoints), intact=(2, 4, 6)
+    )
 
 
 def copied(step: str, name: str) -> Callable[[Path], object]:
@@ -63,11 +67,16 @@ def half_written(root: Path) -> None:
 
 
 litter("a directory 006 beside 6", copied("6", "006"))
-litter("8.writing with a COMMIT, as a kill before the rename leaves it", copied("2", "8.writing"))
+litter(
+    "8.writing with a COMMIT, as a kill before the rename leaves it",
+    copied("2", "8.writing"),
+)
 litter("2.damaged of an earlier run", copied("2", "2.damaged"))
 litter("a FIFO 99", lambda root: os.mkfifo(root / "99"))
 litter("8.removing that is there already", lambda root: (root / "8.removing").mkdir())
-litter("a name that is not UTF-8", lambda root: os.mkdir(os.fsencode(root) + b"/\xff\xfe"))
+litter(
+    "a name that is not UTF-8", lambda root: os.mkdir(os.fsencode(root) + b"/\xff\xfe")
+)
 litter("a step 0", lambda root: (root / "0").mkdir())
 litter("the step to be written next, half written", half_written)
 
@@ -89,14 +98,19 @@ def others_arrays(p: Place) -> None:
 
 
 def damaged(name: str, arrange: Callable[[Place], object]) -> None:
-    goes_on(f"the newest step: {name}", arrange, "damaged|cannot be read|missing", after=4)
+    goes_on(
+        f"the newest step: {name}", arrange, "damaged|cannot be read|missing", after=4
+    )
 
 
 for way in NO_FILE:
     damaged(f"an array file {way}", lambda p, way=way: DAMAGE[way](array_file(p)))
 damaged("no arrays/", lambda p: shutil.rmtree(arrays(p)))
 damaged("arrays/ that is a link to another step's", others_arrays)
-goes_on("an array file more than was written", lambda p: (arrays(p) / "stranger").write_text("x"))
+goes_on(
+    "an array file more than was written",
+    lambda p: (arrays(p) / "stranger").write_text("x"),
+)
 refuses(
     "every step damaged",
     with_settings(),
@@ -142,7 +156,9 @@ def other_run(
         arrange(p)
 
     command = with_settings(f"checkpoint.resume={resume}")
-    refuses(f"checkpoint.resume {name}", command, *words, base="synthetic", arrange=renamed)
+    refuses(
+        f"checkpoint.resume {name}", command, *words, base="synthetic", arrange=renamed
+    )
 
 
 def at(name: str, make: Callable[[Path], object]) -> Callable[[Place], object]:
@@ -152,8 +168,18 @@ def at(name: str, make: Callable[[Path], object]) -> Callable[[Place], object]:
 other_run("names nothing", "nothing", "checkpoint.resume", "nothing")
 other_run("names a file", "config.yaml", "checkpoint.resume|config.yaml")
 other_run("names an empty directory", "void", "void", arrange=at("void", Path.mkdir))
-other_run("names a dangling link", "x", "x", arrange=at("x", lambda path: path.symlink_to("gone")))
-other_run("names a link to itself", "x", "x", arrange=at("x", lambda path: path.symlink_to("x")))
+other_run(
+    "names a dangling link",
+    "x",
+    "x",
+    arrange=at("x", lambda path: path.symlink_to("gone")),
+)
+other_run(
+    "names a link to itself",
+    "x",
+    "x",
+    arrange=at("x", lambda path: path.symlink_to("x")),
+)
 other_run("names a FIFO", "pipe", "pipe", arrange=at("pipe", os.mkfifo))
 other_run("has a slip of the pen", "neverr", "did you mean never")
 other_run("names a path of 5,000 characters", "x" * 5000, "checkpoint.resume")
@@ -165,7 +191,9 @@ other_run(
 )
 
 
-@fault("another run's newest step damaged: the one before is taken, and nothing of it is renamed")
+@fault(
+    "another run's newest step damaged: the one before is taken, and nothing of it is renamed"
+)
 def of_another_run(p: Place) -> None:
     p.base()
     os.rename(p.run, p.dir / "other")
@@ -185,12 +213,24 @@ kind("command-path")
 def commanded(
     name: str, *words: str, said: str, arrange: Callable[[Place], object] = nothing
 ) -> None:
-    refuses(f"checkpoint {name}", ("checkpoint", *words), said, base="synthetic", arrange=arrange)
+    refuses(
+        f"checkpoint {name}",
+        ("checkpoint", *words),
+        said,
+        base="synthetic",
+        arrange=arrange,
+    )
 
 
 commanded("ls of nothing", "ls", "nowhere", said="nowhere")
 commanded("ls of a file", "ls", "config.yaml", said="config.yaml")
-commanded("ls of an empty directory", "ls", "void", said="void", arrange=at("void", Path.mkdir))
+commanded(
+    "ls of an empty directory",
+    "ls",
+    "void",
+    said="void",
+    arrange=at("void", Path.mkdir),
+)
 commanded(
     "show of a link to itself",
     "show",

@@ -35,7 +35,11 @@ def rungs(p: Place) -> None:
     ratio = ("optimizer.learning_rate=0.01", "optimizer.final_ratio=0.1")
     done(p.train("optimizer.warmup_steps=4", *ratio))
     rates = [row["learning_rate"] for row in p.rows()]
-    if not rates[0] > 0 or abs(rates[-1] - 0.001) > 1e-6 or max(rates) > 0.01 * (1 + 1e-6):
+    if (
+        not rates[0] > 0
+        or abs(rates[-1] - 0.001) > 1e-6
+        or max(rates) > 0.01 * (1 + 1e-6)
+    ):
         raise Silent(f"learning rates {rates}")
 
 
@@ -70,5 +74,8 @@ def names(p: Place) -> None:
     for name in ("1e3", "2024-01-01", "yes", "0x10", "1_000"):
         p.config(text=f"run: {{directory: {name}}}\n")
         ended = p.command(*PRINT)
-        if told_or_done(ended, "run.directory") and name not in ended.out.splitlines()[1]:
+        if (
+            told_or_done(ended, "run.directory")
+            and name not in ended.out.splitlines()[1]
+        ):
             raise Silent(f"{name} became {ended.out.splitlines()[1]}")

@@ -66,7 +66,9 @@ def silently_other(p: Place) -> None:
 
         def other(self, *arguments):
             state = real(self, *arguments)
-            return state._replace(params=jax.tree.map(lambda x: x * (1.01), state.params))
+            return state._replace(
+                params=jax.tree.map(lambda x: x * (1.01), state.params)
+            )
 
         GlobalArrays.state = other
 
@@ -116,7 +118,9 @@ def anew(p: Place) -> None:
     found_out(Silent, lambda: resumed(ended, LAST))
 
 
-@fault("a traceback, a signal, an endless process, a patched main that swallows an error")
+@fault(
+    "a traceback, a signal, an endless process, a patched main that swallows an error"
+)
 def deaths(p: Place) -> None:
     def fails() -> int:
         raise RuntimeError("no")
@@ -134,7 +138,9 @@ def deaths(p: Place) -> None:
     found_out(Silent, lambda: refused(p.start("", call=lambda: 0).end()))
 
 
-@fault("sentences: two, none, without a prefix, with another exit code, without the word")
+@fault(
+    "sentences: two, none, without a prefix, with another exit code, without the word"
+)
 def sentences(p: Place) -> None:
     refused(Ended(2, "", "meshtrain: mesh.data is 3.\n"), "mesh.data")
     for code, err in (
@@ -144,5 +150,7 @@ def sentences(p: Place) -> None:
         (2, "x\n"),
         (2, "meshtrain: y\n"),
     ):
-        found_out(Unclear, lambda code=code, err=err: refused(Ended(code, "", err), "x"))
+        found_out(
+            Unclear, lambda code=code, err=err: refused(Ended(code, "", err), "x")
+        )
     found_out(Silent, lambda: done(Ended(0, "fine\n", ""), "set aside"))

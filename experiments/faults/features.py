@@ -49,7 +49,11 @@ def precision(old: str, new: str, *settings: str) -> None:
 
 
 ZERO = ("mesh.data=2", "parallel.zero_stage=3")
-for old, new in (("float32", "float16"), ("bfloat16", "float16"), ("float16", "float32")):
+for old, new in (
+    ("float32", "float16"),
+    ("bfloat16", "float16"),
+    ("float16", "float32"),
+):
     precision(old, new)
 precision("float32", "float16", "mesh.data=2")
 precision("bfloat16", "float16", *ZERO)
@@ -67,7 +71,10 @@ def same_bits(p: Place, *settings: str) -> None:
     ended = p.train(*settings)
     done(ended)
     resumed(ended, 4)
-    whole = [json.loads(line) for line in (p.dir / "whole/metrics.jsonl").read_text().splitlines()]
+    whole = [
+        json.loads(line)
+        for line in (p.dir / "whole/metrics.jsonl").read_text().splitlines()
+    ]
     for key in ("loss", "grad_norm", "sync_drift"):
         found, expected = ([row.get(key) for row in rows] for rows in (p.rows(), whole))
         if found != expected:
@@ -101,7 +108,9 @@ kind("islands-padded")
 def padded(p: Place) -> None:
     common = ("train.uneven_batch=pad", "train.steps=2")
     done(p.train(*common, "run.directory=plain"))
-    expected = json.loads((p.dir / "plain/metrics.jsonl").read_text().splitlines()[0])["loss"]
+    expected = json.loads((p.dir / "plain/metrics.jsonl").read_text().splitlines()[0])[
+        "loss"
+    ]
     ended = p.train(*common, "mesh.data=3", "mesh.islands=3", "parallel.sync.every=2")
     if told_or_done(ended, "island"):
         found = p.rows()[0]["loss"]
@@ -118,16 +127,24 @@ def held_out(batches: int) -> None:
     @fault(f"{batches} batches are to be evaluated, and fewer are held out")
     def _(p: Place) -> None:
         folder(p)
-        p.config(data={"source": "text", "validation": 0.2}, eval={"every": 4, "batches": batches})
+        p.config(
+            data={"source": "text", "validation": 0.2},
+            eval={"every": 4, "batches": batches},
+        )
         ended = p.train()
         done(ended)
-        loss = [row["eval_loss"] for row in p.rows() if row.get("eval_loss") is not None]
+        loss = [
+            row["eval_loss"] for row in p.rows() if row.get("eval_loss") is not None
+        ]
         whole = p.command("evaluate", "run")
         done(whole)
         told = re.search(r"([\d,]+) (?:held-out )?tokens", whole.out)
         if not told or not loss:
             raise Unclear(f"it does not say of how many tokens: {last_line(whole.out)}")
-        if "fewer" not in ended.said + whole.said and "eval.batches" not in ended.said + whole.said:
+        if (
+            "fewer" not in ended.said + whole.said
+            and "eval.batches" not in ended.said + whole.said
+        ):
             raise Silent("it does not say that there are fewer")
 
 
@@ -147,14 +164,21 @@ def rank(p: Place) -> None:
     if "lora.rank]" in ended.err:
         refused_again = p.train("lora.rank=4", "checkpoint.allow=[lora.rank]")
         if refused_again.code:
-            raise Unclear(f"the advice cannot be followed: {last_line(refused_again.err)}")
+            raise Unclear(
+                f"the advice cannot be followed: {last_line(refused_again.err)}"
+            )
 
 
 # --- every two of them, together
 
 kind("features-crossed")
 FACTORS = {
-    "mesh": ("mesh.data=2", "mesh.tensor=2", "mesh.pipeline=2", "mesh.data=2 mesh.tensor=2"),
+    "mesh": (
+        "mesh.data=2",
+        "mesh.tensor=2",
+        "mesh.pipeline=2",
+        "mesh.data=2 mesh.tensor=2",
+    ),
     "zero": tuple(f"parallel.zero_stage={stage}" for stage in (0, 1, 3)),
     "compression": (
         "",
@@ -165,9 +189,16 @@ FACTORS = {
         "mesh.data=2 mesh.islands=2 parallel.sync.every=3 parallel.reduce.over=islands",
     ),
     "precision": ("", "precision.compute=bfloat16", "precision.compute=float16"),
-    "optimizer": ("", *(f"optimizer.name={name}" for name in ("muon", "adafactor", "sgd"))),
+    "optimizer": (
+        "",
+        *(f"optimizer.name={name}" for name in ("muon", "adafactor", "sgd")),
+    ),
     "model": ("", " ".join(LLAMA[:-1]), "model.dropout=0.1"),
-    "batch": ("", "parallel.microbatches=2", "train.uneven_batch=pad train.global_batch_size=5"),
+    "batch": (
+        "",
+        "parallel.microbatches=2",
+        "train.uneven_batch=pad train.global_batch_size=5",
+    ),
     "memory": ("", "parallel.remat=full", "parallel.offload_optimizer=true"),
     "tuned": ("", "lora.rank=2"),
 }
@@ -185,7 +216,8 @@ def crossed() -> list[tuple[int, ...]]:
     while missing:
         tries = [tuple(draw.choice(level) for level in levels) for _ in range(300)]
         met = [
-            {(i, c[i], j, c[j]) for i, j in combinations(range(len(c)), 2)} & missing for c in tries
+            {(i, c[i], j, c[j]) for i, j in combinations(range(len(c)), 2)} & missing
+            for c in tries
         ]
         best = max(range(len(tries)), key=lambda k: len(met[k]))
         missing -= met[best]

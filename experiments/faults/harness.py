@@ -139,7 +139,11 @@ class Ended:
     @property
     def sentences(self) -> list[str]:
         """The lines of stderr, but for what is said of an input before and while it is prepared."""
-        return [line for line in self.err.splitlines() if line.strip() and not PROGRESS.match(line)]
+        return [
+            line
+            for line in self.err.splitlines()
+            if line.strip() and not PROGRESS.match(line)
+        ]
 
     def checked(self) -> "Ended":
         """Itself, unless it crashed."""
@@ -202,7 +206,9 @@ class Running:
             time.sleep(0.005)
         assert self.status is not None
         code = None if hung else os.waitstatus_to_exitcode(self.status)
-        return Ended(code, self.out, self.log.with_suffix(".err").read_text(errors="replace"))
+        return Ended(
+            code, self.out, self.log.with_suffix(".err").read_text(errors="replace")
+        )
 
 
 def _become(
@@ -210,7 +216,9 @@ def _become(
 ) -> None:
     """What a forked process does first."""
     for number, suffix in ((1, ".out"), (2, ".err")):
-        opened = os.open(log.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        opened = os.open(
+            log.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666
+        )
         os.dup2(opened, number)
         os.close(opened)
     os.chdir(directory)
@@ -266,7 +274,10 @@ class Place:
         self.metrics.write_bytes(b"".join(lines[:count]))
 
     def config(
-        self, name: str = "config.yaml", text: str | bytes | None = None, **sections: dict[str, Any]
+        self,
+        name: str = "config.yaml",
+        text: str | bytes | None = None,
+        **sections: dict[str, Any],
     ) -> Path:
         """A config file: the tiny run with the given sections over it, or just a text."""
         path = self.dir / name
@@ -357,7 +368,9 @@ class Place:
                     }
                 )
                 _become(log, self.dir, before, user)
-                main = call or (lambda: importlib.import_module(module).main(list(arguments)))
+                main = call or (
+                    lambda: importlib.import_module(module).main(list(arguments))
+                )
                 code = _as_python_ends(main)
                 sys.stdout.flush()
             finally:
@@ -370,7 +383,9 @@ class Place:
         file = module if module == "train" or "." in module else f"{module}.__main__"
         return self.start(f"meshtrain.{file}", *arguments, **how).end().checked()
 
-    def training(self, *settings: str, config: str | Path = "config.yaml", **how: Any) -> Running:
+    def training(
+        self, *settings: str, config: str | Path = "config.yaml", **how: Any
+    ) -> Running:
         """The run of config.yaml, which is made if it is not there, with --set of each setting."""
         if config == "config.yaml" and not (self.dir / "config.yaml").exists():
             self.config()
@@ -410,7 +425,9 @@ class Place:
             return Ended(None, "", "").checked()
         code = done.returncode if done.returncode < 128 else 128 - done.returncode
         return Ended(
-            code, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
+            code,
+            done.stdout.decode(errors="replace"),
+            done.stderr.decode(errors="replace"),
         ).checked()
 
     def largest(self, folder: str, pattern: str) -> Path:
@@ -463,7 +480,11 @@ class Place:
     def everything(self) -> dict[str, str]:
         """Digest and name of every file, but for caches and what processes said."""
         own = (str(self.dir / "cache/"), str(self.dir / "log-"))
-        return {d: name for d, name in self.digests(self.dir).items() if not name.startswith(own)}
+        return {
+            d: name
+            for d, name in self.digests(self.dir).items()
+            if not name.startswith(own)
+        }
 
     def survive(self, before: dict[str, str]) -> None:
         """Every file of `before` is still somewhere, byte for byte."""
@@ -481,7 +502,12 @@ def nothing(p: Place) -> None:
 
 def with_settings(*settings: str) -> tuple[str, ...]:
     """The command that trains by config.yaml with these settings."""
-    return ("train", "--config", "config.yaml", *(w for s in settings for w in ("--set", s)))
+    return (
+        "train",
+        "--config",
+        "config.yaml",
+        *(w for s in settings for w in ("--set", s)),
+    )
 
 
 def refuses(
@@ -558,7 +584,9 @@ def failed(
         raise Silent(silent)
     if codes and ended.code not in codes:
         raise Unclear(f"exit code {ended.code}: {last_line(ended.err)}")
-    if not ended.sentences or any(not line.startswith("meshtrain: ") for line in ended.sentences):
+    if not ended.sentences or any(
+        not line.startswith("meshtrain: ") for line in ended.sentences
+    ):
         raise Unclear(last_line(ended.err))
     contains(ended.err, *words)
 
@@ -608,7 +636,10 @@ def told_or_done(ended: Ended, *words: str) -> bool:
 
 
 def losses(metrics: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in map(json.loads, metrics.read_text().splitlines())}
+    return {
+        row["step"]: row["loss"]
+        for row in map(json.loads, metrics.read_text().splitlines())
+    }
 
 
 def last_line(text: str) -> str:
@@ -658,7 +689,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "doubled": lambda path: path.write_bytes(path.read_bytes() * 2),
     "removed": Path.unlink,
     "become a directory": instead(Path.mkdir),
-    "become a dangling link": instead(lambda path: path.symlink_to("/nonexistent/file")),
+    "become a dangling link": instead(
+        lambda path: path.symlink_to("/nonexistent/file")
+    ),
     "become a link to itself": instead(lambda path: path.symlink_to(path)),
     "become a FIFO": instead(os.mkfifo),
     "become zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
@@ -698,7 +731,9 @@ def meet(
                 with contextlib.suppress(OSError):  # and whatever it left running
                     os.killpg(pid, signal.SIGKILL)
                 verdict, reason = (
-                    json.loads(result.read_text()) if result.exists() else ("hang", "no end")
+                    json.loads(result.read_text())
+                    if result.exists()
+                    else ("hang", "no end")
                 )
                 tell(fault, verdict, reason, time.monotonic() - began)
                 del running[pid]
@@ -715,7 +750,10 @@ def _meet(fault: Fault, directory: Path, bases: Path, result: Path) -> None:
     except Verdict as found:
         verdict, reason = found.name, str(found)
     except BaseException as error:
-        verdict, reason = "traceback", f"the fault itself failed: {type(error).__name__}: {error}"
+        verdict, reason = (
+            "traceback",
+            f"the fault itself failed: {type(error).__name__}: {error}",
+        )
         traceback.print_exc()
     result.write_text(json.dumps([verdict, reason]))
     os._exit(0)

@@ -35,7 +35,11 @@ def refusal(call: Callable[[], object], *words: str) -> None:
         raise Crash(f"{type(error).__name__}: {last_line(str(error))}") from None
     else:
         raise Silent(f"taken; it said: {last_line(out.getvalue())}")
-    if len(sentence.splitlines()) != 1 or len(sentence) > MOST or sentence[-1:] not in ".?":
+    if (
+        len(sentence.splitlines()) != 1
+        or len(sentence) > MOST
+        or sentence[-1:] not in ".?"
+    ):
         raise Unclear(f"no one sentence: {sentence[:200]}")
     if not sentence.isprintable():
         raise Unclear(f"characters that a terminal obeys: {sentence[:200]!r}")

@@ -40,10 +40,23 @@ STEPS = 160  # of the undisturbed run
 SIXTY = 60.0
 
 
-def values(run: Path, steps: int = 100_000, **sections: dict[str, Any]) -> dict[str, Any]:
-    survive = {"node_timeout": 8.0, "step_timeout": 20.0, "least": 1, **sections.pop("survive", {})}
+def values(
+    run: Path, steps: int = 100_000, **sections: dict[str, Any]
+) -> dict[str, Any]:
+    survive = {
+        "node_timeout": 8.0,
+        "step_timeout": 20.0,
+        "least": 1,
+        **sections.pop("survive", {}),
+    }
     base = settings(run, len(NODES), steps, survive=survive)
-    base["model"] = {"layers": 2, "d_model": 16, "heads": 2, "d_ff": 32, "vocab_size": 260}
+    base["model"] = {
+        "layers": 2,
+        "d_model": 16,
+        "heads": 2,
+        "d_ff": 32,
+        "vocab_size": 260,
+    }
     base["train"] |= {"sequence_length": 32}
     for name, keys in sections.items():
         base[name] = {**base.get(name, {}), **keys}
@@ -63,7 +76,9 @@ def supervised(
     shared = p.bases.parent / "supervised"
     shared.mkdir(exist_ok=True)
     expected = reference(shared) if judged else {}
-    cluster = Cluster(directory, values(directory / "run", steps, **sections), shared / "compiled")
+    cluster = Cluster(
+        directory, values(directory / "run", steps, **sections), shared / "compiled"
+    )
     try:
         yield cluster
         if judged:
@@ -79,11 +94,15 @@ def reference(shared: Path) -> dict[int, float]:
     path = shared / "losses.json"
     if not path.exists():
         cluster = Cluster(
-            shared / "undisturbed", values(shared / "undisturbed/run", STEPS), shared / "compiled"
+            shared / "undisturbed",
+            values(shared / "undisturbed/run", STEPS),
+            shared / "compiled",
         ).start()
         try:
             assert set(cluster.end(900.0).values()) == {0}, "the undisturbed run failed"
-            path.write_text(json.dumps({row["step"]: row["loss"] for row in rows_of(cluster.run)}))
+            path.write_text(
+                json.dumps({row["step"]: row["loss"] for row in rows_of(cluster.run)})
+            )
         finally:
             cluster.close()
     return {int(step): loss for step, loss in json.loads(path.read_text()).items()}
@@ -99,7 +118,9 @@ def trained(cluster: Cluster, expected: dict[int, float]) -> None:
     for row in rows:
         right = expected.get(row["step"], row["loss"])
         if abs(row["loss"] - right) > (0 if whole else 2e-5) * abs(right):
-            raise Silent(f"the loss of step {row['step']} is {row['loss']}, not {right}")
+            raise Silent(
+                f"the loss of step {row['step']} is {row['loss']}, not {right}"
+            )
 
 
 def words(cluster: Cluster) -> str:
@@ -109,13 +130,16 @@ def words(cluster: Cluster) -> str:
         for e in cluster.of("verdict", "over")
     ]
     logs = [
-        last_line((cluster.directory / f"{node}.log").read_text(errors="replace")) for node in NODES
+        last_line((cluster.directory / f"{node}.log").read_text(errors="replace"))
+        for node in NODES
     ]
     return " | ".join([*decided[-3:], *logs])[:500]
 
 
 def verdicts(cluster: Cluster) -> list[dict[str, Any]]:
-    return [e for e in cluster.of("verdict", "over") if e["kind"] not in ("start", "grow")]
+    return [
+        e for e in cluster.of("verdict", "over") if e["kind"] not in ("start", "grow")
+    ]
 
 
 def going(cluster: Cluster, steps: int = 12) -> None:
@@ -144,7 +168,9 @@ def named(cluster: Cluster, said: str, *blamed: str) -> dict[str, Any]:
     found = verdicts(cluster)
     if not found:
         raise Silent(f"no verdict: {words(cluster)}")
-    if found[0]["kind"] not in said.split("|") or sorted(found[0]["blamed"]) != sorted(blamed):
+    if found[0]["kind"] not in said.split("|") or sorted(found[0]["blamed"]) != sorted(
+        blamed
+    ):
         raise Unclear(
             f"{found[0]['kind']} {found[0]['blamed']}, where {said} {list(blamed)} is right: {found[0]['reason'][:300]}"
         )
@@ -245,7 +271,11 @@ def site(p: Place, **variables: str) -> dict[str, str]:
 
 
 def frozen(
-    phase: str, step: int, steps: int = 100_000, number: int = 1, **sections: dict[str, Any]
+    phase: str,
+    step: int,
+    steps: int = 100_000,
+    number: int = 1,
+    **sections: dict[str, Any],
 ) -> None:
     @fault(
         f"a rank is stopped (SIGSTOP) in {phase}{' of the last step' if steps < 100 else ''}",
@@ -262,7 +292,9 @@ def frozen(
                 cluster.until_going(0, PATIENCE)
                 cluster.until(lambda: cluster.step() >= 12, "some steps", PATIENCE)
                 cluster.inject("kill@0:0")
-            cluster.until(lambda: len(verdicts(cluster)) >= number, "a verdict", PATIENCE)
+            cluster.until(
+                lambda: len(verdicts(cluster)) >= number, "a verdict", PATIENCE
+            )
             said = verdicts(cluster)[number - 1]
             node = cluster.members(number)[1]
             if said["kind"] != "frozen" or said["blamed"] != [node]:
@@ -389,7 +421,9 @@ kind("disk-supervised")
 @fault("the run directory is read-only for 10 s", long=True)
 def read_only(p: Place) -> None:
     """A mount over it: what is open stays so, nothing can be made, renamed or opened for writing."""
-    with supervised(p, survive={"node_timeout": 30.0, "step_timeout": SIXTY}) as cluster:
+    with supervised(
+        p, survive={"node_timeout": 30.0, "step_timeout": SIXTY}
+    ) as cluster:
         p._own_mounts()
         going(cluster)
         run = str(cluster.run)
@@ -457,7 +491,9 @@ def differs(name: str, arrange: Callable[[Place], Start], *said: str) -> None:
                 PATIENCE,
             )
             if cluster.step() >= 12:
-                raise Silent(f"{cluster.step()} steps are taken without a word: {words(cluster)}")
+                raise Silent(
+                    f"{cluster.step()} steps are taken without a word: {words(cluster)}"
+                )
             codes = cluster.end(60.0)
             if 2 not in codes.values():
                 raise Unclear(f"exit codes {codes}: {words(cluster)}")
@@ -475,7 +511,8 @@ def other_code(p: Place) -> Start:
     path = p.dir / "other/meshtrain/optim.py"
     path.write_text(path.read_text() + "\nNEWER = True\n")
     return Start(
-        environment={"PYTHONPATH": str(p.dir / "other")}, before=("env", f"--chdir={p.dir}")
+        environment={"PYTHONPATH": str(p.dir / "other")},
+        before=("env", f"--chdir={p.dir}"),
     )
 
 
@@ -490,7 +527,10 @@ differs("another version of the code", other_code, "code", "version")
 kind("clock-of-a-node")
 
 
-@fault("the clock of one node is an hour ahead: nothing is said, and nothing is lost", long=True)
+@fault(
+    "the clock of one node is an hour ahead: nothing is said, and nothing is lost",
+    long=True,
+)
 def ahead(p: Place) -> None:
     with supervised(p) as cluster:
         cluster.starts = {"n1": Start(environment=site(p, AHEAD="3600"))}
@@ -499,7 +539,10 @@ def ahead(p: Place) -> None:
         quietly(cluster)
 
 
-@fault("the clock of one node is an hour behind, and its rank is killed: both go on", long=True)
+@fault(
+    "the clock of one node is an hour behind, and its rank is killed: both go on",
+    long=True,
+)
 def behind(p: Place) -> None:
     with supervised(p) as cluster:
         cluster.starts = {"n1": Start(environment=site(p, AHEAD="-3600"))}
@@ -517,15 +560,25 @@ kind("launch-killed")
 
 
 @fault(
-    "launch is killed: no process is left, and after the next run no file in /dev/shm", long=True
+    "launch is killed: no process is left, and after the next run no file in /dev/shm",
+    long=True,
 )
 def launched(p: Place) -> None:
     before = set(Path("/dev/shm").glob("meshtrain-*"))
     p.config(
-        mesh={"data": 2}, train={"steps": 100_000, "global_batch_size": 4, "sequence_length": 16}
+        mesh={"data": 2},
+        train={"steps": 100_000, "global_batch_size": 4, "sequence_length": 16},
     )
     process = subprocess.Popen(
-        [sys.executable, "-m", "meshtrain.launch", "local", "2", "--config", "config.yaml"],
+        [
+            sys.executable,
+            "-m",
+            "meshtrain.launch",
+            "local",
+            "2",
+            "--config",
+            "config.yaml",
+        ],
         cwd=p.dir,
         start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
@@ -552,26 +605,37 @@ def launched(p: Place) -> None:
     ]
     # Others' runs are here too: only what names this run, or nobody, counts.
     running = [
-        e.name for e in Path("/proc").iterdir() if e.name.isdecimal() and names(e, str(p.run))
+        e.name
+        for e in Path("/proc").iterdir()
+        if e.name.isdecimal() and names(e, str(p.run))
     ]
     if running:
         raise Silent(f"processes {running} go on")
     if left and not any(
-        names(e, str(path)) for path in left for e in Path("/proc").iterdir() if e.name.isdecimal()
+        names(e, str(path))
+        for path in left
+        for e in Path("/proc").iterdir()
+        if e.name.isdecimal()
     ):
         raise Silent(f"{len(left)} directories are left, such as {left[0]}")
 
 
 def names(entry: Path, word: str) -> bool:
     with contextlib.suppress(OSError):
-        return word.encode() in (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+        return (
+            word.encode()
+            in (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+        )
     return False
 
 
 kind("quiet-under-load")
 
 
-@fault("nothing, for 10 minutes beside 15 busy processes, default timeouts: no alarm", long=True)
+@fault(
+    "nothing, for 10 minutes beside 15 busy processes, default timeouts: no alarm",
+    long=True,
+)
 def quiet(p: Place) -> None:
     ended = p.python(
         "-m",

@@ -1,6 +1,14 @@
 """Numbers: offloaded state, and numbers beyond all sense; nothing that is not finite is saved."""
 
-from experiments.faults.harness import Place, Silent, failed, fault, kind, last_line, told_or_done
+from experiments.faults.harness import (
+    Place,
+    Silent,
+    failed,
+    fault,
+    kind,
+    last_line,
+    told_or_done,
+)
 
 HALF = "precision.compute=float16"
 
@@ -19,7 +27,9 @@ def sound(p: Place) -> None:
         for step in steps.committed_in(p.checkpoints):
             directory = p.checkpoints / str(step)
             targets = {
-                name: jax.ShapeDtypeStruct(tuple(leaf["shape"]), leaf["dtype"], sharding=device)
+                name: jax.ShapeDtypeStruct(
+                    tuple(leaf["shape"]), leaf["dtype"], sharding=device
+                )
                 for name, leaf in StepManifest.read(directory).leaves.items()
             }
             for name, array in arrays.read(directory / steps.ARRAYS, targets).items():
@@ -49,7 +59,9 @@ def with_offload(name: str, *settings: str) -> None:
 
 
 with_offload("float16", HALF)
-with_offload("float16 on two devices, ZeRO-3", HALF, "mesh.data=2", "parallel.zero_stage=3")
+with_offload(
+    "float16 on two devices, ZeRO-3", HALF, "mesh.data=2", "parallel.zero_stage=3"
+)
 with_offload("float16 with a pipeline", HALF, "mesh.pipeline=2")
 with_offload("bfloat16", "precision.compute=bfloat16")
 with_offload("float16, muon", HALF, "optimizer.name=muon")

@@ -29,17 +29,31 @@ def plan(p: Place, *arguments: str) -> Ended:
 kind("cluster-path")
 
 
-def cluster(name: str, path: str, *words: str, make: Callable[[Path], object] = nothing) -> None:
+def cluster(
+    name: str, path: str, *words: str, make: Callable[[Path], object] = nothing
+) -> None:
     command = (*PLAN, "--cluster", path)
-    refuses(f"--cluster {name}", command, *words, arrange=lambda p: make(p.dir / "c.yaml"))
+    refuses(
+        f"--cluster {name}", command, *words, arrange=lambda p: make(p.dir / "c.yaml")
+    )
 
 
 cluster("with a slip of the pen", "h10", "did you mean h100")
 cluster("that is not there", "gone.yaml", "gone.yaml")
 cluster("that is empty: ''", "", "--cluster|argument")
 cluster("that is a directory", "c.yaml", "directory", make=os.mkdir)
-cluster("that is a link to itself", "c.yaml", "c.yaml", make=lambda path: path.symlink_to(path))
-cluster("that is a dangling link", "c.yaml", "c.yaml", make=lambda path: path.symlink_to("gone"))
+cluster(
+    "that is a link to itself",
+    "c.yaml",
+    "c.yaml",
+    make=lambda path: path.symlink_to(path),
+)
+cluster(
+    "that is a dangling link",
+    "c.yaml",
+    "c.yaml",
+    make=lambda path: path.symlink_to("gone"),
+)
 cluster("with a NUL", "a\0.yaml")
 cluster("of 5,000 characters", "x" * 5000)
 cluster("../../etc/passwd", "../../../../etc/passwd", "passwd")
@@ -58,7 +72,11 @@ def noted(name: str, key: str, *settings: str) -> None:
 
 
 noted("data.source that is not there", "data.source gone", "data.source=gone")
-noted("a tokenizer that is not there", "data.tokenizer gone.json", "data.tokenizer=gone.json")
+noted(
+    "a tokenizer that is not there",
+    "data.tokenizer gone.json",
+    "data.tokenizer=gone.json",
+)
 noted("too few fake devices", "run.fake_devices 2", "mesh.data=4", "run.fake_devices=2")
 
 
@@ -72,7 +90,10 @@ def no_weights(p: Place) -> None:
 def jobs_elsewhere(p: Place) -> None:
     (p.dir / "there").mkdir()
     p.config("there/mine.yaml")
-    p.file("there/jobs.yaml", "nodes: 2\njobs:\n  - {name: a, config: mine.yaml, steps: 10}\n")
+    p.file(
+        "there/jobs.yaml",
+        "nodes: 2\njobs:\n  - {name: a, config: mine.yaml, steps: 10}\n",
+    )
     for path in ("there/jobs.yaml", str(p.dir / "there/jobs.yaml")):
         done(p.command("plan", "--jobs", path, "--cluster", "h100"))
 
@@ -96,7 +117,9 @@ kind("plan-size")
 @fault("plan of a model that fits nowhere")
 def too_large(p: Place) -> None:
     sizes = ("model.d_model=1048576", "model.layers=1000", "model.heads=64")
-    ended = plan(p, "--cluster", "h100", *(word for size in sizes for word in ("--set", size)))
+    ended = plan(
+        p, "--cluster", "h100", *(word for size in sizes for word in ("--set", size))
+    )
     told_or_done(ended)
     if "plan: " not in ended.err and "meshtrain: " not in ended.err:
         raise Silent("it does not say that it does not fit")
@@ -104,7 +127,9 @@ def too_large(p: Place) -> None:
 
 @fault("plan of numbers beyond 64 bits")
 def beyond(p: Place) -> None:
-    told_or_done(plan(p, "--set", "model.d_model=9223372036854775808", "--set", "model.heads=1"))
+    told_or_done(
+        plan(p, "--set", "model.d_model=9223372036854775808", "--set", "model.heads=1")
+    )
 
 
 kind("stdout")
@@ -113,6 +138,8 @@ kind("stdout")
 @fault("plan into a pipe that is closed")
 def pipe(p: Place) -> None:
     p.config()
-    ended = p.python("-m", "meshtrain.plan", "--config", "config.yaml", shell="| head -1")
+    ended = p.python(
+        "-m", "meshtrain.plan", "--config", "config.yaml", shell="| head -1"
+    )
     if "Traceback" in ended.err or ended.code != 0:
         raise Silent(ended.err)

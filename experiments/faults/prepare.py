@@ -26,7 +26,11 @@ from experiments.faults.harness import (
 
 
 def prepare(
-    p: Place, given: str = "input", output: str = "shards", more: tuple[str, ...] = (), **how: int
+    p: Place,
+    given: str = "input",
+    output: str = "shards",
+    more: tuple[str, ...] = (),
+    **how: int,
 ) -> Ended:
     words = ("--input", given, "--output", output, "--workers", "1", *more)
     return p.command("data", "prepare", *words, **how)
@@ -34,7 +38,9 @@ def prepare(
 
 def documents(p: Place, output: str = "shards") -> int:
     values = json.loads((p.dir / output / "manifest.json").read_bytes())
-    return sum(shard["documents"] for split in values["shards"].values() for shard in split)
+    return sum(
+        shard["documents"] for split in values["shards"].values() for shard in split
+    )
 
 
 # --- inputs that are refused
@@ -57,8 +63,19 @@ def tarball() -> bytes:
 
 
 def input_refused(name: str, content: bytes, *words: str) -> None:
-    command = ("data", "prepare", "--input", name, "--output", "shards", "--workers", "1")
-    refuses(f"an input {name}", command, *words, arrange=lambda p: p.file(name, content))
+    command = (
+        "data",
+        "prepare",
+        "--input",
+        name,
+        "--output",
+        "shards",
+        "--workers",
+        "1",
+    )
+    refuses(
+        f"an input {name}", command, *words, arrange=lambda p: p.file(name, content)
+    )
 
 
 input_refused("a.zip", zipped(), "zip")
@@ -149,10 +166,31 @@ def other_text(p: Place) -> None:
 
 
 output("that is a file", "shards", arrange=holds("shards", "x"), codes=(2,))
-output("that holds another's files", "mine.txt", arrange=holds("shards/mine.txt", "x"), codes=(2,))
-output("whose plan is damaged", "shards|plan", arrange=holds("shards/plan.json", "{"), codes=(2,))
-output("whose plan is a list", "shards|plan", arrange=holds("shards/plan.json", "[]"), codes=(2,))
-output("that was made from other text", "shards", "different", arrange=other_text, codes=(2,))
+output(
+    "that holds another's files",
+    "mine.txt",
+    arrange=holds("shards/mine.txt", "x"),
+    codes=(2,),
+)
+output(
+    "whose plan is damaged",
+    "shards|plan",
+    arrange=holds("shards/plan.json", "{"),
+    codes=(2,),
+)
+output(
+    "whose plan is a list",
+    "shards|plan",
+    arrange=holds("shards/plan.json", "[]"),
+    codes=(2,),
+)
+output(
+    "that was made from other text",
+    "shards",
+    "different",
+    arrange=other_text,
+    codes=(2,),
+)
 output("with a NUL in its name", "NUL|null|output|x00", to="a\0b", codes=(2,))
 output("that is the input", "text", to="text", codes=(2,))
 output("that is a dangling link", "shards", arrange=link("/nonexistent/place"))
@@ -167,9 +205,13 @@ def nothing_to_train_on(p: Place) -> None:
     """The seed decides which document is held out: none of them may be all there is, without a word."""
     for seed in range(12):
         p.file(f"one-{seed}.txt", text(seed))
-        ended = prepare(p, f"one-{seed}.txt", f"shards-{seed}", more=("--validation", "0.2"))
+        ended = prepare(
+            p, f"one-{seed}.txt", f"shards-{seed}", more=("--validation", "0.2")
+        )
         if "train: 0 documents" in ended.said and ended.code == 0:
-            raise Silent(f"0 documents to train on, exit code 0: {last_line(ended.said)}")
+            raise Silent(
+                f"0 documents to train on, exit code 0: {last_line(ended.said)}"
+            )
 
 
 @fault("an output that lies in its input: done, and again")
@@ -195,7 +237,9 @@ def both(p: Place) -> None:
 kind("tokenizer-out")
 
 
-def tokenizer(name: str, to: str, word: str, arrange: Callable[[Place], object]) -> None:
+def tokenizer(
+    name: str, to: str, word: str, arrange: Callable[[Place], object]
+) -> None:
     def arranged(p: Place) -> None:
         folder(p)
         arrange(p)

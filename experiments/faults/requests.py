@@ -86,17 +86,43 @@ ASKED = (
     ("while metrics are trimmed", TRIMS, (), "synthetic"),
 )
 KILLED = (
-    ("before digests are written", ("meshtrain.checkpoint.digests", "write"), (), "", 2),
+    (
+        "before digests are written",
+        ("meshtrain.checkpoint.digests", "write"),
+        (),
+        "",
+        2,
+    ),
     ("before COMMIT", ("meshtrain.checkpoint.steps", "commit"), (), "", 2),
-    ("between COMMIT and the rename", ("meshtrain.checkpoint.steps", "publish"), (), "", 2),
-    ("before an old step is removed", ("meshtrain.checkpoint.steps", "remove"), TIDY, "", 1),
+    (
+        "between COMMIT and the rename",
+        ("meshtrain.checkpoint.steps", "publish"),
+        (),
+        "",
+        2,
+    ),
+    (
+        "before an old step is removed",
+        ("meshtrain.checkpoint.steps", "remove"),
+        TIDY,
+        "",
+        1,
+    ),
     ("before metrics are trimmed", TRIMS, (), "synthetic", 1),
-    ("while its text is prepared", ("meshtrain.data.prepare", "_finish"), (), "text", 1),
+    (
+        "while its text is prepared",
+        ("meshtrain.data.prepare", "_finish"),
+        (),
+        "text",
+        1,
+    ),
 )
 Where = tuple[str, str]
 
 
-def asked(name: str, where: Where, settings: tuple[str, ...], base: str, number: int) -> None:
+def asked(
+    name: str, where: Where, settings: tuple[str, ...], base: str, number: int
+) -> None:
     """Asked to stop while in that function: 75, a checkpoint of the last step, and going on gives the same losses."""
 
     @fault(f"{signal.Signals(number).name} {name}")
@@ -105,13 +131,16 @@ def asked(name: str, where: Where, settings: tuple[str, ...], base: str, number:
             p.base(base)
         stopped(sent(p.training(*settings, before=slow(*where)), number))
         last = p.last_step()
-        if last and not (base and last == STEPS - 1):  # with a base: nothing was trained
+        # With a base: nothing was trained
+        if last and not (base and last == STEPS - 1):
             p.intact(last)
         done(p.train(*settings))
         p.undisturbed(base or "synthetic")
 
 
-def killed(name: str, where: Where, settings: tuple[str, ...], base: str, count: int) -> None:
+def killed(
+    name: str, where: Where, settings: tuple[str, ...], base: str, count: int
+) -> None:
     @fault(f"SIGKILL {name}")
     def _(p: Place) -> None:
         if base:
@@ -199,14 +228,21 @@ def harmless(number: int) -> None:
         running.until(lambda: p.last_step() >= 2)
         running.send(number)
         result = running.end()
-        if result.code == -number:  # the system's default, as of any program: it can be run again
+        # The system's default, as of any program: it can be run again
+        if result.code == -number:
             done(p.train())
         else:
             done(result.checked())
         p.undisturbed()
 
 
-for number in (signal.SIGCONT, signal.SIGWINCH, signal.SIGCHLD, signal.SIGPIPE, signal.SIGURG):
+for number in (
+    signal.SIGCONT,
+    signal.SIGWINCH,
+    signal.SIGCHLD,
+    signal.SIGPIPE,
+    signal.SIGURG,
+):
     harmless(number)
 
 
@@ -234,12 +270,16 @@ def preparing(number: int, function: str, wait: float) -> None:
         done(p.command("data", *PREPARE))
         os.rename(p.dir / "shards", p.dir / "whole")
         before = slow("meshtrain.data.prepare", function, wait)
-        result = sent(p.start("meshtrain.data.__main__", *PREPARE, before=before), number)
+        result = sent(
+            p.start("meshtrain.data.__main__", *PREPARE, before=before), number
+        )
         if number == signal.SIGTERM:
             stopped(result)
         done(p.command("data", *PREPARE))
         for name in ("manifest.json", "train-00000.tokens"):
-            if (p.dir / "shards" / name).read_bytes() != (p.dir / "whole" / name).read_bytes():
+            if (p.dir / "shards" / name).read_bytes() != (
+                p.dir / "whole" / name
+            ).read_bytes():
                 raise Silent(f"{name} differs")
 
 
@@ -301,7 +341,9 @@ environment(
     process_id="0",
 )
 environment("has 0 processes", "JAX_NUM_PROCESSES", num_processes="0", process_id="0")
-environment("has a rank beyond the number", "JAX_PROCESS_ID", num_processes="2", process_id="2")
+environment(
+    "has a rank beyond the number", "JAX_PROCESS_ID", num_processes="2", process_id="2"
+)
 environment(
     "has an address without a port",
     "JAX_COORDINATOR_ADDRESS",

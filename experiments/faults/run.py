@@ -65,7 +65,11 @@ def never(name: str, arrange: Callable[[Place], object], times: int = 1) -> None
 
 never("with rows and checkpoints", nothing)
 never("with rows but without checkpoints/", lambda p: shutil.rmtree(p.checkpoints))
-never("twice, beside an earlier-1 that is a file", lambda p: p.file("run/earlier-1", "mine"), 2)
+never(
+    "twice, beside an earlier-1 that is a file",
+    lambda p: p.file("run/earlier-1", "mine"),
+    2,
+)
 
 
 @fault("killed before its first checkpoint: the rows are kept or the way on is told")
@@ -98,7 +102,9 @@ def vanishes(name: str, act: Callable[[Place], object], *words: str) -> None:
             failed(ended, *words, codes=(1,))
             return
         if steps(p) != list(range(1, 61)):
-            raise Silent(f"exit code 0, and {len(steps(p))} of 60 rows (there were {seen})")
+            raise Silent(
+                f"exit code 0, and {len(steps(p))} of 60 rows (there were {seen})"
+            )
         p.intact(60)
 
 
@@ -118,11 +124,17 @@ def itself(p: Place) -> None:
 
 vanishes("the run directory is deleted", lambda p: shutil.rmtree(p.run), "run")
 vanishes("the run directory is deleted and made again, empty", remake, "run")
-vanishes("the run directory is renamed", lambda p: p.run.rename(p.dir / "renamed"), "run")
+vanishes(
+    "the run directory is renamed", lambda p: p.run.rename(p.dir / "renamed"), "run"
+)
 vanishes("metrics.jsonl is deleted", lambda p: p.metrics.unlink(), "metrics")
-vanishes("metrics.jsonl is renamed", lambda p: p.metrics.rename(p.run / "rows"), "metrics")
+vanishes(
+    "metrics.jsonl is renamed", lambda p: p.metrics.rename(p.run / "rows"), "metrics"
+)
 vanishes("metrics.jsonl is replaced by a copy of itself", itself, "metrics")
-vanishes("checkpoints/ is deleted", lambda p: shutil.rmtree(p.checkpoints), "checkpoint")
+vanishes(
+    "checkpoints/ is deleted", lambda p: shutil.rmtree(p.checkpoints), "checkpoint"
+)
 vanishes("checkpoints/ is replaced by a file", no_directory, "checkpoint")
 vanishes("config.yaml is deleted", lambda p: (p.run / "config.yaml").unlink())
 vanishes(".lock is deleted", lambda p: (p.run / ".lock").unlink())
@@ -132,7 +144,9 @@ vanishes(".lock is deleted", lambda p: (p.run / ".lock").unlink())
 def working_directory(p: Place) -> None:
     (p.dir / "here").mkdir()
     before = lambda: os.chdir("here")
-    running = begun(p, f"run.directory={p.run}", *SIXTY, config=p.config(), before=before)
+    running = begun(
+        p, f"run.directory={p.run}", *SIXTY, config=p.config(), before=before
+    )
     with running.frozen():
         (p.dir / "here").rmdir()
     done(running.end().checked())
@@ -198,17 +212,23 @@ def without(rows: bytes, at: int) -> bytes:
     return b"".join(lines[:at] + lines[at + 1 :])
 
 
-metrics_file("has a number of 10,000 digits", lambda x: x + b'{"step": ' + b"9" * 10_000 + b"}\n")
+metrics_file(
+    "has a number of 10,000 digits", lambda x: x + b'{"step": ' + b"9" * 10_000 + b"}\n"
+)
 metrics_file("has Windows line ends", lambda x: x.replace(b"\n", b"\r\n"))
 metrics_file("has every row twice", lambda x: x * 2)
-metrics_file("has lost a row in the middle", lambda x: without(x, 2), 1, 2, 4, 5, 6, 7, 8)
+metrics_file(
+    "has lost a row in the middle", lambda x: without(x, 2), 1, 2, 4, 5, 6, 7, 8
+)
 metrics_file("is missing, though checkpoints are there", lambda x: b"", 7, 8)
 
 # --- the directory itself
 kind("run-path")
 
 
-def path(name: str, setting: str = "run", arrange: Callable[[Place], object] = nothing) -> None:
+def path(
+    name: str, setting: str = "run", arrange: Callable[[Place], object] = nothing
+) -> None:
     command = with_settings(f"run.directory={setting}")
     refuses(f"run.directory {name}", command, "run.directory", arrange=arrange)
 
@@ -218,7 +238,10 @@ path("is a dangling link", arrange=lambda p: p.run.symlink_to("/nonexistent/plac
 path("is a link to itself", arrange=lambda p: p.run.symlink_to("run"))
 path("is a FIFO", arrange=lambda p: os.mkfifo(p.run))
 path("has checkpoints that is a file", arrange=lambda p: p.file("run/checkpoints", "x"))
-path("has a .lock that is a directory", arrange=lambda p: (p.run / ".lock").mkdir(parents=True))
+path(
+    "has a .lock that is a directory",
+    arrange=lambda p: (p.run / ".lock").mkdir(parents=True),
+)
 path("is /dev/null", "/dev/null")
 path("lies under a file", "config.yaml/run")
 path("has a name of 300 characters", "x" * 300)
@@ -247,7 +270,13 @@ def turned(key: str) -> None:
         told_or_done(ended)
 
 
-for key in ("run.directory", "data.source", "data.tokenizer", "checkpoint.resume", "model.weights"):
+for key in (
+    "run.directory",
+    "data.source",
+    "data.tokenizer",
+    "checkpoint.resume",
+    "model.weights",
+):
     turned(key)
 
 
@@ -260,7 +289,11 @@ def other_config(make: Callable[[Path], object]) -> Callable[[Place], object]:
     return lambda p: instead(make)(p.run / "config.yaml")
 
 
-goes_on("run.directory has checkpoints that is a link to a volume", elsewhere, intact=(2, 4, 6))
+goes_on(
+    "run.directory has checkpoints that is a link to a volume",
+    elsewhere,
+    intact=(2, 4, 6),
+)
 refuses(
     "run.directory has a config.yaml that is a directory",
     with_settings(),
@@ -314,7 +347,9 @@ def second_from(p: Place) -> None:
     first = begun(p, "checkpoint.every=3")
     first.until(lambda: (p.checkpoints / "6").is_dir())
     with first.frozen():
-        ended = p.train("checkpoint.resume=run", "run.directory=second", "train.steps=4")
+        ended = p.train(
+            "checkpoint.resume=run", "run.directory=second", "train.steps=4"
+        )
     first.send(signal.SIGTERM)
     done(ended)
     done(first.end().checked(), code=75)
@@ -329,7 +364,8 @@ def left(*names: str) -> Callable[[Place], object]:
 
 goes_on("the lock file of a process that was killed", left(".lock"))
 goes_on(
-    "leftovers of killed processes", left(".writable-1", ".metrics.jsonl.abc", ".config.yaml.abc")
+    "leftovers of killed processes",
+    left(".writable-1", ".metrics.jsonl.abc", ".config.yaml.abc"),
 )
 
 kind("run-over")

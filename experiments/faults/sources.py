@@ -60,7 +60,11 @@ def other_tokenizer(p: Place) -> None:
 
     folder(p)
     learn("text")
-    settings = ("data.source=text", "data.tokenizer=tokenizer.json", "model.vocab_size=400")
+    settings = (
+        "data.source=text",
+        "data.tokenizer=tokenizer.json",
+        "model.vocab_size=400",
+    )
     done(p.train(*settings, "train.steps=4"))
     p.file("more.txt", " ".join(reversed(WORDS)) * 50 + "zq zq zq zq" * 40)
     learn("more.txt")
@@ -79,7 +83,8 @@ def lengths_file(p: Place) -> Path:
 
 def every_length(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    for at in range(17 * 8, len(content) - 7, 8):  # behind the counts of each length 0 .. 16
+    # Behind the counts of each length 0 .. 16
+    for at in range(17 * 8, len(content) - 7, 8):
         content[at] ^= 1
     path.write_bytes(content)
 
@@ -128,7 +133,13 @@ def cache_path(name: str, make: Callable[[Path], object]) -> None:
         make(p.dir / "cache")
 
     words = "XDG_CACHE_HOME|cache"
-    refuses(f"the cache directory is {name}", with_settings(), words, base="text", arrange=arrange)
+    refuses(
+        f"the cache directory is {name}",
+        with_settings(),
+        words,
+        base="text",
+        arrange=arrange,
+    )
 
 
 cache_path("a file", lambda path: path.write_text("x"))
@@ -202,11 +213,28 @@ def half_prepared(p: Place) -> None:
 source("names nothing", "source")
 source("is an empty directory", "source", arrange=at("source", Path.mkdir))
 source("is an empty file", "source|document", arrange=holds("source", ""))
-source("holds files of other kinds alone", "source", ".exe", arrange=holds("source/a.exe", "x"))
-source("is a dangling link", "source", arrange=at("source", lambda path: path.symlink_to("gone")))
-source("is a link to itself", "source", arrange=at("source", lambda path: path.symlink_to(path)))
+source(
+    "holds files of other kinds alone",
+    "source",
+    ".exe",
+    arrange=holds("source/a.exe", "x"),
+)
+source(
+    "is a dangling link",
+    "source",
+    arrange=at("source", lambda path: path.symlink_to("gone")),
+)
+source(
+    "is a link to itself",
+    "source",
+    arrange=at("source", lambda path: path.symlink_to(path)),
+)
 source("is a FIFO", "source", arrange=at("source", os.mkfifo))
-source("is a file of bytes that are not UTF-8", "source", arrange=holds("source", os.urandom(3000)))
+source(
+    "is a file of bytes that are not UTF-8",
+    "source",
+    arrange=holds("source", os.urandom(3000)),
+)
 source("holds less than a sequence", "source", arrange=holds("source/a.txt", "short"))
 source(
     "is text in UTF-16",
@@ -258,7 +286,9 @@ def read_anyway(name: str, arrange: Callable[[Place], object]) -> None:
 kind("source-odd")
 read_anyway(
     "has a file name that is not UTF-8",
-    lambda p: Path(os.fsdecode(os.fsencode(p.dir) + b"/text/\xff.txt")).write_text(text(50)),
+    lambda p: Path(os.fsdecode(os.fsencode(p.dir) + b"/text/\xff.txt")).write_text(
+        text(50)
+    ),
 )
 read_anyway("has a file name with a line end in it", holds("text/a\nb.txt", text(50)))
 read_anyway(
@@ -266,8 +296,12 @@ read_anyway(
     holds("text/x.txt", b"\xef\xbb\xbfa\0b\r\n" * 50),
 )
 read_anyway("has a FIFO with a name like text", at("text/z.txt", os.mkfifo))
-read_anyway("has a link to its own folder", at("text/self", lambda path: path.symlink_to(".")))
-read_anyway("has a dangling link", at("text/z.txt", lambda path: path.symlink_to("gone")))
+read_anyway(
+    "has a link to its own folder", at("text/self", lambda path: path.symlink_to("."))
+)
+read_anyway(
+    "has a dangling link", at("text/z.txt", lambda path: path.symlink_to("gone"))
+)
 read_anyway("has one line of a megabyte", holds("text/z.txt", "x" * 1_000_000))
 
 # --- tokenizers
@@ -285,7 +319,10 @@ def tokenizer_file(name: str, make: Callable[[Path], object]) -> None:
 
 def model(**values: object) -> str:
     return json.dumps(
-        {"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], **values}}
+        {
+            "version": "1.0",
+            "model": {"type": "BPE", "vocab": {"a": 0}, "merges": [], **values},
+        }
     )
 
 

@@ -98,7 +98,9 @@ def fills(p: Place) -> None:
     p.mount(p.run, "size=4m")
     running = sixty(p, lambda: p.fill(p.run))
     said = running.log.with_suffix(".err")
-    running.until(lambda: "could not be written" in said.read_text() or not running.alive())
+    running.until(
+        lambda: "could not be written" in said.read_text() or not running.alive()
+    )
     with running.frozen():
         (p.run / ".filler").unlink()
     done(running.end().checked(), "could not be written")
@@ -126,7 +128,10 @@ def inodes(name: str, count: int, resumes: bool = False) -> None:
         used = 0
         if resumes:
             p.base()
-            used = sum(len(folders) + len(files) for _, folders, files in os.walk(p.run)) + 1
+            used = (
+                sum(len(folders) + len(files) for _, folders, files in os.walk(p.run))
+                + 1
+            )
         p.mount(p.run, f"size=8m,nr_inodes={used + count}")
         failed(p.train(), "no space")
 
@@ -168,7 +173,11 @@ refuses(
     arrange=no_cache,
 )
 goes_on("text on a read-only disk", remounted("text"), base="text")
-goes_on("a cache on a read-only disk, that has what is needed", remounted("cache"), base="packed")
+goes_on(
+    "a cache on a read-only disk, that has what is needed",
+    remounted("cache"),
+    base="packed",
+)
 
 
 @fault("checkpoints/ is read-only, the rest is not")
@@ -190,10 +199,15 @@ def disk_fails(p: Place) -> None:
     image = p.dir / "disk"
     with image.open("wb") as file:
         file.truncate(16 << 20)
-    if not shutil.which("mkfs.ext4") or subprocess.run(["mkfs.ext4", "-q", image]).returncode:
+    if (
+        not shutil.which("mkfs.ext4")
+        or subprocess.run(["mkfs.ext4", "-q", image]).returncode
+    ):
         raise NotTried("mkfs.ext4 is not installed (Debian: apt install e2fsprogs)")
     p.mount(p.run, "size=8k")
-    if subprocess.run(["mount", "-o", "loop", image, p.run], stderr=subprocess.DEVNULL).returncode:
+    if subprocess.run(
+        ["mount", "-o", "loop", image, p.run], stderr=subprocess.DEVNULL
+    ).returncode:
         raise NotTried("a loop device may not be mounted here")
 
     def shut_down() -> None:
@@ -255,7 +269,10 @@ full_cache("the cached shards, with no room at all", "text", 0)
 full_cache("the cached shards, with room for a part of them", "text", 16_384)
 full_cache("the table of lengths, packed", "packed", 0, keep="text")
 full_cache(
-    "the table of lengths, packed, with room for its first page", "packed", 4096, keep="text"
+    "the table of lengths, packed, with room for its first page",
+    "packed",
+    4096,
+    keep="text",
 )
 
 
@@ -265,7 +282,15 @@ def full_output(name: str, leave: int) -> None:
         folder(p)
         p.mount(p.dir / "disk", "size=1m")
         p.fill(p.dir / "disk", leave)
-        arguments = ("prepare", "--input", "text", "--output", "disk/shards", "--workers", "1")
+        arguments = (
+            "prepare",
+            "--input",
+            "text",
+            "--output",
+            "disk/shards",
+            "--workers",
+            "1",
+        )
         ended = p.command("data", *arguments)
         refused(ended, "no space", "disk", code=1)
         if "a file: " in ended.err:
@@ -299,7 +324,9 @@ def full_output_stream(*command: str) -> None:
     @fault(f"stdout is a full disk: {' '.join(command)}")
     def _(p: Place) -> None:
         p.base("shards")
-        ended = p.python("-m", f"meshtrain.{command[0]}", *command[1:], shell="> /dev/full")
+        ended = p.python(
+            "-m", f"meshtrain.{command[0]}", *command[1:], shell="> /dev/full"
+        )
         if ended.code == 0:
             raise Silent("exit code 0 though nothing was written")
 
@@ -348,7 +375,9 @@ def failing_stdout(number: int) -> None:
                 def write(self, content: object) -> int:
                     raise OSError(number, os.strerror(number))
 
-            sys.stdout = io.TextIOWrapper(io.BufferedWriter(Fails()), line_buffering=True)
+            sys.stdout = io.TextIOWrapper(
+                io.BufferedWriter(Fails()), line_buffering=True
+            )
 
         p.base()
         ended = p.train(before=before)
@@ -383,7 +412,9 @@ def limited(name: str, limit: str, most: int, must_fail: bool) -> None:
         p.intact(2, 4, 6)
 
 
-limited("a limit on the size of files (ulimit -f)", "RLIMIT_FSIZE", 30_000, must_fail=True)
+limited(
+    "a limit on the size of files (ulimit -f)", "RLIMIT_FSIZE", 30_000, must_fail=True
+)
 limited("few files may be open (ulimit -n 40)", "RLIMIT_NOFILE", 40, must_fail=False)
 
 
@@ -434,9 +465,13 @@ def no_parent(p: Place) -> None:
 
 DENIED = "permission"
 forbidden("the config file cannot be read", mode("config.yaml"), "config.yaml", DENIED)
-forbidden("the run directory cannot be written", mode("run", 0o555), "run.directory", DENIED)
+forbidden(
+    "the run directory cannot be written", mode("run", 0o555), "run.directory", DENIED
+)
 forbidden("the run directory cannot be entered", mode("run", 0o600), "run", DENIED)
-forbidden("the run directory's parent cannot be written", no_parent, "run.directory", DENIED)
+forbidden(
+    "the run directory's parent cannot be written", no_parent, "run.directory", DENIED
+)
 forbidden("checkpoints/ cannot be read", mode("run/checkpoints"), "checkpoints", DENIED)
 forbidden("checkpoints/ cannot be written", mode("run/checkpoints", 0o555), DENIED)
 for file, words in (
@@ -444,10 +479,18 @@ for file, words in (
     ("config.yaml", ()),
     (".lock", ("lock|run", DENIED)),
 ):
-    forbidden(f"{file} of the run cannot be written", mode(f"run/{file}", 0o444, True), *words)
-forbidden("metrics.jsonl cannot be read", mode("run/metrics.jsonl"), "metrics.jsonl", DENIED)
+    forbidden(
+        f"{file} of the run cannot be written", mode(f"run/{file}", 0o444, True), *words
+    )
+forbidden(
+    "metrics.jsonl cannot be read", mode("run/metrics.jsonl"), "metrics.jsonl", DENIED
+)
 for file in ("COMMIT", "digests.json", "manifest.json", "arrays"):
-    forbidden(f"{file} of the newest step cannot be read", mode(f"run/checkpoints/6/{file}"), file)
+    forbidden(
+        f"{file} of the newest step cannot be read",
+        mode(f"run/checkpoints/6/{file}"),
+        file,
+    )
 forbidden("the newest step cannot be entered", mode("run/checkpoints/6"), "6")
 for base, file in (
     ("text", "text"),

@@ -42,7 +42,11 @@ def changed(env: dict[str, str | None]) -> None:
 
 def with_flags(env: dict[str, str | None]) -> dict[str, str | None]:
     """Beside the flags that there are: without those it would compile another program, with other roundings."""
-    flags = {name: f"{os.environ[name]} {env[name]}" for name in ("XLA_FLAGS",) if name in env}
+    flags = {
+        name: f"{os.environ[name]} {env[name]}"
+        for name in ("XLA_FLAGS",)
+        if name in env
+    }
     return env | flags
 
 
@@ -128,7 +132,9 @@ def clock(name: str, when: str) -> None:
     def _(p: Place) -> None:
         found = glob.glob("/usr/lib/*/faketime/libfaketime.so.1")
         if not found:
-            raise NotTried("libfaketime is not installed (Debian: apt install faketime)")
+            raise NotTried(
+                "libfaketime is not installed (Debian: apt install faketime)"
+            )
         p.base()
         sets = (word for setting in TIDY for word in ("--set", setting))
         env = {"LD_PRELOAD": found[0], "FAKETIME": when, "DONT_FAKE_MONOTONIC": "1"}
@@ -271,7 +277,9 @@ def installed(p: Place) -> None:
 kind("suspended")
 
 
-@fault("another process traces, and time stands still for a minute: stopped and continued")
+@fault(
+    "another process traces, and time stands still for a minute: stopped and continued"
+)
 def suspended(p: Place) -> None:
     running = p.training()
     running.until(lambda: p.last_step() >= 2)

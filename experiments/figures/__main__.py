@@ -35,7 +35,9 @@ MODULE_OF = {name: module for module, names in MODULES.items() for name in names
 def main() -> None:
     parser = bench.parser(__doc__)
     parser.add_argument("name", metavar="NAME", choices=MODULE_OF)
-    parser.add_argument("--rounds", type=int, help="turns of each run, where runs take turns")
+    parser.add_argument(
+        "--rounds", type=int, help="turns of each run, where runs take turns"
+    )
     parser.add_argument(
         "--seeds", type=int, help="runs of each kind, where runs differ by their seed"
     )
@@ -52,7 +54,9 @@ def main() -> None:
     if unknown := asked.keys() - legal.keys():
         parser.error(f"{name} does not take --{', --'.join(sorted(unknown))}")
     if missing := [
-        option for option, default in legal.items() if default is None and option not in asked
+        option
+        for option, default in legal.items()
+        if default is None and option not in asked
     ]:
         parser.error(f"{name} needs --{', --'.join(missing)}")
     figure(**asked)

@@ -21,10 +21,15 @@ def configuration(
 ) -> mt.Config:
     """Returns a config of 4 layers on a mesh, or in one place without a mesh."""
     given = {
-        "model": {"layers": 4, "d_model": 64, "heads": 4, "vocab_size": 256, "moe": moe} | model,
+        "model": {"layers": 4, "d_model": 64, "heads": 4, "vocab_size": 256, "moe": moe}
+        | model,
         "mesh": mesh,
         "parallel": {"zero_stage": 2, "microbatches": 2 if mesh else 1},
-        "train": {"steps": 200, "global_batch_size": 16 if mesh else 64, "sequence_length": length},
+        "train": {
+            "steps": 200,
+            "global_batch_size": 16 if mesh else 64,
+            "sequence_length": length,
+        },
         "optimizer": {"learning_rate": 1e-3},
     }
     return mt.load(given)
@@ -53,16 +58,22 @@ def balance(*, steps: int = 200) -> None:
     rules += [{"balance": "bias", "bias_rate": rate} for rate in (0.002, 0.005)]
     for rule in rules:
         # Scored as DeepSeek-V3 scores; in one place, since no mesh changes what comes out.
-        program = mt.Program(configuration(EXPERTS | {"router": "sigmoid"} | rule, {}, layers=2))
+        program = mt.Program(
+            configuration(EXPERTS | {"router": "sigmoid"} | rule, {}, layers=2)
+        )
         state = program.init()
         random = np.random.default_rng(0)
         loads = []
         for _ in range(steps):
-            state, metrics = program.train_step(state, program.place(batch(random, program.config)))
+            state, metrics = program.train_step(
+                state, program.place(batch(random, program.config))
+            )
             loads.append(float(metrics["expert_load"]))
         name = " ".join(str(value) for value in rule.values())
         late = statistics.mean(loads[-20:])
-        table.row(name, f"{max(loads):.2f}", f"{late:.2f}", f"{float(metrics['loss']):.3f}")
+        table.row(
+            name, f"{max(loads):.2f}", f"{late:.2f}", f"{float(metrics['loss']):.3f}"
+        )
 
 
 def experts(*, rounds: int = 12) -> None:
@@ -80,20 +91,28 @@ def experts(*, rounds: int = 12) -> None:
     for name, (moe, mesh, words) in kinds.items():
         sizes = {"d_model": 256} | ({} if moe else {"d_ff": 2 * width})
         config = mt.load(
-            configuration(moe and moe | {"d_ff": width}, mesh, length=256, **sizes), words
+            configuration(moe and moe | {"d_ff": width}, mesh, length=256, **sizes),
+            words,
         )
         program = mt.Program(config)
         placed = program.place(batch(np.random.default_rng(0), config))
         runs[name] = Stepping(program.train_step, program.init(), placed)
     found = {
-        name: bench.typical(times) for name, times in bench.turns(runs, rounds, warm=2).items()
+        name: bench.typical(times)
+        for name, times in bench.turns(runs, rounds, warm=2).items()
     }
-    table = Table("kind                  ", "step s", "x dense", "processor s", "x dense")
+    table = Table(
+        "kind                  ", "step s", "x dense", "processor s", "x dense"
+    )
     dense = found["dense"]
     for name, one in found.items():
         ratios = one.wall / dense.wall, one.processor / dense.processor
         table.row(
-            name, f"{one.wall:.3f}", f"{ratios[0]:.2f}", f"{one.processor:.3f}", f"{ratios[1]:.2f}"
+            name,
+            f"{one.wall:.3f}",
+            f"{ratios[0]:.2f}",
+            f"{one.processor:.3f}",
+            f"{ratios[1]:.2f}",
         )
 
 
@@ -107,7 +126,9 @@ def expert_bytes() -> None:
         f"{tokens} tokens of 64 numbers on a data rank, expert 4, tensor 2: kB that a device sends in a layer and "
         "step"
     )
-    table = Table("dispatch  ", "experts over   ", "tensor", "expert", "together", title=title)
+    table = Table(
+        "dispatch  ", "experts over   ", "tensor", "expert", "together", title=title
+    )
     for dispatch, capacity, count in (
         ("all_gather", None, 16),
         ("all_to_all", 1.25, 12),
@@ -116,7 +137,13 @@ def expert_bytes() -> None:
         placing = {"dispatch": dispatch, "capacity": capacity}
         moe = {"experts": count, "top_k": 4, "d_ff": 64}
         given = {
-            "model": {"layers": 2, "d_model": 64, "heads": 4, "vocab_size": 256, "moe": moe},
+            "model": {
+                "layers": 2,
+                "d_model": 64,
+                "heads": 4,
+                "vocab_size": 256,
+                "moe": moe,
+            },
             "mesh": {"data": 4, "expert": 4, "tensor": 2},
             "parallel": {
                 "sequence_parallel": True,
@@ -135,5 +162,9 @@ def expert_bytes() -> None:
         rows = sent["expert"] + sent["expert+tensor"]
         over = " x ".join(program.local.forward.collectives.expert_axes)
         table.row(
-            dispatch, over, f"{sent['tensor']:.0f}", f"{rows:.0f}", f"{sent['tensor'] + rows:.0f}"
+            dispatch,
+            over,
+            f"{sent['tensor']:.0f}",
+            f"{rows:.0f}",
+            f"{sent['tensor'] + rows:.0f}",
         )

@@ -38,7 +38,9 @@ OF_PHOTOS: dict[str, dict[str, Any]] = {
     "as they are": {},
     "crop, flip": CROPPED,
     "crop, flip, randaugment 2": CROPPED | {"policy": "randaugment"},
-    "crop, flip, randaugment 2, mixup, cutmix": CROPPED | MIXED | {"policy": "randaugment"},
+    "crop, flip, randaugment 2, mixup, cutmix": CROPPED
+    | MIXED
+    | {"policy": "randaugment"},
 }
 
 
@@ -46,7 +48,11 @@ def images(*, rounds: int = 3) -> None:
     """Prints images a second of the fastest turn of ours and of the bare loop."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     table = Table(
-        "images", "changed by                              ", "  ours", "   bare", "ratio"
+        "images",
+        "changed by                              ",
+        "  ours",
+        "   bare",
+        "ratio",
     )
     with tempfile.TemporaryDirectory() as directory:
         os.environ["XDG_CACHE_HOME"] = f"{directory}/cache"
@@ -56,7 +62,13 @@ def images(*, rounds: int = 3) -> None:
         ]
         _write_photos(Path(directory, "photos"))
         for name, changes in OF_PHOTOS.items():
-            cases.append(("photos", name, _config(f"{directory}/photos", SIZE, 16, 3, 32, changes)))
+            cases.append(
+                (
+                    "photos",
+                    name,
+                    _config(f"{directory}/photos", SIZE, 16, 3, 32, changes),
+                )
+            )
         for kind, name, config in cases:
             train, _ = open_data(config)
             bare = {"digits": _bare_digits, "photos": _bare_photos}[kind](train, config)
@@ -65,7 +77,8 @@ def images(*, rounds: int = 3) -> None:
             for _ in range(rounds):
                 for side, batch in sides.items():
                     best[side] = max(
-                        best[side], config.train.global_batch_size * _batches_a_second(batch)
+                        best[side],
+                        config.train.global_batch_size * _batches_a_second(batch),
                     )
             table.row(
                 kind,
@@ -87,7 +100,12 @@ def _batches_a_second(batch: Callable[[int], Any]) -> float:
 
 
 def _config(
-    source: str, size: int, patch: int, channels: int, batch: int, changes: dict[str, Any]
+    source: str,
+    size: int,
+    patch: int,
+    channels: int,
+    batch: int,
+    changes: dict[str, Any],
 ) -> Config:
     model = {
         "family": "vit",
@@ -107,7 +125,9 @@ def _write_photos(folder: Path) -> None:
         place = folder / f"{number % 4}"
         place.mkdir(parents=True, exist_ok=True)
         coarse = Image.fromarray(draw.integers(0, 256, (12, 16, 3), dtype=np.uint8))
-        smooth = np.asarray(coarse.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC), np.float32)
+        smooth = np.asarray(
+            coarse.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC), np.float32
+        )
         pixels = smooth + draw.normal(0, 8, smooth.shape)
         Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(
             place / f"{number}.jpg", quality=90
@@ -126,7 +146,9 @@ def _bare_digits(train: SplitBatches, config: Config) -> Callable[[int], Any]:
 
     def batch(k: int) -> Any:
         chosen = order[np.arange(k * size, (k + 1) * size) % len(order)]
-        return _normalised(images[chosen], config.model.patch_size), pictures.labels[chosen]
+        return _normalised(images[chosen], config.model.patch_size), pictures.labels[
+            chosen
+        ]
 
     return batch
 
@@ -140,7 +162,9 @@ def _bare_photos(train: SplitBatches, config: Config) -> Callable[[int], Any]:
     def one(path: str) -> np.ndarray:
         image = Image.open(path).convert("RGB")
         side = int(min(image.size) * (draw.uniform(0.4, 1) if changes.crop < 1 else 1))
-        image = image.resize((SIZE, SIZE), Image.Resampling.BILINEAR, box=(0, 0, side, side))
+        image = image.resize(
+            (SIZE, SIZE), Image.Resampling.BILINEAR, box=(0, 0, side, side)
+        )
         if changes.flip and draw.random() < 0.5:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         for _ in range(changes.operations if changes.policy == "randaugment" else 0):
@@ -149,7 +173,10 @@ def _bare_photos(train: SplitBatches, config: Config) -> Callable[[int], Any]:
 
     def batch(k: int) -> Any:
         return _normalised(
-            np.stack([one(paths[(k * size + row) % len(paths)]) for row in range(size)]), 16
+            np.stack(
+                [one(paths[(k * size + row) % len(paths)]) for row in range(size)]
+            ),
+            16,
         )
 
     return batch
@@ -175,7 +202,11 @@ def digits(*, seeds: int = 3, epochs: int = 120) -> None:
                 "--config",
                 str(ROOT / "configs/vit_digits.yaml"),
             ]
-            asked = [f"run.directory={directory}/run", f"run.seed={seed}", f"train.epochs={epochs}"]
+            asked = [
+                f"run.directory={directory}/run",
+                f"run.seed={seed}",
+                f"train.epochs={epochs}",
+            ]
             command += [word for setting in asked for word in ("--set", setting)]
             took = spent(
                 lambda command=command: subprocess.run(command, check=True),
@@ -185,5 +216,11 @@ def digits(*, seeds: int = 3, epochs: int = 120) -> None:
         evals = [row for row in map(json.loads, lines) if "eval_accuracy" in row]
         last = evals[-1]
         best = max(row["eval_accuracy"] for row in evals)
-        told = (f"{last['eval_accuracy']:.2%}", f"{best:.2%}", f"{last['eval_loss']:.4f}")
-        table.row(seed, last["step"], *told, f"{took.wall:.0f}", f"{took.processor:.0f}")
+        told = (
+            f"{last['eval_accuracy']:.2%}",
+            f"{best:.2%}",
+            f"{last['eval_loss']:.4f}",
+        )
+        table.row(
+            seed, last["step"], *told, f"{took.wall:.0f}", f"{took.processor:.0f}"
+        )

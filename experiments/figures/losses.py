@@ -54,13 +54,18 @@ def float8(*, seeds: int = 2, rate: float = 3e-4, steps: int = 200) -> None:
             "precision.float8_wgrad=float8",
         ]
         asked = [*calm, *narrow, "precision.float8_skip=[0, 0]"] if recipe else calm
-        ends = np.array([losses(asked, seed, steps)[-LAST:].mean() for seed in range(seeds)])
+        ends = np.array(
+            [losses(asked, seed, steps)[-LAST:].mean() for seed in range(seeds)]
+        )
         base = base if recipe else ends
         apart = 100 * (ends / base - 1)
         error = apart.std(ddof=1) / np.sqrt(seeds) if seeds > 1 else np.nan
         each = " ".join(f"{x:+.3f}" for x in apart)
         table.row(
-            recipe or "bfloat16", f"{ends.mean():.4f}", f"{apart.mean():+.3f} ± {error:.3f}%", each
+            recipe or "bfloat16",
+            f"{ends.mean():.4f}",
+            f"{apart.mean():+.3f} ± {error:.3f}%",
+            each,
         )
     print(f"bfloat16's seeds are {100 * np.ptp(base) / base.mean():.1f}% apart")
 
@@ -72,11 +77,18 @@ def gradient_sums(*, seeds: int = 2, steps: int = 300) -> None:
     for seed in range(seeds):
         asked = ["parallel.microbatches=8", "precision.gradient_sums="]
         plain, rounded = (
-            losses([asked[0], asked[1] + sums], seed, steps) for sums in ("float32", "bfloat16")
+            losses([asked[0], asked[1] + sums], seed, steps)
+            for sums in ("float32", "bfloat16")
         )
         first, second = (found[-LAST:].mean() for found in (plain, rounded))
         gap = np.abs(np.convolve(rounded - plain, np.full(20, 1 / 20), "valid")).max()
-        table.row(seed, f"{first:.4f}", f"{second:.4f}", f"{second - first:+.4f}", f"{gap:.4f}")
+        table.row(
+            seed,
+            f"{first:.4f}",
+            f"{second:.4f}",
+            f"{second - first:+.4f}",
+            f"{gap:.4f}",
+        )
         ends.append(first)
     print(f"the seeds alone are {np.ptp(ends):.4f} apart")
 

@@ -25,7 +25,14 @@ from meshtrain.step import Program
 ROWS, DEPTH, WIDTH, BLOCK = 4096, 256, 512, 128  # of the products
 WHOLE = 2**31 - 1  # tokens of a chunk that is none
 LLAMA_8B = LLAMA_3["8B"] | {"layers": 1}
-SMALL = {"layers": 2, "d_model": 256, "heads": 8, "kv_heads": 4, "d_ff": 704, "vocab_size": 8192}
+SMALL = {
+    "layers": 2,
+    "d_model": 256,
+    "heads": 8,
+    "kv_heads": 4,
+    "d_ff": 704,
+    "vocab_size": 8192,
+}
 
 
 def grouped(*, rounds: int = 30) -> None:
@@ -47,9 +54,14 @@ def grouped(*, rounds: int = 30) -> None:
     for experts in (8, 16):
         weight = numbers(experts, DEPTH, WIDTH)
         shares = random.dirichlet(np.ones(experts))
-        of_block = jnp.asarray(np.sort(random.choice(experts, ROWS // BLOCK, p=shares)), jnp.int32)
+        of_block = jnp.asarray(
+            np.sort(random.choice(experts, ROWS // BLOCK, p=shares)), jnp.int32
+        )
         sizes = jnp.bincount(of_block, length=experts) * BLOCK
-        products[f"grouped, {experts} experts"] = ours, (weight, of_block, jnp.int32(ROWS // BLOCK))
+        products[f"grouped, {experts} experts"] = (
+            ours,
+            (weight, of_block, jnp.int32(ROWS // BLOCK)),
+        )
         products[f"ragged_dot, {experts} experts"] = lax.ragged_dot, (weight, sizes)
     runs, temporaries = {}, {}
     for name, (product, arrays) in products.items():
@@ -57,14 +69,15 @@ def grouped(*, rounds: int = 30) -> None:
         compiled = jax.jit(backward).lower(rows, cotangent, *arrays).compile()
         temporaries[name] = compiled.memory_analysis().temp_size_in_bytes
         forward = jax.jit(product).lower(rows, *arrays).compile()
-        runs[f"{name} forward"] = lambda run=forward, arrays=arrays: jax.block_until_ready(
-            run(rows, *arrays)
+        runs[f"{name} forward"] = lambda run=forward, arrays=arrays: (
+            jax.block_until_ready(run(rows, *arrays))
         )
         runs[name] = lambda run=compiled, arrays=arrays: jax.block_until_ready(
             run(rows, cotangent, *arrays)
         )
     quickest = {
-        name: min(one.wall for one in found) for name, found in bench.turns(runs, rounds).items()
+        name: min(one.wall for one in found)
+        for name, found in bench.turns(runs, rounds).items()
     }
     title = f"{ROWS} rows, {DEPTH} to {WIDTH}, blocks of {BLOCK}, float32, {jax.default_backend()}"
     table = Table(
@@ -80,14 +93,23 @@ def grouped(*, rounds: int = 30) -> None:
         cells: list[str] = []
         for way in (" forward", ""):
             seconds = quickest[name + way]
-            cells += [f"{1e3 * seconds:.2f}", f"{seconds / quickest['dense' + way]:.2f}"]
+            cells += [
+                f"{1e3 * seconds:.2f}",
+                f"{seconds / quickest['dense' + way]:.2f}",
+            ]
         table.row(name, *cells, f"{temporaries[name] / 1e6:.1f}")
 
 
 def _gradients(
-    product: Callable, rows: jax.Array, cotangent: jax.Array, weight: jax.Array, *others: jax.Array
+    product: Callable,
+    rows: jax.Array,
+    cotangent: jax.Array,
+    weight: jax.Array,
+    *others: jax.Array,
 ) -> Any:
-    return jax.vjp(lambda rows, weight: product(rows, weight, *others), rows, weight)[1](cotangent)
+    return jax.vjp(lambda rows, weight: product(rows, weight, *others), rows, weight)[
+        1
+    ](cotangent)
 
 
 def chunk_bytes() -> None:
@@ -95,13 +117,13 @@ def chunk_bytes() -> None:
     chunk.
     """
     devices = described_devices("h100", 8)
-    title = (
-        "Llama-3 8B, 131,072 tokens, tensor 8, compiled for H100s: temporaries of head and loss, GB"
-    )
+    title = "Llama-3 8B, 131,072 tokens, tensor 8, compiled for H100s: temporaries of head and loss, GB"
     table = Table("tokens a chunk", "sequence parallel", " not", title=title)
     for chunk in (WHOLE, 512, 2048, 8192, "auto"):
         cells = [temporaries(chunk, split, devices) / 1e9 for split in (True, False)]
-        table.row("all" if chunk == WHOLE else chunk, *(f"{cell:.2f}" for cell in cells))
+        table.row(
+            "all" if chunk == WHOLE else chunk, *(f"{cell:.2f}" for cell in cells)
+        )
 
 
 def temporaries(
@@ -113,10 +135,16 @@ def temporaries(
         "mesh": {"tensor": 8},
         "parallel": {"sequence_parallel": sequence_parallel},
         "precision": {"compute": "bfloat16"},
-        "train": {"global_batch_size": 1, "sequence_length": length, "loss_chunk": chunk},
+        "train": {
+            "global_batch_size": 1,
+            "sequence_length": length,
+            "loss_chunk": chunk,
+        },
     }
     config = load(given)
-    memory = head_and_loss(Program(config, make_mesh(config, devices))).memory_analysis()
+    memory = head_and_loss(
+        Program(config, make_mesh(config, devices))
+    ).memory_analysis()
     assert memory is not None, "XLA's GPU compiler tells it"
     return memory.temp_size_in_bytes
 
@@ -127,12 +155,16 @@ def rounded_bytes() -> None:
     """
     devices = described_devices("h100", 8)
     title = "4 layers of Llama-3 8B in float8, data 8, ZeRO-1, compiled for H100s: GB beside products, temporaries"
-    table = Table("recipe, microbatches", "in each microbatch", " once a step", title=title)
+    table = Table(
+        "recipe, microbatches", "in each microbatch", " once a step", title=title
+    )
     for recipe in ("rowwise", "tensorwise"):
         for microbatches in (1, 8):
             cells = []
             for once in (False, True):
-                moved, temporaries = beside_products(recipe, microbatches, once, devices)
+                moved, temporaries = beside_products(
+                    recipe, microbatches, once, devices
+                )
                 cells.append(f"{moved / 1e9:.1f}, {temporaries / 1e9:.2f}")
             table.row(f"{recipe}, {microbatches}", *cells)
 
@@ -153,7 +185,10 @@ def beside_products(
             "float8_recipe": recipe,
             "float8_skip": [0, 0],
         },
-        "train": {"global_batch_size": len(devices) * microbatches, "sequence_length": 2048},
+        "train": {
+            "global_batch_size": len(devices) * microbatches,
+            "sequence_length": 2048,
+        },
     }
     config = load(given)
     lowered = lower(config, devices, once)
@@ -195,23 +230,35 @@ def head_and_loss(program: Program) -> jax.stages.Compiled:
         x = vary(x, local.forward.stream_axes)
 
         def loss(head: Any, x: jax.Array) -> jax.Array:
-            used = weights._replace(differentiated={**weights.differentiated, "head": head})
-            return local.forward.loss(used, x, {"labels": labels}, jnp.array(True), jnp.ones(()))[0]
+            used = weights._replace(
+                differentiated={**weights.differentiated, "head": head}
+            )
+            return local.forward.loss(
+                used, x, {"labels": labels}, jnp.array(True), jnp.ones(())
+            )[0]
 
         total, vjp = jax.vjp(loss, weights.differentiated["head"], x)
         head, gx = vjp(vary(jnp.ones(()), varying(total)))
         return jax.tree.map(lambda g: vary(g, AXES)[None], head), vary(gx, AXES)[None]
 
     specs = (program.layout.shards, stream, rows)
-    mapped = jax.shard_map(run, mesh=program.mesh, in_specs=specs, out_specs=PartitionSpec(AXES))
+    mapped = jax.shard_map(
+        run, mesh=program.mesh, in_specs=specs, out_specs=PartitionSpec(AXES)
+    )
 
-    def shape_of(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(program.mesh, spec))
+    def shape_of(
+        shape: tuple[int, ...], dtype: Any, spec: PartitionSpec
+    ) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            shape, dtype, sharding=NamedSharding(program.mesh, spec)
+        )
 
     shape = (config.train.global_batch_size, config.train.sequence_length)
     x = shape_of((*shape, config.model.d_model), config.precision.compute, stream)
     return (
-        jax.jit(mapped).lower(program.layout.masters, x, shape_of(shape, jnp.int32, rows)).compile()
+        jax.jit(mapped)
+        .lower(program.layout.masters, x, shape_of(shape, jnp.int32, rows))
+        .compile()
     )
 
 
@@ -223,10 +270,15 @@ def chunk_seconds(*, rounds: int = 5) -> None:
     for chunk in ("all", "128", "512", "auto"):
         asked = [f"train.loss_chunk={WHOLE if chunk == 'all' else chunk}"]
         train = {"global_batch_size": 4, "sequence_length": 512}
-        program = Program(load({"model": SMALL, "mesh": {"tensor": 2}, "train": train}, asked))
+        program = Program(
+            load({"model": SMALL, "mesh": {"tensor": 2}, "train": train}, asked)
+        )
         batch = program.place({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
         runs[chunk] = Stepping(program.train_step, program.init(), batch)
-    found = {chunk: bench.typical(times).wall for chunk, times in bench.turns(runs, rounds).items()}
+    found = {
+        chunk: bench.typical(times).wall
+        for chunk, times in bench.turns(runs, rounds).items()
+    }
     table = Table(
         "tokens a chunk",
         "seconds",

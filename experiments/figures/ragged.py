@@ -38,7 +38,9 @@ def plain(rows: jax.Array, chosen: jax.Array, weights: jax.Array, w: Tree) -> ja
     return jnp.einsum("nkd,nk->nd", y, jnp.where(chosen < len(w["gate"]), weights, 0))
 
 
-def maxtext(rows: jax.Array, chosen: jax.Array, weights: jax.Array, w: Tree) -> jax.Array:
+def maxtext(
+    rows: jax.Array, chosen: jax.Array, weights: jax.Array, w: Tree
+) -> jax.Array:
     """Returns the same as MaxText computes it."""
     order = jnp.argsort(chosen.reshape(-1))
     loads = jnp.bincount(chosen.reshape(-1), length=len(w["gate"]))
@@ -60,10 +62,14 @@ def reordered(x: jax.Array, order: jax.Array) -> jax.Array:
     return x[order]
 
 
-reordered.defvjp(lambda x, order: (x[order], order), lambda order, g: (g[jnp.argsort(order)], None))
+reordered.defvjp(
+    lambda x, order: (x[order], order), lambda order, g: (g[jnp.argsort(order)], None)
+)
 
 
-def loss(config: mt.Config, layer: Layer, w: Tree, tokens: jax.Array, labels: jax.Array) -> Any:
+def loss(
+    config: mt.Config, layer: Layer, w: Tree, tokens: jax.Array, labels: jax.Array
+) -> Any:
     """Returns the mean loss of all ranks' rows [B / RANKS, T]; inside shard_map."""
     moe = config.model.moe
     here = moe.experts // config.mesh.expert
@@ -89,18 +95,24 @@ def loss(config: mt.Config, layer: Layer, w: Tree, tokens: jax.Array, labels: ja
     return lax.pmean(plain_jax.head_loss(w, x, labels), "data")
 
 
-def by_hand(config: mt.Config, layer: Layer, params: Tree, batch: dict[str, Any]) -> Stepping:
+def by_hand(
+    config: mt.Config, layer: Layer, params: Tree, batch: dict[str, Any]
+) -> Stepping:
     """Returns the step with ZeRO-1, which begins with the weights of a canonical tree of ours."""
     mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,))
     experts = params["blocks"]["experts"]
-    blocks = params["blocks"] | {"mlp": {name: experts[name] for name in (*EXPERTS, "router")}}
+    blocks = params["blocks"] | {
+        "mlp": {name: experts[name] for name in (*EXPERTS, "router")}
+    }
     weights = sharded_jax.weights_of(params | {"blocks": blocks})
     spread = EXPERTS if config.mesh.expert > 1 else ()
     used = {name: P(None, "data") if name in spread else P() for name in weights}
 
     def held(name: str, w: Any) -> P:
         """Returns where masters and moments lie: over the first dimension that divides, but for layers."""
-        dims = [d for d in range(int(name not in ("embedding", "head", "norm")), w.ndim)]
+        dims = [
+            d for d in range(int(name not in ("embedding", "head", "norm")), w.ndim)
+        ]
         split = next((d for d in dims if w.shape[d] % RANKS == 0), None)
         return P() if split is None else P(*[None] * split, "data")
 
@@ -113,7 +125,9 @@ def by_hand(config: mt.Config, layer: Layer, params: Tree, batch: dict[str, Any]
         out_specs=P(),
     )
 
-    def step(state: Tree, tokens: jax.Array, labels: jax.Array) -> tuple[Tree, jax.Array]:
+    def step(
+        state: Tree, tokens: jax.Array, labels: jax.Array
+    ) -> tuple[Tree, jax.Array]:
         weights, moments = state
         value, gradients = jax.value_and_grad(mapped)(weights, tokens, labels)
         gradients = lax.with_sharding_constraint(gradients, shards)
@@ -123,14 +137,24 @@ def by_hand(config: mt.Config, layer: Layer, params: Tree, batch: dict[str, Any]
 
     weights = jax.device_put(weights, shards)
     state = weights, jax.jit(optimizer.init)(weights)
-    rows = [jax.device_put(batch[k], NamedSharding(mesh, P("data"))) for k in ("tokens", "labels")]
+    rows = [
+        jax.device_put(batch[k], NamedSharding(mesh, P("data")))
+        for k in ("tokens", "labels")
+    ]
     return Stepping(jax.jit(step, donate_argnums=0), state, *rows)
 
 
 def ragged(*, rounds: int = 5) -> None:
     """Prints processor seconds of a step, ours and by hand in turns, and ours over each: below 1 ours is faster."""
     mt.fake_devices(RANKS)
-    heads = ("experts on a rank", "by hand", "ours, s", "by hand, s", "ratio", "  (min-max)")
+    heads = (
+        "experts on a rank",
+        "by hand",
+        "ours, s",
+        "by hand, s",
+        "ratio",
+        "  (min-max)",
+    )
     table = Table(*heads)
     random = np.random.default_rng(0)
     for expert in (1, RANKS):
@@ -153,7 +177,9 @@ def ragged(*, rounds: int = 5) -> None:
         ours = float(first.pop("ours")["loss"])
         for name, value in first.items():
             if abs(ours - float(value)) > 1e-4:
-                raise SystemExit(f"the loss of the first step is {ours}, {name} {float(value)}")
+                raise SystemExit(
+                    f"the loss of the first step is {ours}, {name} {float(value)}"
+                )
         found = bench.turns(runs, rounds)
         for name in first:
             beside = Compared(found["ours"], found[name])

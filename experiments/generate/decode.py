@@ -36,12 +36,17 @@ SIZES = {
     "long": (8, 512, 8, 8, 8192, 8, 4096),
     "one": (8, 1024, 16, 8, 16384, 1, 1024),
 }
-LARGE = {"1b": (16, 2048, 32, 8, 128256, 8, 2048), "8b": (32, 4096, 32, 8, 128256, 16, 4096)}
+LARGE = {
+    "1b": (16, 2048, 32, 8, 128256, 8, 2048),
+    "8b": (32, 4096, 32, 8, 128256, 16, 4096),
+}
 
 
 def model(size: tuple[int, ...], precision: str) -> Model:
     layers, width, heads, groups, words, _, length = size
-    sizes = dict(layers=layers, d_model=width, heads=heads, kv_heads=groups, vocab_size=words)
+    sizes = dict(
+        layers=layers, d_model=width, heads=heads, kv_heads=groups, vocab_size=words
+    )
     config = load(
         {
             "model": sizes,
@@ -70,13 +75,17 @@ def plain(model: Model, slots: int, length: int) -> tuple[Callable[..., Any], An
     frequency = config.rope_theta ** (-jnp.arange(half) / half)
     eps = config.norm_eps
     whole = model.params
-    layers = [jax.tree.map(lambda w, i=i: w[i], whole["blocks"]) for i in range(config.layers)]
+    layers = [
+        jax.tree.map(lambda w, i=i: w[i], whole["blocks"]) for i in range(config.layers)
+    ]
     weights = jax.block_until_ready((whole["embedding"], layers, whole["head"]))
     dtype = whole["embedding"]["tokens"].dtype
 
     def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
         y = x.astype(jnp.float32)
-        return (y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps) * scale).astype(x.dtype)
+        return (
+            y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + eps) * scale
+        ).astype(x.dtype)
 
     def turned(x: jax.Array, position: jax.Array) -> jax.Array:
         cos, sin = (f(position * frequency).astype(x.dtype) for f in (jnp.cos, jnp.sin))
@@ -93,29 +102,41 @@ def plain(model: Model, slots: int, length: int) -> tuple[Callable[..., Any], An
             h = norm(x, w["attention_norm"]["scale"])
             q, k, v = (jnp.einsum("sd,dhk->shk", h, a[name]) for name in "qkv")
             q, k = turned(q, position), turned(k, position)
-            keys = jax.lax.dynamic_update_slice(keys, k[:, :, None], (0, 0, position, 0))
-            values = jax.lax.dynamic_update_slice(values, v[:, :, None], (0, 0, position, 0))
+            keys = jax.lax.dynamic_update_slice(
+                keys, k[:, :, None], (0, 0, position, 0)
+            )
+            values = jax.lax.dynamic_update_slice(
+                values, v[:, :, None], (0, 0, position, 0)
+            )
             q = q.reshape(slots, groups, heads // groups, width)
             scores = (
-                jnp.einsum("sgrk,sgpk->sgrp", q, keys, preferred_element_type=jnp.float32)
+                jnp.einsum(
+                    "sgrk,sgpk->sgrp", q, keys, preferred_element_type=jnp.float32
+                )
                 * width**-0.5
             )
-            p = jax.nn.softmax(jnp.where(jnp.arange(length) <= position, scores, -1e30)).astype(
-                dtype
-            )
+            p = jax.nn.softmax(
+                jnp.where(jnp.arange(length) <= position, scores, -1e30)
+            ).astype(dtype)
             y = jnp.einsum("sgrp,sgpk->sgrk", p, values).reshape(slots, heads, width)
             x = x + jnp.einsum("shk,hkd->sd", y, a["out"])
             h = norm(x, w["mlp_norm"]["scale"])
             x = x + (jax.nn.silu(h @ m["gate"]) * (h @ m["up"])) @ m["down"]
             after.append((keys, values))
         logits = jnp.matmul(
-            norm(x, head["norm"]["scale"]), head["weight"], preferred_element_type=jnp.float32
+            norm(x, head["norm"]["scale"]),
+            head["weight"],
+            preferred_element_type=jnp.float32,
         )
         return jnp.argmax(logits, -1).astype(jnp.int32), position + 1, after
 
     shape = (slots, groups, length, width)
     cache = [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in layers]
-    return partial(step, weights), (jnp.zeros(slots, jnp.int32), jnp.int32(PROMPT), cache)
+    return partial(step, weights), (
+        jnp.zeros(slots, jnp.int32),
+        jnp.int32(PROMPT),
+        cache,
+    )
 
 
 class Turn(NamedTuple):
@@ -133,7 +154,9 @@ def measured(size: tuple[int, ...], precision: str, rounds: int, steps: int) -> 
     ours, (theirs, beside) = Decoding(of, slots, length), plain(of, slots, length)
     state = ours.empty()
     for slot in range(slots):
-        state, _ = ours.prefill(state, slot, np.arange(PROMPT, dtype=np.int32), Sampling())
+        state, _ = ours.prefill(
+            state, slot, np.arange(PROMPT, dtype=np.int32), Sampling()
+        )
     kept = state.cache[0].keys.nbytes
 
     def mine(state: Any) -> tuple[Any, Any]:
@@ -169,7 +192,8 @@ def copies(text: str, least: int) -> list[str]:
         f"{op.opcode} {op.result}"
         for operations in module.computations.values()
         for op in operations
-        if op.opcode in ("copy", "transpose", "convert") and byte_count(op.result) >= least
+        if op.opcode in ("copy", "transpose", "convert")
+        and byte_count(op.result) >= least
     ]
 
 
@@ -204,12 +228,29 @@ def main() -> int:
     )
     for name in given.sizes:
         size = (SIZES | LARGE)[name]
-        times, copied, grown, compiled = measured(size, given.precision, given.rounds, given.steps)
-        good &= float(np.median(times.walls)) <= GOAL and not copied and grown <= 0 and not compiled
-        ours, plain = (f"{1e3 * typical(found).wall / given.steps:.2f}" for found in times)
+        times, copied, grown, compiled = measured(
+            size, given.precision, given.rounds, given.steps
+        )
+        good &= (
+            float(np.median(times.walls)) <= GOAL
+            and not copied
+            and grown <= 0
+            and not compiled
+        )
+        ours, plain = (
+            f"{1e3 * typical(found).wall / given.steps:.2f}" for found in times
+        )
         sizes = [f"{model_size(size) / 1e6:.0f} M", size[5], size[6]]
         checks = [len(copied), grown, compiled]
-        table.row(name, *sizes, ours, plain, spread(times.walls), f"{times.processor:.3f}", *checks)
+        table.row(
+            name,
+            *sizes,
+            ours,
+            plain,
+            spread(times.walls),
+            f"{times.processor:.3f}",
+            *checks,
+        )
         for line in copied:
             print("   ", line)
     return 0 if good else 1
@@ -217,7 +258,9 @@ def main() -> int:
 
 def model_size(size: tuple[int, ...]) -> int:
     layers, width, heads, groups, words, *_ = size
-    sizes = dict(layers=layers, d_model=width, heads=heads, kv_heads=groups, vocab_size=words)
+    sizes = dict(
+        layers=layers, d_model=width, heads=heads, kv_heads=groups, vocab_size=words
+    )
     return Program(load({"model": sizes})).layout.parameters
 
 

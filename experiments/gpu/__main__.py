@@ -34,9 +34,9 @@ WORDS = {
 
 
 def _batch(case: Case, random: Any) -> dict[str, Any]:
-    tokens = random.integers(0, case.model["vocab_size"], (case.rows, case.tokens + 1)).astype(
-        "int32"
-    )
+    tokens = random.integers(
+        0, case.model["vocab_size"], (case.rows, case.tokens + 1)
+    ).astype("int32")
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
@@ -95,13 +95,18 @@ class Run:
                 defaultdict[tuple[str, str], list[float]](list),
             )
             for plane in data.planes:
-                for stream in plane.lines if plane.name.startswith("/device:GPU") else ():
-                    for event in stream.events if stream.name.startswith("Stream") else ():
-                        found[event.name, str(dict(event.stats).get("hlo_op", ""))].append(
-                            event.duration_ns / 1e6
-                        )
+                for stream in (
+                    plane.lines if plane.name.startswith("/device:GPU") else ()
+                ):
+                    for event in (
+                        stream.events if stream.name.startswith("Stream") else ()
+                    ):
+                        found[
+                            event.name, str(dict(event.stats).get("hlo_op", ""))
+                        ].append(event.duration_ns / 1e6)
         return sorted(
-            ((*key, len(ms), sum(ms)) for key, ms in found.items()), key=lambda kernel: -kernel[-1]
+            ((*key, len(ms), sum(ms)) for key, ms in found.items()),
+            key=lambda kernel: -kernel[-1],
         )
 
 
@@ -110,7 +115,11 @@ def by_kind(kernels: Sequence[tuple[str, str, int, float]]) -> dict[str, float]:
     found = dict.fromkeys(WORDS, 0.0) | {"memory": 0.0}
     for name, _, _, ms in kernels:
         kind = next(
-            (kind for kind, words in WORDS.items() if any(word in name.lower() for word in words)),
+            (
+                kind
+                for kind, words in WORDS.items()
+                if any(word in name.lower() for word in words)
+            ),
             "memory",
         )
         found[kind] += ms
@@ -137,7 +146,9 @@ def speed(name: str) -> dict[str, Any]:
         "planned": planned.seconds,
         "parts": dict(planned.time.parts()),
         "mfu": flops / median(seconds) / planned.cluster.accelerator.flops("bfloat16"),
-        "planned_mfu": flops / planned.seconds / planned.cluster.accelerator.flops("bfloat16"),
+        "planned_mfu": flops
+        / planned.seconds
+        / planned.cluster.accelerator.flops("bfloat16"),
         "tokens_per_second": SPEED[name].rows * SPEED[name].tokens / median(seconds),
         "bytes": held.argument_size_in_bytes
         + held.temp_size_in_bytes
@@ -203,7 +214,9 @@ def trace(name: str) -> None:
     run = Run(SPEED[name])
     run()
     seconds, kernels = run(), run.kernels()
-    print(f"{name}: {1e3 * seconds:.1f} ms, kernels {sum(ms for *_, ms in kernels):.1f}")
+    print(
+        f"{name}: {1e3 * seconds:.1f} ms, kernels {sum(ms for *_, ms in kernels):.1f}"
+    )
     for kernel, operation, count, ms in kernels[:40]:
         print(f"{ms:8.2f} ms {count:4}  {kernel[:70]:70} {operation}")
 
@@ -273,7 +286,9 @@ def main() -> int:
     if unknown := set(options.cases) - SPEED.keys():
         parser.error(f"no case {sorted(unknown)}; there are {', '.join(SPEED)}.")
     if options.verb != "one" and not shutil.which("nvidia-smi"):
-        parser.error(f"{options.verb} needs an NVIDIA GPU, and there is none on this machine.")
+        parser.error(
+            f"{options.verb} needs an NVIDIA GPU, and there is none on this machine."
+        )
     names = options.cases or list(SPEED)
     if options.verb == "one":
         print(json.dumps(speed(names[0])))

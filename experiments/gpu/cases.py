@@ -48,8 +48,20 @@ MIXTRAL = {
     "vocab_size": 32000,
     "rope_theta": 1.0e6,
 }
-NARROW = {"experts": 128, "top_k": 8, "d_ff": 768, "balance": "sequence", "balance_weight": 1.0e-3}
-WIDE = {"experts": 8, "top_k": 2, "d_ff": 14336, "balance": "sequence", "balance_weight": 1.0e-2}
+NARROW = {
+    "experts": 128,
+    "top_k": 8,
+    "d_ff": 768,
+    "balance": "sequence",
+    "balance_weight": 1.0e-3,
+}
+WIDE = {
+    "experts": 8,
+    "top_k": 2,
+    "d_ff": 14336,
+    "balance": "sequence",
+    "balance_weight": 1.0e-2,
+}
 BFLOAT16 = {"compute": "bfloat16"}
 FLOAT8 = BFLOAT16 | {"matmul": "float8", "float8_skip": [0, 0]}
 
@@ -77,7 +89,9 @@ class Case(NamedTuple):
         }
 
 
-def case(model: dict[str, Any], rows: int, tokens: int, **sections: dict[str, Any]) -> Case:
+def case(
+    model: dict[str, Any], rows: int, tokens: int, **sections: dict[str, Any]
+) -> Case:
     return Case(model, rows, tokens, sections)
 
 
@@ -90,13 +104,22 @@ SPEED = {
     "8b x 4 short": case(_FOUR, 8, 2048),
     "8b x 4 halves": case(_FOUR, 4, 8192, parallel={"microbatches": 2}),
     "8b x 4 rowwise": case(_FOUR, 2, 8192, precision=FLOAT8),
-    "8b x 4 rowwise wgrad": case(_FOUR, 2, 8192, precision=FLOAT8 | {"float8_wgrad": "float8"}),
-    "8b x 4 tensorwise": case(
-        _FOUR, 2, 8192, precision=FLOAT8 | {"float8_recipe": "tensorwise", "float8_wgrad": "float8"}
+    "8b x 4 rowwise wgrad": case(
+        _FOUR, 2, 8192, precision=FLOAT8 | {"float8_wgrad": "float8"}
     ),
-    "8b x 4 blockwise": case(_FOUR, 2, 8192, precision=FLOAT8 | {"float8_recipe": "blockwise"}),
+    "8b x 4 tensorwise": case(
+        _FOUR,
+        2,
+        8192,
+        precision=FLOAT8 | {"float8_recipe": "tensorwise", "float8_wgrad": "float8"},
+    ),
+    "8b x 4 blockwise": case(
+        _FOUR, 2, 8192, precision=FLOAT8 | {"float8_recipe": "blockwise"}
+    ),
     "8b x 4 dropout": case(_FOUR | {"dropout": 0.1}, 2, 8192),
-    "8b lora": case(LLAMA_8B | {"layers": 32}, 2, 4096, lora=_LORA, parallel={"remat": "full"}),
+    "8b lora": case(
+        LLAMA_8B | {"layers": 32}, 2, 4096, lora=_LORA, parallel={"remat": "full"}
+    ),
     "8b lora float8": case(
         LLAMA_8B | {"layers": 32},
         2,

@@ -61,16 +61,37 @@ plan = RestartPlan(
 
 def node(number, end=None, age=0.5, since=2.0, **changed):
     """A node's record. The judge has seen it stand still for `age` seconds, and the end in it, if there is one, `since` so many."""
-    usual = {"proc": "S", "step": 10, "phase": "wait", "phase_age": 1.0, "pace": 0.5, "start": 0}
-    rank, state = Rank(number, 100 + number, **usual | changed), "ended" if end else "running"
+    usual = {
+        "proc": "S",
+        "step": 10,
+        "phase": "wait",
+        "phase_age": 1.0,
+        "pace": 0.5,
+        "start": 0,
+    }
+    rank, state = (
+        Rank(number, 100 + number, **usual | changed),
+        "ended" if end else "running",
+    )
     name, seen = names[number], {"age": age, "ended_for": since if end else 0.0}
-    return Node(name, name, f"host{number}", state=state, generation=1, rank=rank, end=end, **seen)
+    return Node(
+        name,
+        name,
+        f"host{number}",
+        state=state,
+        generation=1,
+        rank=rank,
+        end=end,
+        **seen,
+    )
 
 
 def judged(*records, plan=plan, before=()):
     found = decide(1000, records, plan, before, options)
     blamed = (
-        [f"({found.kind}), blamed: {', '.join(found.blamed) or 'nobody'}"] if found.kind else []
+        [f"({found.kind}), blamed: {', '.join(found.blamed) or 'nobody'}"]
+        if found.kind
+        else []
     )
     print(found.verdict, *blamed, *found.members)
     for line in textwrap.wrap(found.reason, 96):
@@ -92,7 +113,9 @@ killed = ProcessEnd(-9, "signal", "was ended by SIGKILL", 10)
 scene = [node(0, failed), node(1, failed), node(2, killed)]
 found = judged(*scene)
 assert found.blamed == ("n2",)
-assert all(decide(1000, records, plan, [], options) == found for records in permutations(scene))
+assert all(
+    decide(1000, records, plan, [], options) == found for records in permutations(scene)
+)
 
 # %% [markdown]
 # Without the third end there are effects only. Then it is right to wait for as long as a cause may still show: a
@@ -100,7 +123,11 @@ assert all(decide(1000, records, plan, [], options) == found for records in perm
 
 # %%
 silent = [
-    judged(node(0, failed, since=seconds), node(1, failed, since=seconds), node(2, age=seconds))
+    judged(
+        node(0, failed, since=seconds),
+        node(1, failed, since=seconds),
+        node(2, age=seconds),
+    )
     for seconds in (1.0, 4.0, 6.5)
 ]
 well = judged(node(0, failed, since=4.0), node(1, failed, since=4.0), node(2))
@@ -128,7 +155,8 @@ hangs = {}
 for what, evidence in scenes.items():
     print(f"{what}: ", end="")
     hangs[what] = judged(
-        *[node(i, phase_age=9.0) for i in (0, 1)], node(2, **{"phase_age": 9.0} | evidence)
+        *[node(i, phase_age=9.0) for i in (0, 1)],
+        node(2, **{"phase_age": 9.0} | evidence),
     )
 assert [h.kind for h in hangs.values()] == [
     "collective",
@@ -148,10 +176,18 @@ assert [h.blamed for h in hangs.values()] == [()] + 5 * [("n2",)]
 # again is of no use.
 
 # %%
-nan = [node(i, ProcessEnd(70, "numbers", "found NaN in the loss", 10)) for i in range(3)]
+nan = [
+    node(i, ProcessEnd(70, "numbers", "found NaN in the loss", 10)) for i in range(3)
+]
 first = judged(*nan)
 forming = replace(
-    plan, number=3, generation=2, state="forming", kind="numbers", reason=first.reason, step=10
+    plan,
+    number=3,
+    generation=2,
+    state="forming",
+    kind="numbers",
+    reason=first.reason,
+    step=10,
 )
 ready = [replace(node(i), state="idle", acked=2) for i in range(3)]
 turned = judged(*ready, plan=forming, before=[plan])
@@ -186,22 +222,38 @@ shared = {
     "XDG_CACHE_HOME": "cache",
     "XLA_FLAGS": "--xla_backend_optimization_level=0",
 }
-environment = {**os.environ, **shared, "JAX_COMPILATION_CACHE_DIR": os.path.abspath("compiled")}
+environment = {
+    **os.environ,
+    **shared,
+    "JAX_COMPILATION_CACHE_DIR": os.path.abspath("compiled"),
+}
 
 
 def launched(directory, *overrides):
     """A run on three nodes of this machine until it is over: its exit code and how many seconds that took."""
-    command = [sys.executable, "-m", "meshtrain.launch", "local", "3", "--config", "tiny.yaml"]
+    command = [
+        sys.executable,
+        "-m",
+        "meshtrain.launch",
+        "local",
+        "3",
+        "--config",
+        "tiny.yaml",
+    ]
     for setting in (f"run.directory={directory}", *overrides):
         command += ["--set", setting]
     began = time.monotonic()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False
+    )
     return done.returncode, time.monotonic() - began
 
 
 def metrics(directory):
     """The run's own rows, one a step."""
-    return list(map(json.loads, Path(directory, "metrics.jsonl").read_text().splitlines()))
+    return list(
+        map(json.loads, Path(directory, "metrics.jsonl").read_text().splitlines())
+    )
 
 
 def losses(directory):
@@ -220,7 +272,9 @@ assert code == 0 and [step for step, _ in calm] == list(range(1, 49))
 # there are: `python -m meshtrain.survive inject --list`.
 
 # %%
-code, seconds = launched("hurt", "survive.inject=[kill@12:1, frozen@20:2, node-lost@28:2]")
+code, seconds = launched(
+    "hurt", "survive.inject=[kill@12:1, frozen@20:2, node-lost@28:2]"
+)
 hurt = losses("hurt")
 print(f"exit code {code}, {len(hurt)} steps")
 assert code == 0 and len(hurt) == 48
@@ -251,7 +305,9 @@ assert told.plans[-1].kind == "done" and told.plans[-2].members == ["n0", "n1"]
 
 # %% tags=["varies"]
 # A file each, made in the moment of the fault.
-injected = sorted(path.stat().st_mtime for path in Path("hurt", "survive", "injected").iterdir())
+injected = sorted(
+    path.stat().st_mtime for path in Path("hurt", "survive", "injected").iterdir()
+)
 started = {e.integer("generation"): e.time for e in told.of("started")}
 going = {e.integer("generation"): e for e in told.of("going")}
 for fault, verdict in zip(injected, verdicts[1:], strict=True):
@@ -261,7 +317,9 @@ for fault, verdict in zip(injected, verdicts[1:], strict=True):
     print(
         f"    {judgement:.1f} s to the verdict, {processes:.1f} s to new processes, {step:.1f} s to a step"
     )
-    assert 0 < judgement < processes < step and (judgement > 4) == (verdict.kind != "signal")
+    assert 0 < judgement < processes < step and (judgement > 4) == (
+        verdict.kind != "signal"
+    )
 
 # %% [markdown]
 # ## Nothing lost, nothing twice
@@ -272,7 +330,9 @@ for fault, verdict in zip(injected, verdicts[1:], strict=True):
 starts = [going[generation].integer("start") for generation in (1, 2, 3, 4)]
 assert [step for step, _ in hurt] == list(range(1, 49))
 assert hurt[: starts[3]] == calm[: starts[3]]
-apart = [abs(one - other) / other for (_, one), (_, other) in zip(hurt, calm, strict=True)]
+apart = [
+    abs(one - other) / other for (_, one), (_, other) in zip(hurt, calm, strict=True)
+]
 assert max(apart) < 1e-5
 print("bit-equal as long as there are three nodes; on two a part in 100,000 at most")
 
@@ -281,7 +341,10 @@ print("bit-equal as long as there are three nodes; on two a part in 100,000 at m
 # next one waits for it. So at most two intervals of `checkpoint.every`.
 
 # %% tags=["varies"]
-redone = [verdict.step - start for verdict, start in zip(verdicts[1:], starts[1:], strict=True)]
+redone = [
+    verdict.step - start
+    for verdict, start in zip(verdicts[1:], starts[1:], strict=True)
+]
 print("steps taken again:", ", ".join(map(str, redone)))
 assert all(0 <= steps <= 2 * 5 for steps in redone)
 
@@ -289,7 +352,9 @@ figure, panel = plt.subplots(figsize=(6, 3))
 panel.plot(*zip(*calm, strict=True), color="lightgrey", lw=6)
 for start, end, marker in zip(starts, [*starts[1:], 48], "ox^s", strict=True):
     panel.plot(*zip(*hurt[start:end], strict=True), marker, color="black", mfc="none")
-panel.text(16, 5.2, "calm: the grey line\na mark for each generation of the hurt run", va="top")
+panel.text(
+    16, 5.2, "calm: the grey line\na mark for each generation of the hurt run", va="top"
+)
 panel.set(xlabel="step", ylabel="loss")
 plt.tight_layout()
 plt.show()
@@ -312,7 +377,9 @@ def batches(directory):
 
 read = batches("hurt")
 assert read == batches("calm") and {len(rows) for rows in read.values()} == {15}
-print(f"{sum(map(len, read.values()))} rows in {len(read)} steps, the same in both runs")
+print(
+    f"{sum(map(len, read.values()))} rows in {len(read)} steps, the same in both runs"
+)
 
 # %% [markdown]
 # ## One node less
@@ -347,13 +414,20 @@ for kind, spent in account.seconds.items():
     print(f"{word(kind):17}{spent:6.1f} s {spent / account.wall:6.1%}")
 print(f"{'together':17}{account.wall:6.1f} s, by the clock here {seconds:.1f} s")
 assert math.isclose(sum(account.seconds.values()), account.wall, rel_tol=0.01)
-assert 0 <= seconds - account.wall < 10 and account.seconds["other"] < 0.02 * account.wall
+assert (
+    0 <= seconds - account.wall < 10 and account.seconds["other"] < 0.02 * account.wall
+)
 
 rows = sum(row["step_seconds"] for row in metrics("hurt"))
 steps, with_saves = account.goodput * account.wall, account.effective * account.wall
-print(f"steps {steps:.1f} s, with data and saves {with_saves:.1f} s; by the rows {rows:.1f} s")
+print(
+    f"steps {steps:.1f} s, with data and saves {with_saves:.1f} s; by the rows {rows:.1f} s"
+)
 assert 0.95 * steps < rows < 1.05 * with_saves
-Picture(image(picture.svg(Path("hurt"), width=860), "the life of the run"), "the life of the run")
+Picture(
+    image(picture.svg(Path("hurt"), width=860), "the life of the run"),
+    "the life of the run",
+)
 
 # %% [markdown]
 # A row for each node, and below it the steps: each fault takes the curve back to the newest save. Before `lost` is a

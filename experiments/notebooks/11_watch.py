@@ -77,7 +77,9 @@ program = mt.Program(first)
 compiled = {(c.kind, c.axis): 0.0 for c in program.collectives()}
 for c in program.collectives():
     compiled[c.kind, c.axis] += c.times
-print(f"{found.events:,} events of {found.steps} steps, {found.unjoined} without an instruction")
+print(
+    f"{found.events:,} events of {found.steps} steps, {found.unjoined} without an instruction"
+)
 print(f"{found.attributed:.1%} of the wall has a reason")
 for key, times in sorted(found.collectives.items()):
     print(f"{key[0]:20} over {key[1]:8} {times:g} a step, compiled {compiled[key]:g}")
@@ -168,14 +170,17 @@ assert finding.settings and 0 < finding.severity < 1
 
 # %% tags=["varies"]
 second = mt.load(
-    first, [*finding.settings, f"run.directory={work / 'second'}", "telemetry.trace_at=[]"]
+    first,
+    [*finding.settings, f"run.directory={work / 'second'}", "telemetry.trace_at=[]"],
 )
 trained(second)
 
 # %% tags=["varies"]
 one, two = gather(work / "first"), gather(work / "second")
 held = compare(one, two)
-before, after = (np.median([row for row in f.steps["step_seconds"]][5:]) for f in (one, two))
+before, after = (
+    np.median([row for row in f.steps["step_seconds"]][5:]) for f in (one, two)
+)
 print(
     f"a step took {1e3 * before:.0f} ms and takes {1e3 * after:.0f} ms: {after / before:.0%} of it; the plan said {1 - finding.severity:.0%}"
 )

@@ -128,12 +128,17 @@ typed(adopt, "import", "hf", "imported")
 
 
 def mesh(data, tensor, pipeline):
-    return mt.make_mesh(mt.load({"mesh": {"data": data, "tensor": tensor, "pipeline": pipeline}}))
+    return mt.make_mesh(
+        mt.load({"mesh": {"data": data, "tensor": tensor, "pipeline": pipeline}})
+    )
 
 
 tokenizer = Tokenizer.from_file("hf/tokenizer.json")
 line = [tokenizer.encode("coal is black.\nsnow is white.\n").ids] * 2
-theirs, ours = mt.read_model("hf")(line), mt.read_model("imported", mesh=mesh(2, 2, 2))(line)
+theirs, ours = (
+    mt.read_model("hf")(line),
+    mt.read_model("imported", mesh=mesh(2, 2, 2))(line),
+)
 assert np.abs(np.asarray(theirs) - np.asarray(ours)).max() < 1e-4
 
 # %% [markdown]
@@ -166,9 +171,19 @@ typed(data, "show", "--input", "chats.jsonl", "--tokenizer", "hf/tokenizer.json"
 # %%
 def spans(row):
     """A row's labels, learned ones green, conversations apart."""
-    for label, weight, segment in zip(row["labels"], row["weights"], row["segments"], strict=True):
-        text = html.escape(tokenizer.decode([label], skip_special_tokens=False)).replace("\n", "⏎")
-        colour = "#9be29b" if weight else ("#eef", "#fee")[segment % 2] if segment else "#fff"
+    for label, weight, segment in zip(
+        row["labels"], row["weights"], row["segments"], strict=True
+    ):
+        text = html.escape(
+            tokenizer.decode([label], skip_special_tokens=False)
+        ).replace("\n", "⏎")
+        colour = (
+            "#9be29b"
+            if weight
+            else ("#eef", "#fee")[segment % 2]
+            if segment
+            else "#fff"
+        )
         yield f'<span style="background:{colour};color:#000">{text if segment else "·"}</span>'
 
 
@@ -209,11 +224,15 @@ HTML("<br>".join("".join(spans(row)) for row in rows))
 learned = batch["labels"][batch["weights"] > 0]
 said = [
     text
-    for text in tokenizer.decode(learned.tolist(), skip_special_tokens=False).split("<|endoftext|>")
+    for text in tokenizer.decode(learned.tolist(), skip_special_tokens=False).split(
+        "<|endoftext|>"
+    )
     if text
 ]
 print(said)
-assert set(said) <= {f"{thing} is {COLOURS[thing]}." for thing in asked} and len(said) >= 8
+assert (
+    set(said) <= {f"{thing} is {COLOURS[thing]}." for thing in asked} and len(said) >= 8
+)
 
 # %% [markdown]
 # ## LoRA on 2 × 2 × 2
@@ -227,7 +246,9 @@ adapters = [weight for weight in program.layout.flat if weight.trained]
 for weight in adapters[:4]:
     print(f"{weight.name:30} {weight.shape}")
 count = sum(int(np.prod(weight.shape)) for weight in adapters)
-print(f"trained are {count:,} parameters, beside {program.layout.parameters:,} that are not")
+print(
+    f"trained are {count:,} parameters, beside {program.layout.parameters:,} that are not"
+)
 assert all("_lora_" in weight.name for weight in adapters)
 
 full = mt.plan(mt.load(tuned, ["lora.rank=0"]), "cpu")
@@ -238,14 +259,18 @@ def state(plan):
     return sum(item.nbytes for item in plan.memory if item.kind == "optimizer_state")
 
 
-print(f"optimizer state a device: {state(full):,} bytes in full, {state(lora):,} with LoRA")
+print(
+    f"optimizer state a device: {state(full):,} bytes in full, {state(lora):,} with LoRA"
+)
 assert state(lora) < state(full) / 4
 
 # %% tags=["varies"]
 trained(tuned)
 
 # %%
-written = [json.loads(row) for row in Path("tuned/metrics.jsonl").read_text().splitlines()]
+written = [
+    json.loads(row) for row in Path("tuned/metrics.jsonl").read_text().splitlines()
+]
 losses = [(row["step"], row["loss"]) for row in written if "loss" in row]
 evals = [(row["step"], row["eval_loss"]) for row in written if "eval_loss" in row]
 plt.figure(figsize=(7, 2.6))
@@ -267,7 +292,9 @@ assert evals[-1][1] < evals[0][1] < losses[0][1]
 after, before = mt.read_model("tuned").weights, mt.read_model("imported").weights
 assert all(np.array_equal(after[name], before[name]) for name in before)
 moved = [name for name in after if name not in before]
-assert len(moved) == len(adapters) and all(np.asarray(after[name]).any() for name in moved)
+assert len(moved) == len(adapters) and all(
+    np.asarray(after[name]).any() for name in moved
+)
 
 # %% [markdown]
 # ## Off and on
@@ -285,7 +312,9 @@ print(", ".join(f"{name}: {size:,} bytes" for name, size in sizes.items()))
 
 def answer(model, thing, most=16):
     """What the model finds likeliest, token after token, until it ends its turn."""
-    ids = tokenizer.encode(f"user\n{thing}, which colour?<|endoftext|>\nassistant\n").ids
+    ids = tokenizer.encode(
+        f"user\n{thing}, which colour?<|endoftext|>\nassistant\n"
+    ).ids
     begin, end = len(ids), tokenizer.token_to_id("<|endoftext|>")
     while len(ids) < begin + most:
         # one shape for all, compiled once; what stands behind is not seen
@@ -302,7 +331,9 @@ off, on = mt.read_model("hf"), mt.read_model("hf", adapter="adapter")
 # %% tags=["varies"]
 for thing in things:
     never = "" if thing in asked else "   (never asked in training)"
-    print(f"{thing + '?':12} off: {answer(off, thing):42} on: {answer(on, thing)}{never}")
+    print(
+        f"{thing + '?':12} off: {answer(off, thing):42} on: {answer(on, thing)}{never}"
+    )
 
 # %% [markdown]
 # Without them it goes on as its books do, and does not stop. With them it answers, and ends. On what it was never asked a model of this size
@@ -333,7 +364,9 @@ assert tensors("merged") == tensors("hf")
 print(*sorted(path.name for path in Path("merged").iterdir()), sep=", ")
 
 one, eight = mt.read_model("merged"), mt.read_model("merged", mesh=mesh(2, 2, 2))
-question = [tokenizer.encode("user\ncoal, which colour?<|endoftext|>\nassistant\n").ids] * 2
+question = [
+    tokenizer.encode("user\ncoal, which colour?<|endoftext|>\nassistant\n").ids
+] * 2
 unmerged = np.asarray(on(question))
 for model in (one, eight, mt.read_model("tuned")):
     assert np.abs(np.asarray(model(question)) - unmerged).max() < 1e-4

@@ -58,7 +58,9 @@ eight = (
     + seconds(ALL_REDUCE, card, S / 8)
     + seconds(ALL_GATHER, inside, S)
 )
-print(f"one representative {one * 1e3:.1f} ms, scatter, sum, gather {eight * 1e3:.1f} ms")
+print(
+    f"one representative {one * 1e3:.1f} ms, scatter, sum, gather {eight * 1e3:.1f} ms"
+)
 assert 4 < one / eight < 8
 
 # %% [markdown]
@@ -138,7 +140,9 @@ gradient[0, 7] = 1.0  # one outlier takes the resolution of its whole block
 errors = {}
 for name in ("bfloat16", "float8", "int8", "int4"):
     codec = codec_of(
-        mt.load({"parallel": {"reduce": {"compression": name, "feedback": False}}}).parallel.reduce
+        mt.load(
+            {"parallel": {"reduce": {"compression": name, "feedback": False}}}
+        ).parallel.reduce
     )
     arrived = np.asarray(codec.decode(codec.encode(jnp.asarray(gradient)), 4096))
     off = np.abs(arrived - gradient)[0]
@@ -159,15 +163,23 @@ assert errors["bfloat16"] < 2**-8
 
 # %%
 ways = ("none", "int8", "int4", "topk")
-programs = {way: built("mesh.islands=1", f"parallel.reduce.compression={way}") for way in ways}
+programs = {
+    way: built("mesh.islands=1", f"parallel.reduce.compression={way}") for way in ways
+}
 SUMMING = ("reduce-scatter", "all-to-all", "all-reduce")
 sent = {}
 for way, program in programs.items():
     # The weights' gather stays as it is, and a few bytes are the loss and other figures of the step.
     sent[way] = sum(
-        c.sent * c.times for c in program.collectives() if c.kind in SUMMING and c.bytes > 128
+        c.sent * c.times
+        for c in program.collectives()
+        if c.kind in SUMMING and c.bytes > 128
     )
-    flows = [flow for flow in mt.plan(program.config, "cpu").transfers if "gradient" in flow.what]
+    flows = [
+        flow
+        for flow in mt.plan(program.config, "cpu").transfers
+        if "gradient" in flow.what
+    ]
     foreseen = sum(flow.sent for flow in flows)
     print(
         f"{way:9} {sent[way]:9,.0f} bytes, {sent['none'] / sent[way]:5.2f} x less, planned {foreseen:9,.0f}"
@@ -221,7 +233,9 @@ for _ in range(60):
     whole += g
     for feedback in (False, True):
         given = g + residual if feedback else g
-        through = np.asarray(codec.decode(codec.encode(jnp.asarray(given)), given.shape[1]))
+        through = np.asarray(
+            codec.decode(codec.encode(jnp.asarray(given)), given.shape[1])
+        )
         arrived[feedback] += through
         if feedback:
             residual = given - through
@@ -242,9 +256,12 @@ from meshtrain.hlo import collectives
 
 alone = built("parallel.sync.every=4", "parallel.sync.outer_momentum=0.5")
 inner = collectives(alone.lower().compile(), alone.mesh)
-outer = collectives(alone.islands.synchronize[0].lower(alone.state_shapes).compile(), alone.mesh)
+outer = collectives(
+    alone.islands.synchronize[0].lower(alone.state_shapes).compile(), alone.mesh
+)
 crossing = [
-    sum(c.sent * c.times for c in program if "island" in c.axes) for program in (inner, outer)
+    sum(c.sent * c.times for c in program if "island" in c.axes)
+    for program in (inner, outer)
 ]
 print(
     f"across islands: {crossing[0]:,.0f} bytes in a step, {crossing[1]:,.0f} every fourth step; {across:,.0f} every step before"
@@ -262,7 +279,9 @@ def apart_by(gigabits):
     """64 machines in islands of 128 GPUs."""
     cluster = load_cluster("communicate/islands.yaml")
     spine = dataclasses.replace(cluster.links.spine, bandwidth=gigabits / 8)
-    return dataclasses.replace(cluster, links=dataclasses.replace(cluster.links, spine=spine))
+    return dataclasses.replace(
+        cluster, links=dataclasses.replace(cluster.links, spine=spine)
+    )
 
 
 large = mt.load("../configs/llama3_8b.yaml", [
@@ -276,7 +295,8 @@ methods |= {
     for way in ("bfloat16", "int8", "int4", "powersgd")
 }
 methods |= {
-    f"DiLoCo, every {every}": [*over[:1], f"parallel.sync.every={every}"] for every in (10, 100)
+    f"DiLoCo, every {every}": [*over[:1], f"parallel.sync.every={every}"]
+    for every in (10, 100)
 }
 gigabits = np.geomspace(1 / 8, 400, 15)
 clusters = [apart_by(rate) for rate in gigabits]
@@ -286,7 +306,9 @@ for way, overrides in methods.items():
     times[way] = np.array([mt.plan(config, cluster).seconds for cluster in clusters])
 best = min(t.min() for t in times.values())
 figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-for way, look in zip(times, ("k-", "k--", "C1-", "C3-", "C5-", "C0-", "C2:", "C2--"), strict=True):
+for way, look in zip(
+    times, ("k-", "k--", "C1-", "C3-", "C5-", "C0-", "C2:", "C2--"), strict=True
+):
     axes.semilogx(gigabits, best / times[way], look, label=way)
 axes.set(xlabel="Gbit/s of a GPU out of its island", ylabel="share of the best speed")
 axes.legend(frameon=False, fontsize=8)

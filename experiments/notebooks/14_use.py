@@ -57,11 +57,20 @@ COLOURS = {
 }
 draw = np.random.default_rng(0)
 Path("lines.txt").write_text(
-    "".join(f"{thing} is {COLOURS[thing]}.\n" for thing in draw.choice(list(COLOURS), 6000))
+    "".join(
+        f"{thing} is {COLOURS[thing]}.\n" for thing in draw.choice(list(COLOURS), 6000)
+    )
 )
 text = {
     "run": {"directory": "lines"},
-    "model": {"layers": 2, "d_model": 48, "heads": 4, "kv_heads": 2, "d_ff": 96, "vocab_size": 260},
+    "model": {
+        "layers": 2,
+        "d_model": 48,
+        "heads": 4,
+        "kv_heads": 2,
+        "d_ff": 96,
+        "vocab_size": 260,
+    },
     "data": {"source": "lines.txt", "validation": 0.0},
     "train": {"steps": 150, "global_batch_size": 16, "sequence_length": 64},
     "optimizer": {"learning_rate": 1e-2},
@@ -135,13 +144,17 @@ for axis, (name, key, value, beta, decay) in zip(axes, READ, strict=True):
     )
     found, memory = step(token, memory)
     axis.imshow(memory[0, 0], cmap="gray_r", vmin=0, vmax=1)
-    axis.set(xticks=[], yticks=[], title=f"{name}, β {beta:g}", xlabel=f"decay {decay:g}")
+    axis.set(
+        xticks=[], yticks=[], title=f"{name}, β {beta:g}", xlabel=f"decay {decay:g}"
+    )
 axes[0].set_ylabel("keys")
 plt.tight_layout()
 plt.show()
 rows = np.asarray(memory[0, 0])
 assert np.allclose(rows[0], unit[4]), "nothing is left of the first a"
-assert np.allclose(rows[1], 0.5 * 0.6 * unit[1] + 0.5 * unit[5]), "half of b was replaced"
+assert np.allclose(rows[1], 0.5 * 0.6 * unit[1] + 0.5 * unit[5]), (
+    "half of b was replaced"
+)
 assert np.allclose(rows[2], 0.5 * 0.6 * unit[2])
 
 # %% [markdown]
@@ -155,7 +168,9 @@ hybrid, attention = (
 )
 for length in (1024, 32768, 262144):
     nbytes = [bytes_remembered(config, 1, length) for config in (hybrid, attention)]
-    print(f"{length:7,} positions: {nbytes[0] / 2**20:8,.0f} MiB and {nbytes[1] / 2**20:8,.0f}")
+    print(
+        f"{length:7,} positions: {nbytes[0] / 2**20:8,.0f} MiB and {nbytes[1] / 2**20:8,.0f}"
+    )
 assert 3.9 < nbytes[1] / nbytes[0] < 4
 
 # %% [markdown]
@@ -198,7 +213,9 @@ for how in (
 ):
     (said,) = go_on(engine, ["snow is white.\n"], how)
     print(
-        f"temperature {how.temperature:g}, top_k {how.top_k}, top_p {how.top_p:g}".ljust(38),
+        f"temperature {how.temperature:g}, top_k {how.top_k}, top_p {how.top_p:g}".ljust(
+            38
+        ),
         repr(said),
     )
 
@@ -206,7 +223,10 @@ for how in (
 # Six prompts share two slots: a free one takes the next while the other goes on. None hears of the others.
 
 # %%
-prompts, how = [f"{thing} is" for thing in list(COLOURS)[:6]], Sampling(temperature=1.0, seed=3)
+prompts, how = (
+    [f"{thing} is" for thing in list(COLOURS)[:6]],
+    Sampling(temperature=1.0, seed=3),
+)
 together = go_on(engine, prompts, how)
 assert together == [go_on(engine, [text], how)[0] for text in prompts]
 right = [
@@ -254,7 +274,9 @@ vit = {
 
 
 def batches(**images):
-    return mt.open_data(mt.load({**vit, "data": {"source": "digits", "images": images}}))[0]
+    return mt.open_data(
+        mt.load({**vit, "data": {"source": "digits", "images": images}})
+    )[0]
 
 
 train, held_out = mt.open_data(mt.load(vit))
@@ -289,14 +311,22 @@ plt.show()
 # the image of the row beside: 0 with 1, 2 with 3.
 
 # %%
-plain, mixup, cutmix = batches().batch(0), batches(mixup=0.8).batch(0), batches(cutmix=1.0).batch(0)
+plain, mixup, cutmix = (
+    batches().batch(0),
+    batches(mixup=0.8).batch(0),
+    batches(cutmix=1.0).batch(0),
+)
 beside = np.arange(120) ^ 1
 assert np.array_equal(mixup["labels_b"], plain["labels"][beside])
 share = mixup["mix"][..., None]
 assert np.allclose(
-    mixup["patches"], share * plain["patches"] + (1 - share) * plain["patches"][beside], atol=1e-6
+    mixup["patches"],
+    share * plain["patches"] + (1 - share) * plain["patches"][beside],
+    atol=1e-6,
 )
-kept = (cutmix["patches"] == plain["patches"]) | (plain["patches"] == plain["patches"][beside])
+kept = (cutmix["patches"] == plain["patches"]) | (
+    plain["patches"] == plain["patches"][beside]
+)
 assert np.all(kept.mean((1, 2)) >= cutmix["mix"][:, 0] - 1e-6)
 
 # %% [markdown]
@@ -323,10 +353,14 @@ short = mt.load(
 trained(short)
 
 # %%
-rows = [json.loads(row) for row in Path("digits/metrics.jsonl").read_text().splitlines()]
+rows = [
+    json.loads(row) for row in Path("digits/metrics.jsonl").read_text().splitlines()
+]
 losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
 evals = [
-    (row["step"], row["eval_loss"], row["eval_accuracy"]) for row in rows if "eval_loss" in row
+    (row["step"], row["eval_loss"], row["eval_accuracy"])
+    for row in rows
+    if "eval_loss" in row
 ]
 steps, eval_losses, accuracies = zip(*evals, strict=True)
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 2.8))
@@ -357,7 +391,9 @@ confused = np.zeros((10, 10), int)
 np.add.at(confused, (true, found), 1)
 wrong = np.flatnonzero(found != true)[:12]
 figure, axes = plt.subplot_mosaic(
-    [["c", *range(6)], ["c", *range(6, 12)]], figsize=(9, 3), width_ratios=[3.4, 1, 1, 1, 1, 1, 1]
+    [["c", *range(6)], ["c", *range(6, 12)]],
+    figsize=(9, 3),
+    width_ratios=[3.4, 1, 1, 1, 1, 1, 1],
 )
 axes["c"].imshow(np.log1p(confused), cmap="Blues")
 for i, j in np.argwhere(confused):

@@ -34,7 +34,8 @@ for token in range(6):
     print(
         f"token {token}: "
         + ", ".join(
-            f"{w:.2f} of expert {e}" for e, w in zip(chosen[token], weights[token], strict=True)
+            f"{w:.2f} of expert {e}"
+            for e, w in zip(chosen[token], weights[token], strict=True)
         )
     )
 load = np.bincount(chosen.reshape(-1), minlength=4)
@@ -99,7 +100,8 @@ def trained(steps, *overrides):
 free, free_rows, free_tokens = trained(200, "model.moe.balance=none")
 for name, rows in {"at first": free_rows[:20], "at the end": free_rows[-20:]}.items():
     loss, entropy, most = (
-        np.mean([row[key] for row in rows]) for key in ("loss", "router_entropy", "expert_load")
+        np.mean([row[key] for row in rows])
+        for key in ("loss", "router_entropy", "expert_load")
     )
     print(
         f"{name:10} loss {loss:.1f}, entropy of the router {entropy:.1f} nats, the fullest expert {most:.1f} x the mean"
@@ -124,7 +126,9 @@ assert (
 # otherwise (Wang et al. 2024). No gradient is changed by it.
 
 # %%
-even, even_rows, even_tokens = trained(200, "model.moe.balance=bias", "model.moe.bias_rate=0.002")
+even, even_rows, even_tokens = trained(
+    200, "model.moe.balance=bias", "model.moe.bias_rate=0.002"
+)
 most = np.mean([row["expert_load"] for row in even_rows[-20:]])
 print(
     f"the fullest expert: {max(row['expert_load'] for row in even_rows):.1f} x the mean at its worst, {most:.1f} at the end"
@@ -140,9 +144,15 @@ assert even_rows[0]["loss"] == free_rows[0]["loss"], "at first the bias is zero"
 
 # %%
 _, shared, counts = trained(
-    10, "model.moe.balance=bias", "model.moe.bias_rate=0.002", "mesh.data=4", "mesh.expert=4"
+    10,
+    "model.moe.balance=bias",
+    "model.moe.bias_rate=0.002",
+    "mesh.data=4",
+    "mesh.expert=4",
 )
-apart = max(abs(a["loss"] / b["loss"] - 1) for a, b in zip(shared, even_rows[:10], strict=True))
+apart = max(
+    abs(a["loss"] / b["loss"] - 1) for a, b in zip(shared, even_rows[:10], strict=True)
+)
 same = sum(int((a == b).all()) for a, b in zip(counts, even_tokens[:10], strict=True))
 print(
     f"losses apart by less than 1e-5: {apart < 1e-5}; steps with the same tokens of every expert: {same} of 10"
@@ -173,9 +183,16 @@ formula = {
 }
 for dispatch, expected in formula.items():
     capacity = "null" if dispatch == "all_gather" else 1.25
-    wanted = [f"parallel.experts.dispatch={dispatch}", f"parallel.experts.capacity={capacity}"]
+    wanted = [
+        f"parallel.experts.dispatch={dispatch}",
+        f"parallel.experts.capacity={capacity}",
+    ]
     program = mt.Program(mt.load(settings, ["mesh.data=8", "mesh.expert=4", *wanted]))
-    found = [c for c in program.collectives() if c.axes == ("expert",) and "layer" in c.source]
+    found = [
+        c
+        for c in program.collectives()
+        if c.axes == ("expert",) and "layer" in c.source
+    ]
     sent = sum(c.sent * c.times for c in found)
     planned = traffic.by_axis(mt.plan(program.config, "cpu").transfers)["expert"]
     print(
@@ -184,7 +201,9 @@ for dispatch, expected in formula.items():
     assert {c.kind for c in found} == (
         {"all-gather", "reduce-scatter"} if dispatch == "all_gather" else {"all-to-all"}
     )
-    assert np.isclose(sent, expected, rtol=0.01) and np.isclose(sent, planned, rtol=0.01)
+    assert np.isclose(sent, expected, rtol=0.01) and np.isclose(
+        sent, planned, rtol=0.01
+    )
 
 # %% [markdown]
 # all_gather sends less while P is below $c\,k$, and with every row there is nothing to drop. With many ranks
@@ -195,9 +214,15 @@ for dispatch, expected in formula.items():
 # 1.25 times its part.
 
 # %%
-for name, tokens in {"without a rule": free_tokens[-1], "bias": even_tokens[-1]}.items():
+for name, tokens in {
+    "without a rule": free_tokens[-1],
+    "bias": even_tokens[-1],
+}.items():
     by_rank = tokens.reshape(layers, 4, 2).sum(-1)
-    dropped = np.maximum(by_rank - 1.25 * tokens.sum(1, keepdims=True) / 4, 0).sum() / tokens.sum()
+    dropped = (
+        np.maximum(by_rank - 1.25 * tokens.sum(1, keepdims=True) / 4, 0).sum()
+        / tokens.sum()
+    )
     print(f"{name}: {dropped:.0%} of the rows")
     assert (dropped < 0.02) == (name == "bias")
 

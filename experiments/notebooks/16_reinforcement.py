@@ -68,8 +68,18 @@ settings = {
     "model": {"layers": 2, "d_model": 64, "heads": 4, "d_ff": 176, "vocab_size": 260},
     "mesh": {"data": 2, "tensor": 2},
     "data": {"source": "examples.jsonl", "tokenizer": "byte", "validation": 0.0},
-    "train": {"objective": "grpo", "steps": 240, "global_batch_size": 128, "sequence_length": 8},
-    "rl": {"prompts": "prompts.jsonl", "reward": "exact", "answers": 3, "supervised": 100},
+    "train": {
+        "objective": "grpo",
+        "steps": 240,
+        "global_batch_size": 128,
+        "sequence_length": 8,
+    },
+    "rl": {
+        "prompts": "prompts.jsonl",
+        "reward": "exact",
+        "answers": 3,
+        "supervised": 100,
+    },
     "optimizer": {"learning_rate": 2e-3, "schedule": "constant", "warmup_steps": 5},
 }
 
@@ -80,7 +90,9 @@ def trained(*changes):
     with capture_output() as said:
         assert mt.train(config).exit_code == 0
     print([row for row in said.stdout.splitlines() if row.startswith("step ")][-1])
-    rows = map(json.loads, Path(config.run.directory, "metrics.jsonl").read_text().splitlines())
+    rows = map(
+        json.loads, Path(config.run.directory, "metrics.jsonl").read_text().splitlines()
+    )
     return [row for row in rows if "rl/reward" in row]
 
 
@@ -100,7 +112,9 @@ for axis, (metric, title) in zip(axes.flat, panels.items(), strict=True):
 axes[0, 1].set_yscale("log")
 axes[0, 1].axhline(0.1, color="0.6")
 plt.show()
-first, last = (np.mean([row["rl/reward"] for row in part]) for part in (rows[:10], rows[-10:]))
+first, last = (
+    np.mean([row["rl/reward"] for row in part]) for part in (rows[:10], rows[-10:])
+)
 print(f"reward {first:.1f} at the beginning, {last:.1f} at the end")
 assert last > first + 0.3 and max(row["rl/gap_max"] for row in rows) < 1e-3
 
@@ -112,7 +126,9 @@ assert last > first + 0.3 and max(row["rl/gap_max"] for row in rows) < 1e-3
 # %% tags=["varies"]
 for line in Path("run/answers.jsonl").read_text().splitlines()[-3:]:
     sample = json.loads(line)
-    print(f"{sample['kind']:6} {sample['prompt']}{sample['answer']}  {sample['group_rewards']}")
+    print(
+        f"{sample['kind']:6} {sample['prompt']}{sample['answer']}  {sample['group_rewards']}"
+    )
 
 # %% [markdown]
 # ## Weights that are not synchronised

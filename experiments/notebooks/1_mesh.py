@@ -112,12 +112,15 @@ mt.show(q)
 from meshtrain.hlo import live_bytes
 
 formula = (
-    12 * sum(math.prod(w.shape) // (D * math.prod(w.ways)) for w in program.layout.flat) + 3 * 4
+    12 * sum(math.prod(w.shape) // (D * math.prod(w.ways)) for w in program.layout.flat)
+    + 3 * 4
 )
 for device in program.mesh.devices.flat:
     assert live_bytes(state, device) == formula
 ideal = 12 * program.layout.parameters / program.mesh.size
-print(f"{formula:,} bytes a device; 12 bytes x parameters / devices would be {ideal:,.0f}")
+print(
+    f"{formula:,} bytes a device; 12 bytes x parameters / devices would be {ideal:,.0f}"
+)
 assert 1 < formula / ideal < 1.01
 
 # %% [markdown]
@@ -147,7 +150,11 @@ from meshtrain.hlo import CompiledCollectives, collectives
 
 
 def run(data_ranks, tensor_ranks, stages):
-    shape = [f"mesh.data={data_ranks}", f"mesh.tensor={tensor_ranks}", f"mesh.pipeline={stages}"]
+    shape = [
+        f"mesh.data={data_ranks}",
+        f"mesh.tensor={tensor_ranks}",
+        f"mesh.pipeline={stages}",
+    ]
     program = mt.Program(mt.load(settings, shape))
     step = program.lower().compile()
     state, losses = program.init(), []
@@ -157,7 +164,10 @@ def run(data_ranks, tensor_ranks, stages):
     return losses, live_bytes(state), collectives(step, program.mesh, program.taken)
 
 
-runs = {shape: run(*shape) for shape in [(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]}
+runs = {
+    shape: run(*shape)
+    for shape in [(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2)]
+}
 print("data tensor pipeline   losses                   state a device")
 for shape, (found, nbytes, _) in runs.items():
     print(
@@ -191,14 +201,23 @@ for y, (_, _, found) in enumerate(runs.values()):
     sent = {axis: found.traffic.get(axis, 0) / 2**20 for axis in axes}
     lefts = np.cumsum([0, *sent.values()])
     plot.barh(
-        [y] * 4, sent.values(), left=lefts[:-1], color=colours, edgecolor="black", linewidth=0.5
+        [y] * 4,
+        sent.values(),
+        left=lefts[:-1],
+        color=colours,
+        edgecolor="black",
+        linewidth=0.5,
     )
-    told = ", ".join(f"{axis} {mebibytes:.1f}" for axis, mebibytes in sent.items() if mebibytes)
+    told = ", ".join(
+        f"{axis} {mebibytes:.1f}" for axis, mebibytes in sent.items() if mebibytes
+    )
     plot.text(lefts[-1] + 0.2, y, told or "nothing", va="center", fontsize=8)
 plot.set_yticks(range(len(runs)), [" × ".join(map(str, shape)) for shape in runs])
 plot.invert_yaxis()
 plot.set(
-    xlabel="MiB that one device sends in a step", ylabel="data × tensor × pipeline", xlim=(0, 19)
+    xlabel="MiB that one device sends in a step",
+    ylabel="data × tensor × pipeline",
+    xlim=(0, 19),
 )
 plt.show()
 
@@ -214,7 +233,10 @@ bsh = 4 * rows // m * config.train.sequence_length * config.model.d_model
 ring = (8 - 1) / 8
 of_data = 2 * ring * 4 * psi
 of_tensor = 2 * ring * bsh * m * (4 * config.model.layers + 2)
-for shape, axis, formula in [((8, 1, 1), "data", of_data), ((1, 8, 1), "tensor", of_tensor)]:
+for shape, axis, formula in [
+    ((8, 1, 1), "data", of_data),
+    ((1, 8, 1), "tensor", of_tensor),
+]:
     sent = runs[shape][2].traffic[axis]
     print(
         f"{axis}: formula {formula:,.0f}, compiled program {sent:,.0f} bytes: {sent / formula - 1:+.2%}"
@@ -238,7 +260,8 @@ CompiledCollectives(c for c in sent if c.sent * c.times > 10_000)
 
 # %%
 odd = mt.load(
-    settings, ["model.layers=5", "model.vocab_size=259", f"run.directory={tempfile.mkdtemp()}"]
+    settings,
+    ["model.layers=5", "model.vocab_size=259", f"run.directory={tempfile.mkdtemp()}"],
 )
 uneven = mt.Program(odd)
 print("layers by stage:", uneven.layout.layer_at[:, 0].tolist())
@@ -248,7 +271,8 @@ for name in "blocks.attention.q", "embedding.tokens":
 
 live = uneven.init().params
 assert (
-    live["blocks"]["attention"]["q"].shape[0] == 6 and live["embedding"]["tokens"].shape[0] == 260
+    live["blocks"]["attention"]["q"].shape[0] == 6
+    and live["embedding"]["tokens"].shape[0] == 260
 )
 assert not np.asarray(live["blocks"]["attention"]["q"])[5].any()
 assert not np.asarray(live["embedding"]["tokens"])[259].any()

@@ -151,7 +151,11 @@ sent(of_all, x, A, B)
 
 # %%
 H, K = 4, 8  # heads, and their width
-weights = {name: drawn(D, H, K) for name in "qkv"} | {"out": drawn(H, K, D) / 2, "A": A, "B": B}
+weights = {name: drawn(D, H, K) for name in "qkv"} | {
+    "out": drawn(H, K, D) / 2,
+    "A": A,
+    "B": B,
+}
 split = {name: COLUMNS for name in "qkvA"} | {"out": ROWS, "B": ROWS}
 
 
@@ -180,7 +184,10 @@ def block(x, w, enter=lambda x: x, leave=lambda y: y):
 def on_mesh(stream, **places):
     """The block on the mesh, the residual stream split as `stream` says, and its gradients."""
     run = jax.shard_map(
-        lambda x, w: block(x, w, **places), mesh=mesh, in_specs=(stream, split), out_specs=stream
+        lambda x, w: block(x, w, **places),
+        mesh=mesh,
+        in_specs=(stream, split),
+        out_specs=stream,
     )
     return jax.jit(run), jax.jit(jax.grad(loss_of(run), argnums=(0, 1)))
 
@@ -191,7 +198,9 @@ def summed(y):
 
 run, gradients = on_mesh(WHOLE, leave=summed)
 reference = jax.grad(loss_of(block), argnums=(0, 1))(x, weights)
-assert equal(run(x, weights), block(x, weights)) and equal(gradients(x, weights), reference)
+assert equal(run(x, weights), block(x, weights)) and equal(
+    gradients(x, weights), reference
+)
 first = sent(gradients, x, weights)
 assert sorted(c.bytes // (4 * T * D) for c in first) == [1, 1, 1, 3]
 first
@@ -209,7 +218,9 @@ def differs(x):
 
 
 run, gradients = on_mesh(WHOLE, enter=differs, leave=summed)
-assert equal(run(x, weights), block(x, weights)) and equal(gradients(x, weights), reference)
+assert equal(run(x, weights), block(x, weights)) and equal(
+    gradients(x, weights), reference
+)
 tensor_parallel = sent(gradients, x, weights)
 assert Counter((c.kind, c.backward) for c in tensor_parallel) == {
     ("all-reduce", False): 2,
@@ -248,7 +259,9 @@ mt.show(out)
 # %%
 sequence_parallel = sent(gradients, x, weights)
 assert Counter((c.kind, c.backward) for c in sequence_parallel) == {
-    (kind, backward): 2 for kind in ("all-gather", "reduce-scatter") for backward in (False, True)
+    (kind, backward): 2
+    for kind in ("all-gather", "reduce-scatter")
+    for backward in (False, True)
 }
 assert sequence_parallel.traffic == tensor_parallel.traffic
 sequence_parallel
@@ -264,7 +277,11 @@ sequence_parallel
 # | `leave` (twice) | all-reduce / nothing | reduce-scatter / all-gather |
 
 # %%
-print(inspect.getsource(MeshCollectives.enter), inspect.getsource(MeshCollectives.leave), sep="\n")
+print(
+    inspect.getsource(MeshCollectives.enter),
+    inspect.getsource(MeshCollectives.leave),
+    sep="\n",
+)
 
 # %% [markdown]
 # Now a Llama-style model on three placements: one device, `mesh.tensor` 4, and that with `sequence_parallel`. Each
@@ -310,14 +327,16 @@ assert all(
 layers = programs["one device"].config.model.layers
 sends = {name: collectives(step, programs[name].mesh) for name, step in steps.items()}
 of_layers = {
-    name: CompiledCollectives(c for c in found if c.loops) for name, found in sends.items()
+    name: CompiledCollectives(c for c in found if c.loops)
+    for name, found in sends.items()
 }
 for name, times in {
     "tensor 4": {"all-reduce": 4},
     "sequence parallel": {"all-gather": 6, "reduce-scatter": 4},
 }.items():
     counted = {
-        kind: sum(c.times for c in of_layers[name] if c.kind == kind) / layers for kind in KINDS
+        kind: sum(c.times for c in of_layers[name] if c.kind == kind) / layers
+        for kind in KINDS
     }
     assert counted == {kind: times.get(kind, 0) for kind in KINDS}
     print(
@@ -338,7 +357,11 @@ model, train = programs["tensor 4"].config.model, programs["tensor 4"].config.tr
 tokens = train.global_batch_size * train.sequence_length
 stream = 4 * tokens * model.d_model
 formula = (4 * layers + 2) * 2 * (n - 1) / n * stream
-total = {name: found.traffic["tensor"] for name, found in sends.items() if name != "one device"}
+total = {
+    name: found.traffic["tensor"]
+    for name, found in sends.items()
+    if name != "one device"
+}
 again = 2 * layers * (n - 1) / n * stream
 assert total["sequence parallel"] == total["tensor 4"] + again
 assert formula < total["tensor 4"] < 1.01 * formula
@@ -362,7 +385,11 @@ def looking_block(block, x, sequence, collectives, dropout):
 for name in ("tensor 4", "sequence parallel"):
     mt.Program(programs[name].config, block=looking_block)
     print(f"{name:18} the block is given {seen[name]}")
-assert seen["tensor 4"] == (train.global_batch_size, train.sequence_length, model.d_model)
+assert seen["tensor 4"] == (
+    train.global_batch_size,
+    train.sequence_length,
+    model.d_model,
+)
 assert seen["sequence parallel"] == (
     train.global_batch_size,
     train.sequence_length // n,
@@ -384,7 +411,9 @@ kept = {
     )
     for name, program in programs.items()
 }
-temporary = {name: step.memory_analysis().temp_size_in_bytes for name, step in steps.items()}
+temporary = {
+    name: step.memory_analysis().temp_size_in_bytes for name, step in steps.items()
+}
 print("bytes              kept for the backward    all temporaries of the step")
 for name in programs:
     print(f"{name:18} {kept[name]:>21,.0f} {temporary[name]:>30,}")
@@ -408,7 +437,9 @@ def cross_entropy(logits, labels):
     top = lax.pmax(lax.stop_gradient(jnp.max(logits, axis=1)), "tensor")
     shifted = logits - top[:, None]
     of_label = jnp.where(ids == labels[:, None], shifted, 0)
-    total, target = lax.psum(jnp.stack([jnp.exp(shifted).sum(1), of_label.sum(1)]), "tensor")
+    total, target = lax.psum(
+        jnp.stack([jnp.exp(shifted).sum(1), of_label.sum(1)]), "tensor"
+    )
     return jnp.log(total) - target
 
 
@@ -417,9 +448,14 @@ logits, labels = (
     3 * jax.random.normal(next(keys), (T, V)),
     jax.random.randint(next(keys), (T,), 0, V),
 )
-assert equal(cross_entropy(logits, labels), -jax.nn.log_softmax(logits)[jnp.arange(T), labels])
+assert equal(
+    cross_entropy(logits, labels), -jax.nn.log_softmax(logits)[jnp.arange(T), labels]
+)
 backward = sent(jax.jit(jax.grad(lambda z: cross_entropy(z, labels).mean())), logits)
-assert not any(c.backward for c in backward) and sum(c.bytes for c in backward) == 3 * 4 * T
+assert (
+    not any(c.backward for c in backward)
+    and sum(c.bytes for c in backward) == 3 * 4 * T
+)
 backward
 
 # %% [markdown]

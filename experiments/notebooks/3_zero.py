@@ -64,7 +64,9 @@ assert all(program.layout.parameters == psi for program, _ in stages)
 # in stage 0 (stripes), and 33 in the others.
 
 # %%
-mt.show({f"stage {stage}": states[stage].params["embedding"]["tokens"] for stage in (0, 1)})
+mt.show(
+    {f"stage {stage}": states[stage].params["embedding"]["tokens"] for stage in (0, 1)}
+)
 
 # %% [markdown]
 # ## Between the steps
@@ -79,7 +81,9 @@ for stage, ((program, step), state) in enumerate(zip(stages, states, strict=True
     live = live_bytes(state)
     arguments = step.memory_analysis().argument_size_in_bytes
     planned = sum(
-        item.nbytes for item in mt.plan(program.config, "cpu").memory if item.between_steps
+        item.nbytes
+        for item in mt.plan(program.config, "cpu").memory
+        if item.between_steps
     )
     print(f"{stage:5}  {formula:9,}  {live:12,}  {arguments:16,}  {planned:7,}")
     counters, batch = (
@@ -113,11 +117,15 @@ for stage, (plan, (_, step)) in enumerate(zip(plans, stages, strict=True)):
     of = step.memory_analysis()
     new = of.output_size_in_bytes - of.alias_size_in_bytes
     peaks.append(of.argument_size_in_bytes + new + of.temp_size_in_bytes)
-    print(f"{stage:5}  {states_only[stage]:7.2f}  {plan.bytes / psi:7.2f}  {peaks[-1] / psi:7.2f}")
+    print(
+        f"{stage:5}  {states_only[stage]:7.2f}  {plan.bytes / psi:7.2f}  {peaks[-1] / psi:7.2f}"
+    )
     assert stage == 0 or abs(plan.bytes / peaks[-1] - 1) < 0.08
 
 program = stages[0][0]
-update = jax.jit(program.update, donate_argnums=0, out_shardings=(program.state_shardings, None))
+update = jax.jit(
+    program.update, donate_argnums=0, out_shardings=(program.state_shardings, None)
+)
 gradients, loss = program.layout.masters, jax.ShapeDtypeStruct((), "float32")
 more = (
     update.lower(program.state_shapes, Gradients(loss, gradients))
@@ -141,7 +149,11 @@ def opened(program, masters):
 
     def local(shards):
         weights = program.local.zero.gather_params(shards)
-        read = weights.constant if jax.tree.leaves(weights.constant) else weights.differentiated
+        read = (
+            weights.constant
+            if jax.tree.leaves(weights.constant)
+            else weights.differentiated
+        )
         return jax.tree.map(lambda x: x[None], read)
 
     each = PartitionSpec(("data", "tensor", "pipeline"))
@@ -152,7 +164,9 @@ def opened(program, masters):
 
 
 for stage, state in enumerate(states):
-    half = mt.load(settings, [f"parallel.zero_stage={stage}", "precision.compute=bfloat16"])
+    half = mt.load(
+        settings, [f"parallel.zero_stage={stage}", "precision.compute=bfloat16"]
+    )
     nbytes = opened(mt.Program(half), state.params)
     print(f"stage {stage}: {nbytes:9,} bytes, {nbytes / psi:.2f} a parameter")
     assert nbytes == 2 * psi // (N if stage == 3 else 1)
@@ -180,7 +194,11 @@ def by_kind(found):
 print("stage  all-reduce  reduce-scatter  all-gather     sum")
 for stage, found in enumerate(sent):
     shares = list(by_kind(found).values())
-    print("{:5}  {:10.4f}  {:14.4f}  {:10.4f}  {:6.4f}".format(stage, *shares, sum(shares)))
+    print(
+        "{:5}  {:10.4f}  {:14.4f}  {:10.4f}  {:6.4f}".format(
+            stage, *shares, sum(shares)
+        )
+    )
 
 # %% [markdown]
 # Stages 0 to 2 are as in the paper, but for a hundredth of a percent: sums for the norm of sharded gradients. Stage 3
@@ -216,7 +234,9 @@ for (kind, backward), arrays in expected.items():
         if (c.kind, c.backward, c.loops) == (kind, backward, (config.model.layers,))
     ]
     where = "backward" if backward else "forward"
-    print(f"{kind:14} in the {where:8}: {len(found)} arrays a layer, {config.model.layers} layers")
+    print(
+        f"{kind:14} in the {where:8}: {len(found)} arrays a layer, {config.model.layers} layers"
+    )
     assert len(found) == arrays
 
 # %% [markdown]
@@ -280,13 +300,20 @@ assert temporaries[2, True] == temporaries[3, True] == temporaries[1, False]
 # can be, then quartered over data.
 
 # %%
-both = mt.Program(mt.load(settings, ["mesh.data=4", "mesh.tensor=2", "parallel.zero_stage=3"]))
+both = mt.Program(
+    mt.load(settings, ["mesh.data=4", "mesh.tensor=2", "parallel.zero_stage=3"])
+)
 state = both.init()
 formula = sum(12 * np.prod(w.shape) // (4 * np.prod(w.ways)) for w in both.layout.flat)
-planned = sum(item.nbytes for item in mt.plan(both.config, "cpu").memory if item.between_steps)
+planned = sum(
+    item.nbytes for item in mt.plan(both.config, "cpu").memory if item.between_steps
+)
 assert formula == planned == live_bytes(state) - 3 * 4
 print(f"{formula:,} bytes a device, {formula / (12 * psi / 8) - 1:.1%} above an eighth")
-print("whole over tensor:", ", ".join(w.name for w in both.layout.flat if "tensor" in w.replicated))
+print(
+    "whole over tensor:",
+    ", ".join(w.name for w in both.layout.flat if "tensor" in w.replicated),
+)
 blocks = state.params["blocks"]
 mt.show({"q": blocks["attention"]["q"], "scale": blocks["attention_norm"]["scale"]})
 

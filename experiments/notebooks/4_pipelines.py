@@ -13,7 +13,14 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import meshtrain as mt
-from meshtrain.schedule import Durations, Schedule, make_table, parse_csv, simulate, validate
+from meshtrain.schedule import (
+    Durations,
+    Schedule,
+    make_table,
+    parse_csv,
+    simulate,
+    validate,
+)
 
 mt.fake_devices(4)
 
@@ -57,10 +64,17 @@ simulate(gpipe, Durations(**backward), execution="asynchronous")
 # %%
 one = make_table("1f1b", stages=4, microbatches=8)
 for p, m in [(2, 4), (4, 8), (4, 32), (8, 8)]:
-    played = simulate(make_table("1f1b", p, m), Durations(**backward), execution="asynchronous")
+    played = simulate(
+        make_table("1f1b", p, m), Durations(**backward), execution="asynchronous"
+    )
     assert np.isclose(played.bubble_fraction, (p - 1) / (m + p - 1))
-    assert played.peak_in_flight.tolist() == [min(m, 2 * (p - 1 - s) + 1) for s in range(p)]
-    assert simulate(make_table("gpipe", p, m), Durations()).peak_in_flight.tolist() == [m] * p
+    assert played.peak_in_flight.tolist() == [
+        min(m, 2 * (p - 1 - s) + 1) for s in range(p)
+    ]
+    assert (
+        simulate(make_table("gpipe", p, m), Durations()).peak_in_flight.tolist()
+        == [m] * p
+    )
 
 one
 
@@ -103,7 +117,9 @@ for name, v in [
 
 # %%
 for v in (1, 2, 4):
-    played = simulate(make_table("interleaved", 4, 8, v), Durations(1 / v, 1 / v, 1 / v))
+    played = simulate(
+        make_table("interleaved", 4, 8, v), Durations(1 / v, 1 / v, 1 / v)
+    )
     assert np.isclose(played.idle, (4 - 1) * (1 + 2) / v).all()
 
 make_table("interleaved", 4, 4, 2)
@@ -118,16 +134,22 @@ spans = {}
 for v in (1, 2, 4):
     table = make_table("interleaved", 4, 8, v)
     spans[v] = [
-        simulate(table, Durations(1 / v, 1 / v, 1 / v, message=c)).makespan for c in messages
+        simulate(table, Durations(1 / v, 1 / v, 1 / v, message=c)).makespan
+        for c in messages
     ]
 figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
 for (v, span), style in zip(spans.items(), ("-", "--", ":"), strict=True):
     axes.plot(messages, span, "k" + style)
     axes.annotate(f"v = {v}", (1, span[-1]), xytext=(4, -3), textcoords="offset points")
 axes.set(
-    xlabel="one message, in forwards of a stage", ylabel="makespan, in forwards", xlim=(0, 1.12)
+    xlabel="one message, in forwards of a stage",
+    ylabel="makespan, in forwards",
+    xlim=(0, 1.12),
 )
-assert spans[4][0] < spans[2][0] < spans[1][0] and spans[4][-1] > spans[2][-1] > spans[1][-1]
+assert (
+    spans[4][0] < spans[2][0] < spans[1][0]
+    and spans[4][-1] > spans[2][-1] > spans[1][-1]
+)
 
 # %% [markdown]
 # ## Zero bubble
@@ -139,7 +161,8 @@ assert spans[4][0] < spans[2][0] < spans[1][0] and spans[4][-1] > spans[2][-1] >
 zero = make_table("zb_h1", 4, 8)
 f, i, w = 1.0, 1.0, 0.8
 alone, lockstep = (
-    simulate(zero, Durations(f, i, w), execution) for execution in ("asynchronous", "lockstep")
+    simulate(zero, Durations(f, i, w), execution)
+    for execution in ("asynchronous", "lockstep")
 )
 assert np.isclose(alone.idle.max(), 3 * (f + i - w)) and np.isclose(
     lockstep.idle.max(), 3 * (f + i)
@@ -166,7 +189,9 @@ make_table("v_1f1b", 4, 4, 2)
 # All of them, side by side: 4 stages, 8 microbatches, $F = I = W = 1$. "Held" is the peak in flight of the fullest stage, in whole stages.
 
 # %%
-print(f"{'schedule':16}{'chunks':>6}{'clocks':>7}{'bubble: alone':>15}{'lockstep':>10}{'held':>6}")
+print(
+    f"{'schedule':16}{'chunks':>6}{'clocks':>7}{'bubble: alone':>15}{'lockstep':>10}{'held':>6}"
+)
 bubbles, held = {}, {}
 for name, entry in mt.schedule.SCHEDULES.items():
     v = entry.chunks or 2
@@ -226,7 +251,9 @@ assert "sends in clock 4" in refused(attempt)
 # A message takes a clock: what stage 1 does in clock 4, stage 0 can have in clock 5. So B2 goes one line down, and B3 gets a line of its own.
 
 # %%
-frugal = parse_csv(attempt.replace("F3 B2,F2 B2\nB3,F3 B3\n", "F3,F2 B2\nB2,F3 B3\nB3,\n"))
+frugal = parse_csv(
+    attempt.replace("F3 B2,F2 B2\nB3,F3 B3\n", "F3,F2 B2\nB2,F3 B3\nB3,\n")
+)
 validate(frugal)
 frugal
 
@@ -234,7 +261,8 @@ frugal
 rival = make_table("1f1b", stages=2, microbatches=4)
 for table in (rival, frugal):
     alone, lockstep = (
-        simulate(table, Durations(), execution) for execution in ("asynchronous", "lockstep")
+        simulate(table, Durations(), execution)
+        for execution in ("asynchronous", "lockstep")
     )
     spans = f"makespan {alone.makespan:g} alone, {lockstep.makespan:g} in lockstep"
     print(f"{table.name:7} {table.clocks} clocks, {spans}, held {alone.peak_in_flight}")
@@ -308,10 +336,13 @@ def holding(limit):
         for j in range(m):
             for s in range(p):
                 room = b[s, j - limit(p, s)] + 1 if j >= limit(p, s) else 0
-                f[s, j] = max(f[s - 1, j] + 1 if s else 0, f[s, j - 1] + 1 if j else 0, room)
+                f[s, j] = max(
+                    f[s - 1, j] + 1 if s else 0, f[s, j - 1] + 1 if j else 0, room
+                )
             for s in reversed(range(p)):
                 b[s, j] = max(
-                    b[s + 1, j] + 1 if s < p - 1 else f[s, j], b[s, j - 1] + 1 if j else 0
+                    b[s + 1, j] + 1 if s < p - 1 else f[s, j],
+                    b[s, j - 1] + 1 if j else 0,
                 )
         return f, b
 
@@ -329,7 +360,10 @@ make_table("textbook", 4, 8)
 # %%
 p, m = 4, 16
 executions = {"lockstep": "k-o", "asynchronous": "k--s"}
-knob = {k: Schedule("knob", holding(lambda p, s, k=k: k)).table(p, m, 1) for k in range(1, 2 * p)}
+knob = {
+    k: Schedule("knob", holding(lambda p, s, k=k: k)).table(p, m, 1)
+    for k in range(1, 2 * p)
+}
 figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
 for model, style in executions.items():
     spans = [simulate(table, Durations(), model).makespan for table in knob.values()]
@@ -341,17 +375,28 @@ for model, style in executions.items():
         textcoords="offset points",
     )
     axes.plot(
-        p, simulate(make_table("textbook", p, m), Durations(), model).makespan, "k*", markersize=12
+        p,
+        simulate(make_table("textbook", p, m), Durations(), model).makespan,
+        "k*",
+        markersize=12,
     )
-axes.set(xlabel="microbatches in flight on stage 0", ylabel="makespan, in forwards", ylim=(0, None))
-axes.annotate("textbook ★", (p, 50), xytext=(-8, -18), textcoords="offset points", ha="center")
+axes.set(
+    xlabel="microbatches in flight on stage 0",
+    ylabel="makespan, in forwards",
+    ylim=(0, None),
+)
+axes.annotate(
+    "textbook ★", (p, 50), xytext=(-8, -18), textcoords="offset points", ha="center"
+)
 
 assert np.array_equal(knob[2 * p - 1].cells, make_table("1f1b", p, m).cells)
 textbook = {
     execution: simulate(make_table("textbook", p, m), Durations(), execution)
     for execution in executions
 }
-ours, four = (simulate(knob[k], Durations(), "asynchronous").makespan for k in (2 * p - 1, p))
+ours, four = (
+    simulate(knob[k], Durations(), "asynchronous").makespan for k in (2 * p - 1, p)
+)
 assert textbook["asynchronous"].makespan == ours < four
 assert textbook["lockstep"].makespan > 1.5 * ours
 
@@ -368,11 +413,14 @@ names = ("gpipe", "1f1b", "textbook")
 peaks, bytes_, planned = [], [], []
 for name in names:
     chosen = mt.load(
-        config, ["mesh.pipeline=4", "parallel.microbatches=16", f"parallel.schedule={name}"]
+        config,
+        ["mesh.pipeline=4", "parallel.microbatches=16", f"parallel.schedule={name}"],
     )
     *found, temporary = step(mt.Program(chosen))
     assert np.allclose(found, reference, rtol=1e-5)
-    peaks.append(int(simulate(make_table(name, 4, 16), Durations()).peak_in_flight.max()))
+    peaks.append(
+        int(simulate(make_table(name, 4, 16), Durations()).peak_in_flight.max())
+    )
     bytes_.append(temporary)
     planned.append(mt.plan(chosen, "cpu").bytes)
     print(
@@ -386,9 +434,16 @@ slope, rest = np.polyfit(peaks, bytes_, 1)
 axes.plot([0, 16], np.array([rest, rest + 16 * slope]) / 2**20, "k:", linewidth=1)
 for name, x, y in zip(names, peaks, bytes_, strict=True):
     axes.annotate(name, (x, y / 2**20), xytext=(6, -10), textcoords="offset points")
-axes.set(xlabel="peak in flight", ylabel="temporary MiB a device", xlim=(0, 18), ylim=(0, None))
+axes.set(
+    xlabel="peak in flight",
+    ylabel="temporary MiB a device",
+    xlim=(0, 18),
+    ylim=(0, None),
+)
 foreseen = (planned[0] - planned[1]) / (peaks[0] - peaks[1])
-print(f"a microbatch in flight: {slope / 1024:.0f} KiB compiled, {foreseen / 1024:.0f} KiB planned")
+print(
+    f"a microbatch in flight: {slope / 1024:.0f} KiB compiled, {foreseen / 1024:.0f} KiB planned"
+)
 assert np.allclose(np.array(peaks) * slope + rest, bytes_, rtol=0.03)
 assert np.isclose(foreseen, slope, rtol=0.1)
 

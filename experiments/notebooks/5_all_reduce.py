@@ -44,7 +44,8 @@ def ring_scatter(x, axis):
     moving = parts[(me - 1) % n]
     for step in range(2, n + 1):
         moving = (
-            ppermute(moving, axis, [(i, (i + 1) % n) for i in range(n)]) + parts[(me - step) % n]
+            ppermute(moving, axis, [(i, (i + 1) % n) for i in range(n)])
+            + parts[(me - step) % n]
         )
     return moving
 
@@ -142,7 +143,9 @@ ways["hierarchical"] = hierarchical, two_nodes
 ended, programs = {}, {}
 for name, (all_reduce, mesh) in ways.items():
     ended[name], programs[name] = run(all_reduce, mesh, vectors)
-ended["psum"], programs["psum"] = run(lambda row: jax.lax.psum(row, "rank"), flat, vectors)
+ended["psum"], programs["psum"] = run(
+    lambda row: jax.lax.psum(row, "rank"), flat, vectors
+)
 
 # Seven additions in any order err by at most 7 u / (1 - 7 u) sum |x|, u = 2^-24 (Higham 2002, section 4.2).
 exact, u = vectors.sum(0, dtype=np.float64), 2.0**-24
@@ -190,15 +193,22 @@ for panel, name in zip(panels, ways, strict=True):
                 "shrinkB": 0,
                 "mutation_scale": 7,
             }
-            panel.annotate("", (receiver, step + 0.85), (sender, step), arrowprops=style)
-    panel.set(title=name, xlabel="rank", xlim=(-0.5, 7.5), ylim=(14, -0.4), xticks=range(8))
+            panel.annotate(
+                "", (receiver, step + 0.85), (sender, step), arrowprops=style
+            )
+    panel.set(
+        title=name, xlabel="rank", xlim=(-0.5, 7.5), ylim=(14, -0.4), xticks=range(8)
+    )
     panel.spines[["top", "right"]].set_visible(False)
 panels[0].set_ylabel("step")
 plt.tight_layout()
 plt.show()
 assert [len(messages(name)) for name in ways] == [14, 6, 6, 8]
 assert all(
-    sender != receiver for name in ways for _, pairs in messages(name) for sender, receiver in pairs
+    sender != receiver
+    for name in ways
+    for _, pairs in messages(name)
+    for sender, receiver in pairs
 )
 
 # %% [markdown]
@@ -221,11 +231,15 @@ for name in ways:
     steps = messages(name)
     waited = sum(size for size, _ in steps)
     by_rank = [
-        sum(size for size, pairs in steps for sender, _ in pairs if sender == i) for i in range(n)
+        sum(size for size, pairs in steps for sender, _ in pairs if sender == i)
+        for i in range(n)
     ]
     print(f"{name:14}{len(steps):6}{waited / S:12.2f}{max(by_rank) / S:9.2f}")
     assert (len(steps), waited, max(by_rank)) == theory[name]
-    assert all(c.kind == "collective-permute" for c in collectives(programs[name], ways[name][1]))
+    assert all(
+        c.kind == "collective-permute"
+        for c in collectives(programs[name], ways[name][1])
+    )
 
 # %% [markdown]
 # The ring and the butterfly send the least there is; so does the hierarchical way, which only sends most of it where
@@ -255,8 +269,12 @@ print(
 )
 
 for name in ("ring", "butterfly"):
-    seconds = len(messages(name)) * alpha + sum(size for size, _ in messages(name)) * beta
-    assert np.isclose(seconds, algorithms.ALGORITHMS[name](ALL_REDUCE, machine, S), rtol=1e-12)
+    seconds = (
+        len(messages(name)) * alpha + sum(size for size, _ in messages(name)) * beta
+    )
+    assert np.isclose(
+        seconds, algorithms.ALGORITHMS[name](ALL_REDUCE, machine, S), rtol=1e-12
+    )
 
 # hierarchical: each axis at the latency and bandwidth of its own links
 fast, slow = Hop("node", 4, 1e-6, 400e9, 1), Hop("rail", 2, 9e-6, 50e9, 4)
@@ -303,18 +321,24 @@ figure, panels = plt.subplots(1, 2, figsize=(10, 3.6))
 looks = {"ring": "-", "butterfly": "--", "tree": ":", "hierarchical": "-."}
 for panel, (group, title, one, other) in zip(panels, marked, strict=True):
     for way, look in looks.items():
-        times = np.array([algorithms.ALGORITHMS[way](ALL_REDUCE, group, size) for size in sizes])
+        times = np.array(
+            [algorithms.ALGORITHMS[way](ALL_REDUCE, group, size) for size in sizes]
+        )
         if np.isfinite(times).all():
             panel.loglog(sizes, times * 1e6, look, color="black", lw=1.3, label=way)
     meet = crossing(one, other, group)
     panel.axvline(meet, color="grey", lw=0.8)
     panel.text(meet * 0.8, 3e3, one, ha="right", va="top")
     panel.text(meet * 1.2, 12, f"{other}\nfrom {meet / 1e6:.1f} MB")
-    panel.set(title=title, xlabel="bytes of the vector", ylabel="microseconds", ylim=(10, 4e3))
+    panel.set(
+        title=title, xlabel="bytes of the vector", ylabel="microseconds", ylim=(10, 4e3)
+    )
     panel.legend(loc="upper left", frameon=False, fontsize=8)
 plt.tight_layout()
 plt.show()
-assert np.isclose(crossing("tree", "ring", six_ranks), 6 * (6 - 1 - 3) * alpha / beta, rtol=1e-9)
+assert np.isclose(
+    crossing("tree", "ring", six_ranks), 6 * (6 - 1 - 3) * alpha / beta, rtol=1e-9
+)
 
 # %% [markdown]
 # ## What the planner takes

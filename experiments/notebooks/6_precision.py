@@ -67,7 +67,9 @@ base = {
     "train": {"global_batch_size": 16, "sequence_length": 64, "steps": 60},
     "optimizer": {"learning_rate": 3e-3},
 }
-programs = {dtype: mt.Program(mt.load(base, [f"precision.compute={dtype}"])) for dtype in DTYPES}
+programs = {
+    dtype: mt.Program(mt.load(base, [f"precision.compute={dtype}"])) for dtype in DTYPES
+}
 gradients = {dtype: jax.jit(program.gradients) for dtype, program in programs.items()}
 text = np.frombuffer(Path("../LICENSE").read_bytes(), np.uint8).astype(np.int32)
 train = programs["float32"].config.train
@@ -75,7 +77,9 @@ random = np.random.default_rng(0)
 
 
 def drawn_batch():
-    first = random.integers(0, len(text) - train.sequence_length, (train.global_batch_size, 1))
+    first = random.integers(
+        0, len(text) - train.sequence_length, (train.global_batch_size, 1)
+    )
     rows = text[first + np.arange(train.sequence_length + 1)]
     return programs["float32"].place({"tokens": rows[:, :-1], "labels": rows[:, 1:]})
 
@@ -89,7 +93,10 @@ def gradient(dtype, scale=1.0):
     """The first step's gradient in a row: times `scale` while it is computed, divided by it afterwards."""
     _, tree = gradients[dtype](start.params, batches[0], start.step, jnp.float32(scale))
     return (
-        np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(tree))]) / scale
+        np.concatenate(
+            [np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(tree))]
+        )
+        / scale
     )
 
 
@@ -121,19 +128,30 @@ for times, name, style, side in curves:
     )
     axes.step(bins[:-1], share, style, color="black")
     axes.annotate(name, (bins[share.argmax()], share.max() + 0.5), ha=side)
-for low, high, shade, name in ((-24, -14, "0.88", "subnormal"), (-14, 16, "0.95", "float16")):
+for low, high, shade, name in (
+    (-24, -14, "0.88", "subnormal"),
+    (-14, 16, "0.95", "float16"),
+):
     axes.axvspan(low, high, color=shade)
     axes.annotate(name, ((low + high) / 2, 20), ha="center")
 axes.set(
-    xlabel="size of a gradient, log2", ylabel="% of the gradients", xlim=(-46, 18), ylim=(0, 22)
+    xlabel="size of a gradient, log2",
+    ylabel="% of the gradients",
+    xlim=(-46, 18),
+    ylim=(0, 22),
 )
 axes.spines[["top", "right"]].set_visible(False)
 plt.show()
 
 rounds_to_zero = 2.0**-25
-lost = {name: np.mean(size * by <= rounds_to_zero) for name, by in (("1,024", 1.0), ("4 M", in_4M))}
+lost = {
+    name: np.mean(size * by <= rounds_to_zero)
+    for name, by in (("1,024", 1.0), ("4 M", in_4M))
+}
 print(
-    ", ".join(f"in a batch of {name} tokens {share:.2%}" for name, share in lost.items()),
+    ", ".join(
+        f"in a batch of {name} tokens {share:.2%}" for name, share in lost.items()
+    ),
     "would round to 0",
 )
 assert lost["1,024"] < 0.01 < 0.1 < lost["4 M"]
@@ -148,7 +166,8 @@ assert not np.any(size * 2.0**16 <= rounds_to_zero)
 exponents = np.arange(-20, 30, 2)
 error = {
     dtype: [
-        np.linalg.norm(gradient(dtype, 2.0**x) - true) / np.linalg.norm(true) for x in exponents
+        np.linalg.norm(gradient(dtype, 2.0**x) - true) / np.linalg.norm(true)
+        for x in exponents
     ]
     for dtype in ("bfloat16", "float16")
 }
@@ -167,7 +186,12 @@ for x, name in (
 ):
     axes.annotate(name, (x, 7e-5), ha="center", fontsize=8)
     axes.axvline(x, color="black", lw=0.5, ls=":")
-axes.set(xlabel="scale of the loss, log2", ylabel="relative error", ylim=(5e-5, 2), xlim=(-21, 30))
+axes.set(
+    xlabel="scale of the loss, log2",
+    ylabel="relative error",
+    ylim=(5e-5, 2),
+    xlim=(-21, 30),
+)
 axes.spines[["top", "right"]].set_visible(False)
 plt.show()
 
@@ -207,14 +231,19 @@ def training(dtype, *changes):
     update = jax.jit(program.update)
     state = start._replace(scale=initial_scale(program.config.precision))
     for batch in batches:
-        loss, tree = gradients[dtype](state.params, batch, state.step, factor(state.scale))
+        loss, tree = gradients[dtype](
+            state.params, batch, state.step, factor(state.scale)
+        )
         after, metrics = update(state, Gradients(loss, tree))
         yield state, after, {name: float(value) for name, value in metrics.items()}
         state = after
 
 
 def bits(state):
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((state.params, state.optimizer))]
+    return [
+        np.asarray(leaf).tobytes()
+        for leaf in jax.tree.leaves((state.params, state.optimizer))
+    ]
 
 
 window = 8
@@ -243,14 +272,19 @@ assert all(skipped[:3]) and not all(skipped[3:]) and max(np.diff(scales)) > 0
 
 # %%
 losses = {
-    dtype: np.array([metrics["loss"] for _, _, metrics in training(dtype)]) for dtype in DTYPES
+    dtype: np.array([metrics["loss"] for _, _, metrics in training(dtype)])
+    for dtype in DTYPES
 }
 steps = np.arange(1, train.steps + 1)
 figure, (left, right) = plt.subplots(1, 2, figsize=(8, 3), layout="constrained")
 for dtype, style in zip(DTYPES, ("-", "--", ":"), strict=True):
-    left.plot(steps, losses[dtype], style, color="black", lw=2.5 if dtype == "float16" else 1)
+    left.plot(
+        steps, losses[dtype], style, color="black", lw=2.5 if dtype == "float16" else 1
+    )
 for dtype, style, y in (("bfloat16", "--", 4e-3), ("float16", "-", 3e-7)):
-    right.semilogy(steps, np.abs(losses[dtype] - losses["float32"]), style, color="black")
+    right.semilogy(
+        steps, np.abs(losses[dtype] - losses["float32"]), style, color="black"
+    )
     right.annotate(dtype, (3, y))
 left.set(xlabel="step", ylabel="loss")
 right.set(xlabel="step", ylabel="distance to float32", ylim=(1e-7, 3e-2))
@@ -272,20 +306,31 @@ assert losses["bfloat16"][-10:].mean() < 0.7 * losses["bfloat16"][0]
 # %%
 sums = {
     dtype: jax.lax.scan(
-        lambda total, x: (total + x,) * 2, jnp.zeros((), dtype), jnp.full(1000, 0.01, dtype)
+        lambda total, x: (total + x,) * 2,
+        jnp.zeros((), dtype),
+        jnp.full(1000, 0.01, dtype),
     )[1]
     for dtype in DTYPES
 }
 figure, axes = plt.subplots(figsize=(6, 3))
 for dtype, style in zip(DTYPES, ("-", "-", ":"), strict=True):
-    axes.plot(sums[dtype].astype(float), style, color="black", lw=3 if dtype == "float16" else 1.2)
+    axes.plot(
+        sums[dtype].astype(float),
+        style,
+        color="black",
+        lw=3 if dtype == "float16" else 1.2,
+    )
 axes.annotate("float16", (690, 8.0), ha="right")
 axes.annotate("float32", (880, 7.6))
 axes.annotate("bfloat16", (700, 4.2))
 axes.set(xlabel="times 0.01 was added", ylabel="sum")
 axes.spines[["top", "right"]].set_visible(False)
 plt.show()
-stuck = next(2.0**k for k in range(-10, 10) if 2.0**k * float(jnp.finfo("bfloat16").eps) / 2 > 0.01)
+stuck = next(
+    2.0**k
+    for k in range(-10, 10)
+    if 2.0**k * float(jnp.finfo("bfloat16").eps) / 2 > 0.01
+)
 assert sums["bfloat16"][-1] == stuck == 4 and abs(sums["float32"][-1] - 10) < 1e-3
 
 # %% [markdown]
@@ -305,7 +350,8 @@ wanted = {
 }
 plans = {
     name: mt.plan(
-        mt.load(base, [*on_mesh, f"precision.compute={name.partition(',')[0]}", *more]), "cpu"
+        mt.load(base, [*on_mesh, f"precision.compute={name.partition(',')[0]}", *more]),
+        "cpu",
     ).as_json()
     for name, more in wanted.items()
 }
@@ -317,11 +363,18 @@ items = [
 ]
 print(f"{'bytes of a device':33}", *(f"{name:>18}" for name in plans))
 for item in items:
-    print(f"{item:33}", *(f"{plan['memory_items'][item]:>18,}" for plan in plans.values()))
+    print(
+        f"{item:33}", *(f"{plan['memory_items'][item]:>18,}" for plan in plans.values())
+    )
 traffic = {name: plan["traffic_bytes_per_step"] for name, plan in plans.items()}
 for axis in ("tensor", "data"):
     print(f"{'sent over ' + axis:33}", *(f"{of[axis]:>18,}" for of in traffic.values()))
-assert [of["data"] / traffic["float32"]["data"] for of in traffic.values()] == [1, 0.75, 0.5, 0.75]
+assert [of["data"] / traffic["float32"]["data"] for of in traffic.values()] == [
+    1,
+    0.75,
+    0.5,
+    0.75,
+]
 
 # %% [markdown]
 # ## When the numbers end
@@ -331,7 +384,11 @@ assert [of["data"] / traffic["float32"]["data"] for of in traffic.values()] == [
 # is infinite, all logits are 0, and the model guesses ($\log 128$). Only the gradient knows.
 
 # %%
-absurd = ["optimizer.learning_rate=1e6", "optimizer.schedule=constant", "optimizer.warmup_steps=0"]
+absurd = [
+    "optimizer.learning_rate=1e6",
+    "optimizer.schedule=constant",
+    "optimizer.warmup_steps=0",
+]
 check, message = NumbersCheck(programs["float32"].config, start=0), ""
 try:
     for step, (_, _, metrics) in enumerate(training("float32", *absurd), 1):
@@ -339,7 +396,9 @@ try:
 except FloatingPointError as error:
     message = str(error)
 print(message.replace("; ", ";\n"))
-assert message.startswith("the gradient norm of") and np.isclose(metrics["loss"], np.log(128))
+assert message.startswith("the gradient norm of") and np.isclose(
+    metrics["loss"], np.log(128)
+)
 
 # %% [markdown]
 # ## Things to try

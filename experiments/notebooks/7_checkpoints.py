@@ -45,7 +45,11 @@ shared = {
     "XDG_CACHE_HOME": "cache",
     "JAX_COMPILATION_CACHE_DIR": os.path.abspath("compiled"),
 }
-environment = {**os.environ, **shared, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+environment = {
+    **os.environ,
+    **shared,
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
 
 
 def training(directory, *overrides, program=("-m", "meshtrain.train")):
@@ -57,7 +61,11 @@ def training(directory, *overrides, program=("-m", "meshtrain.train")):
     ]
     command = [sys.executable, *program, "--config", "tiny.yaml", *settings]
     return subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -90,7 +98,9 @@ def checkpoints(directory):
 # %%
 code, said = ended(training("calm"))
 calm = losses("calm")
-print(f"exit code {code}, {len(calm)} steps, checkpoints {', '.join(checkpoints('calm'))}")
+print(
+    f"exit code {code}, {len(calm)} steps, checkpoints {', '.join(checkpoints('calm'))}"
+)
 assert (
     code == 0
     and [step for step, _ in calm] == list(range(1, 25))
@@ -124,7 +134,9 @@ for name in ("params.blocks.attention.q", "optimizer.mu.blocks.attention.q", "st
     print(f"  {name:42}{leaf['dtype']:9}{leaf['shape']}")
 config = mt.load("tiny.yaml")
 layout = mt.Program(config).layout
-assert manifest["leaves"]["params.blocks.attention.q"]["shape"][0] == config.model.layers
+assert (
+    manifest["leaves"]["params.blocks.attention.q"]["shape"][0] == config.model.layers
+)
 numbers = sum(
     np.prod(leaf["shape"])
     for name, leaf in manifest["leaves"].items()
@@ -154,8 +166,14 @@ sys.exit(main(sys.argv[1:]))
 """
 code, said = ended(training("run", program=("-c", DYING)))
 cut = losses("run")
-print(f"ended by {signal.Signals(-code).name}; checkpoints: {', '.join(checkpoints('run'))}")
-assert code == -signal.SIGKILL and checkpoints("run") == ["8", "16.writing"] and len(cut) >= 16
+print(
+    f"ended by {signal.Signals(-code).name}; checkpoints: {', '.join(checkpoints('run'))}"
+)
+assert (
+    code == -signal.SIGKILL
+    and checkpoints("run") == ["8", "16.writing"]
+    and len(cut) >= 16
+)
 
 # %% [markdown]
 # `16.writing` is no checkpoint: a directory becomes one by `COMMIT` and then by its name, and it has neither. The same
@@ -182,7 +200,9 @@ from meshtrain.checkpoint import arrays
 
 def head(step):
     """The output head of a step, as Orbax gives it; nothing is verified."""
-    leaf = json.loads((step / "manifest.json").read_text())["leaves"]["params.head.weight"]
+    leaf = json.loads((step / "manifest.json").read_text())["leaves"][
+        "params.head.weight"
+    ]
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.ShapeDtypeStruct(tuple(leaf["shape"]), leaf["dtype"], sharding=here)
     return np.asarray(
@@ -205,7 +225,9 @@ file.write_bytes(content)
 
 after = head(newest)
 print(f"{before[0, 0]:.4f} is now {after[0, 0]:.1e}, and nobody said so")
-assert (before != after).sum() == 1 and float(after[0, 0]) == float(before[0, 0]) * 2.0**128
+assert (before != after).sum() == 1 and float(after[0, 0]) == float(
+    before[0, 0]
+) * 2.0**128
 
 # %% [markdown]
 # `verify` reads every file and compares it with its digest.
@@ -215,7 +237,9 @@ assert (before != after).sum() == 1 and float(after[0, 0]) == float(before[0, 0]
 def verify(directory):
     """What `python -m meshtrain.checkpoint verify` says, without its sizes and speeds and Orbax's random names."""
     command = [sys.executable, "-m", "meshtrain.checkpoint", "verify", directory]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False
+    )
     return done.returncode, re.sub(
         r"[0-9a-f]{32}", "...", re.sub(r", [\d.,]+ \w*B at .*", "", done.stdout)
     )
@@ -232,7 +256,12 @@ assert code == 1 and re.search("^24: DAMAGED", said, re.M) and said.count("intac
 # × 2, with the weights sharded as well (ZeRO-3).
 
 # %%
-other_mesh = ["mesh.data=4", "mesh.tensor=1", "mesh.pipeline=1", "parallel.zero_stage=3"]
+other_mesh = [
+    "mesh.data=4",
+    "mesh.tensor=1",
+    "mesh.pipeline=1",
+    "parallel.zero_stage=3",
+]
 code, said = ended(training("run", *other_mesh))
 print(re.sub("[0-9a-f]{32}", "...", said), end="")
 print(f"exit code {code}; checkpoints: {', '.join(checkpoints('run'))}")
@@ -245,15 +274,24 @@ assert "24 is damaged" in said and "mesh.data was 2 and is 4 from here on" in sa
 
 # %%
 moved = losses("run")
-assert [step for step, _ in moved] == [step for step, _ in calm] and moved[:16] == calm[:16]
-apart = max(abs(one - other) / other for (_, one), (_, other) in zip(moved, calm, strict=True))
+assert [step for step, _ in moved] == [step for step, _ in calm] and moved[:16] == calm[
+    :16
+]
+apart = max(
+    abs(one - other) / other for (_, one), (_, other) in zip(moved, calm, strict=True)
+)
 assert 0 < apart < 1e-5
 
 figure, panel = plt.subplots(figsize=(6, 3))
 panel.plot(*zip(*calm, strict=True), color="lightgrey", lw=6)
 panel.plot(*zip(*cut[:16], strict=True), "x", color="black")
 panel.plot(*zip(*moved[16:], strict=True), "o", color="black", mfc="none")
-panel.text(14, 5.3, "calm: the grey line\n× until the kill\n○ from 16 on another mesh", va="top")
+panel.text(
+    14,
+    5.3,
+    "calm: the grey line\n× until the kill\n○ from 16 on another mesh",
+    va="top",
+)
 panel.set(xlabel="step", ylabel="loss")
 plt.tight_layout()
 plt.show()

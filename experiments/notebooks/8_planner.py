@@ -42,11 +42,15 @@ assert np.isclose(state, 12 * N / mesh.devices, rtol=1e-3)
 assert np.isclose(
     held["weights in compute dtype"], 2 * N / (mesh.tensor * mesh.pipeline), rtol=1e-3
 )
-assert np.isclose(held["float32 gradient sums"], 4 * N / (mesh.tensor * mesh.pipeline), rtol=1e-3)
+assert np.isclose(
+    held["float32 gradient sums"], 4 * N / (mesh.tensor * mesh.pipeline), rtol=1e-3
+)
 
 tokens = train.global_batch_size * train.sequence_length
 products = N - model.vocab_size * model.d_model
-flops = tokens * (6 * products + 12 * model.layers * model.d_model * train.sequence_length)
+flops = tokens * (
+    6 * products + 12 * model.layers * model.d_model * train.sequence_length
+)
 peak = plan.cluster.accelerator.flops("bfloat16")
 print(
     f"MFU {flops / plan.seconds / mesh.devices / peak:.1%} by the formula, {plan.mfu:.1%} by the planner"
@@ -76,7 +80,8 @@ large = {
 }
 too_much = mt.plan(mt.load(large), "h100")
 assert (
-    not too_much.fits and max(too_much.memory, key=lambda item: item.nbytes).kind == "activations"
+    not too_much.fits
+    and max(too_much.memory, key=lambda item: item.nbytes).kind == "activations"
 )
 too_much
 
@@ -114,7 +119,13 @@ print(
 
 # %%
 gpt3 = {
-    "model": {"family": "gpt2", "layers": 96, "d_model": 12288, "heads": 96, "vocab_size": 51200},
+    "model": {
+        "family": "gpt2",
+        "layers": 96,
+        "d_model": 12288,
+        "heads": 96,
+        "vocab_size": 51200,
+    },
     "mesh": {"data": 128, "tensor": 8, "pipeline": 8},
     "parallel": {
         "schedule": "interleaved",
@@ -133,7 +144,10 @@ for name, p in on.items():
         f"{name:8} {p.seconds:.2f} s a step, MFU {p.mfu:.1%}, {days:.1f} days, {hours:.2f} million device-hours"
     )
 peaks = {name: p.cluster.accelerator.flops("bfloat16") for name, p in on.items()}
-faster, richer = on["a100-80"].seconds / on["h100"].seconds, peaks["h100"] / peaks["a100-80"]
+faster, richer = (
+    on["a100-80"].seconds / on["h100"].seconds,
+    peaks["h100"] / peaks["a100-80"],
+)
 print(f"the H100 has {richer:.2f} times the peak, and is {faster:.2f} times as fast")
 assert all(p.fits for p in on.values()) and faster < richer
 
@@ -163,7 +177,9 @@ axes.set_xscale("log", base=2)
 axes.set_xticks(n * 64, [f"{d:.0f}" for d in n * 64])
 for point, law in zip(points, amdahl, strict=True):
     print(f"{point.devices:4} devices: plan {point.efficiency:.3f}, Amdahl {law:.3f}")
-assert np.allclose(reached[:3], amdahl[:3], rtol=0.015) and reached[3] < 0.75 * amdahl[3]
+assert (
+    np.allclose(reached[:3], amdahl[:3], rtol=0.015) and reached[3] < 0.75 * amdahl[3]
+)
 
 # %% [markdown]
 # One number of the first plan foretells two doublings to a percent. Then the law breaks: something that stood still
@@ -181,7 +197,10 @@ figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
 base, shades = np.zeros(len(points)), ("0.85", "0.6", "0.35", "w")
 for (name, keys), shade in zip(groups.items(), shades, strict=True):
     height = np.array(
-        [sum(getattr(point.plan.time, key) for key in keys) * point.devices for point in points]
+        [
+            sum(getattr(point.plan.time, key) for key in keys) * point.devices
+            for point in points
+        ]
     )
     axes.bar(
         [str(point.devices) for point in points],
@@ -191,7 +210,9 @@ for (name, keys), shade in zip(groups.items(), shades, strict=True):
         edgecolor="k",
         hatch="//" * (shade == "w"),
     )
-    axes.annotate(name, (3.45, (base + height / 2)[-1]), va="center", annotation_clip=False)
+    axes.annotate(
+        name, (3.45, (base + height / 2)[-1]), va="center", annotation_clip=False
+    )
     base += height
 axes.set(xlabel="devices", ylabel="device-seconds a step", xlim=(-0.6, 4.6))
 bubbles = [point.plan.time.bubble for point in points]
@@ -227,15 +248,26 @@ cluster = thousands.cluster
 rate = cluster.failures_per_device_hour
 assert np.isclose(failures.mean_time_between(rate, 16384), 54 * 86400 / 419, rtol=0.02)
 
-between, restart = failures.mean_time_between(rate, thousands.devices), cluster.restart_seconds
+between, restart = (
+    failures.mean_time_between(rate, thousands.devices),
+    cluster.restart_seconds,
+)
 cost = failures.faults(thousands)
 copy, whole = cost.copy, cluster.save_seconds + cost.write
 intervals = np.geomspace(2, 2e4, 2001)
 figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
 axes.axhline(math.exp(-restart / between), color="k", linewidth=1, linestyle=":")
-axes.set(xlabel="seconds between checkpoints", ylabel="share of time that counts", ylim=(0.8, 1))
-axes.annotate("copied to the host", (2, 0.98), xytext=(0, -14), textcoords="offset points")
-axes.annotate("written to storage", (12, 0.85), xytext=(6, 0), textcoords="offset points")
+axes.set(
+    xlabel="seconds between checkpoints",
+    ylabel="share of time that counts",
+    ylim=(0.8, 1),
+)
+axes.annotate(
+    "copied to the host", (2, 0.98), xytext=(0, -14), textcoords="offset points"
+)
+axes.annotate(
+    "written to storage", (12, 0.85), xytext=(6, 0), textcoords="offset points"
+)
 for write, style, name in (
     (copy, "k-", "copied to the host"),
     (whole, "k--", "written to storage"),
@@ -244,7 +276,8 @@ for write, style, name in (
     young, best = failures.young(write, between), failures.daly(write, between)
     assert np.isclose(intervals[share.argmax()], best, rtol=0.02)
     assert all(
-        share.max() - failures.goodput(best * k, write, restart, between) < 0.01 for k in (0.5, 2)
+        share.max() - failures.goodput(best * k, write, restart, between) < 0.01
+        for k in (0.5, 2)
     )
     axes.semilogx(intervals, share, style)
     axes.plot(best, share.max(), "ko")

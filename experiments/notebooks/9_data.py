@@ -47,7 +47,9 @@ MODEL = {"layers": 2, "d_model": 32, "heads": 4, "d_ff": 64, "vocab_size": 260}
 def config(source, length=40, rows=8, seed=0, overrides=(), **data):
     train = {"global_batch_size": rows, "sequence_length": length, "steps": 2}
     data = {"source": source, "validation": 0.0, **data}
-    return mt.load({"model": MODEL, "run": {"seed": seed}, "train": train, "data": data}, overrides)
+    return mt.load(
+        {"model": MODEL, "run": {"seed": seed}, "train": train, "data": data}, overrides
+    )
 
 
 train, _ = mt.open_data(config("letters"))
@@ -133,7 +135,8 @@ mt.show(placed)
 # %%
 halves = [train.batch(3, rows) for rows in (slice(0, 4), slice(4, 8))]
 assert same(
-    {name: np.concatenate([half[name] for half in halves]) for name in batch}, train.batch(3)
+    {name: np.concatenate([half[name] for half in halves]) for name in batch},
+    train.batch(3),
 )
 
 # %% [markdown]
@@ -190,7 +193,9 @@ def undone(v, a, b, turns):
 for a, b in ((3, 7), (20, 20), (1000, 999)):
     grid = np.arange(a * b)
     sent = network(grid, a, b, range(6))
-    assert (np.sort(sent) == grid).all() and (undone(sent, a, b, range(6)) == grid).all()
+    assert (np.sort(sent) == grid).all() and (
+        undone(sent, a, b, range(6)) == grid
+    ).all()
 print("a bijection of every grid")
 
 # %% [markdown]
@@ -203,7 +208,8 @@ from meshtrain.data.permutation import key_of, permute
 
 for size in (*range(1, 301), 65_537, 99_991, 1_000_000):
     assert (
-        np.sort(permute(np.arange(size), size, key_of(0, "rows", size))) == np.arange(size)
+        np.sort(permute(np.arange(size), size, key_of(0, "rows", size)))
+        == np.arange(size)
     ).all()
 
 far = permute(np.array([0, 1, 2]), 10**12, key_of(0, "rows", 0))
@@ -243,11 +249,16 @@ assert not same(padded.batch(0), padded.batch(padded.batches_per_epoch))
 
 # %%
 lengths = np.ceil(draw.lognormal(np.log(80), 1.0, 1200)).astype(int).tolist()
-write("documents", {f"{i:04}": alphabet[i * 7 % 26] * length for i, length in enumerate(lengths)})
+write(
+    "documents",
+    {f"{i:04}": alphabet[i * 7 % 26] * length for i, length in enumerate(lengths)},
+)
 
 
 def opened(batching):
-    return mt.open_data(config("documents", 256, batching=batching, last="pad", lengths=4))[0]
+    return mt.open_data(
+        config("documents", 256, batching=batching, last="pad", lengths=4)
+    )[0]
 
 
 batchings = {batching: opened(batching) for batching in ("window", "packed", "grouped")}
@@ -258,14 +269,22 @@ for panel, (name, data) in zip(panels, batchings.items(), strict=True):
         next(k for k in range(99) if name != "grouped" or data.batch_shape(k)[1] < 100)
     )
     colour = np.where(
-        shown["weights"] > 0, np.where(shown["tokens"] == 256, np.nan, shown["tokens"] % 20), -1
+        shown["weights"] > 0,
+        np.where(shown["tokens"] == 256, np.nan, shown["tokens"] % 20),
+        -1,
     )
     palette = plt.get_cmap("tab20").with_extremes(under="white", bad="black")
-    panel.imshow(colour, aspect="auto", cmap=palette, vmin=0, vmax=19, interpolation="nearest")
-    panel.set(
-        title="{}: a batch of {} × {}".format(name, *colour.shape), ylabel="row", xlim=(0, 256)
+    panel.imshow(
+        colour, aspect="auto", cmap=palette, vmin=0, vmax=19, interpolation="nearest"
     )
-panels[-1].set_xlabel("place in the row; a colour a document, black its beginning, white padding")
+    panel.set(
+        title="{}: a batch of {} × {}".format(name, *colour.shape),
+        ylabel="row",
+        xlim=(0, 256),
+    )
+panels[-1].set_xlabel(
+    "place in the row; a colour a document, black its beginning, white padding"
+)
 plt.tight_layout()
 plt.show()
 
@@ -275,7 +294,9 @@ plt.show()
 # will be, an epoch then has.
 
 # %%
-pieces = [part for n in lengths for part in [256] * ((n + 1) // 256) + [(n + 1) % 256] if part]
+pieces = [
+    part for n in lengths for part in [256] * ((n + 1) // 256) + [(n + 1) % 256] if part
+]
 print(f"{'one document a row':20}{1 - np.mean(pieces) / 256:6.1%} padding")
 for name, data in batchings.items():
     weights = [b["weights"] > 0 for b in epoch_of(data)]
@@ -285,7 +306,11 @@ for name, data in batchings.items():
     assert np.isclose(padding, data.padding, rtol=1e-9)
     assert sum(w.sum() for w in weights) == sum(pieces)
 assert batchings["packed"].batches_per_epoch == batchings["window"].batches_per_epoch
-assert batchings["packed"].padding < batchings["grouped"].padding < 1 - np.mean(pieces) / 256
+assert (
+    batchings["packed"].padding
+    < batchings["grouped"].padding
+    < 1 - np.mean(pieces) / 256
+)
 
 # %% [markdown]
 # ## The mask
@@ -303,7 +328,11 @@ assert (sees.sum(1) == np.where(segments > 0, positions + 1, 0)).all()
 
 figure, panel = plt.subplots(figsize=(3.2, 3.2))
 panel.imshow(sees, cmap="Greys", interpolation="nearest")
-panel.set(title=f"row {row}: {segments.max()} documents", xlabel="is looked at", ylabel="looks")
+panel.set(
+    title=f"row {row}: {segments.max()} documents",
+    xlabel="is looked at",
+    ylabel="looks",
+)
 plt.tight_layout()
 plt.show()
 
@@ -337,7 +366,10 @@ assert moved.digest == train.digest and same(moved.batch(3), train.batch(3))
 meant = ["run.directory=run", "train.steps=4", "checkpoint.allow=[data.source]"]
 with capture_output() as said:
     mt.train(config("moved", overrides=meant))
-steps = [json.loads(row)["step"] for row in Path("run", "metrics.jsonl").read_text().splitlines()]
+steps = [
+    json.loads(row)["step"]
+    for row in Path("run", "metrics.jsonl").read_text().splitlines()
+]
 print(said.stderr + f"steps {steps}")
 assert steps == [1, 2, 3, 4] and "data.source was letters and is moved" in said.stderr
 

@@ -13,14 +13,21 @@ import time
 from collections.abc import Sequence
 
 from experiments.notebooks import compare, notebook, source
-from experiments.notebooks.execute import Raised, as_jupytext_reads, check_installed, execute
+from experiments.notebooks.execute import (
+    Raised,
+    as_jupytext_reads,
+    check_installed,
+    execute,
+)
 from meshtrain import cli
 from meshtrain.errors import ConfigError, nearest
 
 
 @cli.command
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = cli.Parser(prog="python -m experiments.notebooks", description=__doc__.splitlines()[0])
+    parser = cli.Parser(
+        prog="python -m experiments.notebooks", description=__doc__.splitlines()[0]
+    )
     parser.add_argument(
         "names",
         nargs="*",
@@ -49,11 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in chosen:
         started = time.monotonic()
         if started - began > 60 * options.minutes:
-            print(f"{name:<{width}}{'':>14}  not begun within {options.minutes:g} minutes")
+            print(
+                f"{name:<{width}}{'':>14}  not begun within {options.minutes:g} minutes"
+            )
             left += 1
             continue
         cells, verdict, wrong = _meet(name, options.write)
-        print(f"{name:<{width}}{cells:>5}{time.monotonic() - started:>9.1f}  {verdict}", flush=True)
+        print(
+            f"{name:<{width}}{cells:>5}{time.monotonic() - started:>9.1f}  {verdict}",
+            flush=True,
+        )
         for line in wrong:
             print("    " + line.replace("\n", "\n    "), flush=True)
         failed += bool(wrong)
@@ -67,9 +79,15 @@ def _chosen(patterns: list[str]) -> list[str]:
     names = source.names()
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
-            ending = nearest(pattern, names) or f"; there are {', '.join(names) or 'none'}."
+            ending = (
+                nearest(pattern, names) or f"; there are {', '.join(names) or 'none'}."
+            )
             raise ConfigError(f"there is no notebook {pattern}{ending}")
-    return [n for n in names if not patterns or any(fnmatch.fnmatchcase(n, p) for p in patterns)]
+    return [
+        n
+        for n in names
+        if not patterns or any(fnmatch.fnmatchcase(n, p) for p in patterns)
+    ]
 
 
 def _meet(name: str, write: bool) -> tuple[int, str, list[str]]:
@@ -83,7 +101,11 @@ def _meet(name: str, write: bool) -> tuple[int, str, list[str]]:
     if as_jupytext_reads(text) != cells:
         wrong.append("jupytext reads other cells in it; use no magics.")
     file = source.NOTEBOOKS / f"{name}.ipynb"
-    kept = file.read_text(encoding="utf-8") if name in source.KEPT and file.exists() else ""
+    kept = (
+        file.read_text(encoding="utf-8")
+        if name in source.KEPT and file.exists()
+        else ""
+    )
     if name in source.KEPT and not write:
         wrong += notebook.stale(kept, cells) if kept else ["not written yet."]
     if wrong:

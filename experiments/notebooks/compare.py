@@ -9,7 +9,8 @@ from urllib.parse import unquote
 from experiments.notebooks.notebook import BINARY, Output
 from experiments.notebooks.source import Cell
 
-RELATIVE = 1e-3  # of a number with a decimal point: sums in another order, another compiler
+# Of a number with a decimal point: sums in another order, another compiler
+RELATIVE = 1e-3
 SHAPES = {"rect", "circle", "ellipse", "line", "polyline", "polygon", "path"}
 # A whole number, with commas between thousands or not, or one with decimals; none within a word, a version or another
 # number.
@@ -31,14 +32,20 @@ def differences(
     of the last digit printed. Of a cell that varies only the number and the kinds of its outputs count.
     """
     found = []
-    for position, (cell, olds, news) in enumerate(zip(cells, committed, executed, strict=True), 1):
+    for position, (cell, olds, news) in enumerate(
+        zip(cells, committed, executed, strict=True), 1
+    ):
         kinds = [[_kind(output) for output in side] for side in (olds, news)]
         if kinds[0] != kinds[1]:
-            found.append(f"cell {position} gave {_listed(kinds[0])}, gives {_listed(kinds[1])}.")
+            found.append(
+                f"cell {position} gave {_listed(kinds[0])}, gives {_listed(kinds[1])}."
+            )
         elif not cell.varies:
             pairs = (_difference(old, new) for old, new in zip(olds, news, strict=True))
             found += [
-                f"cell {position} {text}" for text in [next(filter(None, pairs), None)] if text
+                f"cell {position} {text}"
+                for text in [next(filter(None, pairs), None)]
+                if text
             ]
     return found
 
@@ -90,7 +97,9 @@ def _agree(old: str, new: str) -> bool:
     if len(olds) != len(news):
         return False
     # Odd are the numbers, even what stands between them.
-    words = all(a.split() == b.split() for a, b in zip(olds[::2], news[::2], strict=True))
+    words = all(
+        a.split() == b.split() for a, b in zip(olds[::2], news[::2], strict=True)
+    )
     return words and all(map(_near, olds[1::2], news[1::2]))
 
 

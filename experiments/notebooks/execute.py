@@ -42,7 +42,8 @@ def as_jupytext_reads(text: str) -> list[Cell]:
 
     notebook = jupytext.reads(text, fmt="py:percent")
     return [
-        Cell(c.cell_type, c.source, "varies" in c.metadata.get("tags", [])) for c in notebook.cells
+        Cell(c.cell_type, c.source, "varies" in c.metadata.get("tags", []))
+        for c in notebook.cells
     ]
 
 
@@ -57,7 +58,11 @@ def execute(cells: list[Cell]) -> list[list[Output]]:
     from jupyter_client import AsyncKernelManager
     from jupyter_client.kernelspec import KernelSpec
     from nbclient import NotebookClient
-    from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+    from nbclient.exceptions import (
+        CellExecutionError,
+        CellTimeoutError,
+        DeadKernelError,
+    )
 
     class OfThisPython(AsyncKernelManager):
         # Whatever kernel the user has installed under the name python3.
@@ -69,7 +74,9 @@ def execute(cells: list[Cell]) -> list[list[Output]]:
     with tempfile.TemporaryDirectory() as directory:
         # Sockets of this user's alone, where ports would be open to all on the machine (ipykernel 7.4 warns of them).
         kernel = OfThisPython(
-            transport="ipc", ip=f"{directory}/kernel", connection_file=f"{directory}/kernel.json"
+            transport="ipc",
+            ip=f"{directory}/kernel",
+            connection_file=f"{directory}/kernel.json",
         )
         client = NotebookClient(
             notebook,
@@ -79,14 +86,18 @@ def execute(cells: list[Cell]) -> list[list[Output]]:
             shutdown_kernel="immediate",
             log=_SILENT,
         )
-        environment = {name: value for name, value in os.environ.items() if name not in UNSET}
+        environment = {
+            name: value for name, value in os.environ.items() if name not in UNSET
+        }
         environment["XLA_FLAGS"] = " ".join(quick_compile.FLAGS)
         # A profile of its own: no start-up files of the user's.
         environment["IPYTHONDIR"] = f"{directory}/profile"
         try:
             # What it writes past its cells' outputs is no row of the table here.
             quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-            with client.setup_kernel(cwd=str(NOTEBOOKS), env=environment, cleanup_kc=True, **quiet):
+            with client.setup_kernel(
+                cwd=str(NOTEBOOKS), env=environment, cleanup_kc=True, **quiet
+            ):
                 for position, (cell, executed) in enumerate(
                     zip(cells, notebook.cells, strict=True), 1
                 ):
@@ -94,14 +105,17 @@ def execute(cells: list[Cell]) -> list[list[Output]]:
                         client.execute_cell(executed, position - 1)
                     except CellExecutionError as error:
                         raise Raised(
-                            f"cell {position} raised {error.ename}: {error.evalue}", cell.text
+                            f"cell {position} raised {error.ename}: {error.evalue}",
+                            cell.text,
                         ) from None
                     except CellTimeoutError:
                         raise Raised(
                             f"cell {position} took more than {LONGEST} s.", cell.text
                         ) from None
                     except DeadKernelError:
-                        raise Raised(f"cell {position} ended its kernel.", cell.text) from None
+                        raise Raised(
+                            f"cell {position} ended its kernel.", cell.text
+                        ) from None
         except RuntimeError as error:
             raise Raised(f"the kernel did not start: {error}") from None
         finally:
@@ -109,4 +123,7 @@ def execute(cells: list[Cell]) -> list[list[Output]]:
             if (group := getattr(kernel.provisioner, "pgid", None)) is not None:
                 with suppress(ProcessLookupError):
                     os.killpg(group, signal.SIGKILL)
-    return [merged([dict(output) for output in cell.get("outputs", [])]) for cell in notebook.cells]
+    return [
+        merged([dict(output) for output in cell.get("outputs", [])])
+        for cell in notebook.cells
+    ]

@@ -63,10 +63,16 @@ def read(text: str) -> tuple[list[Cell], list[list[Output]]]:
     """The cells of a notebook's file and the outputs of each, texts joined."""
     notebook = json.loads(text)
     cells = [
-        Cell(c["cell_type"], _joined(c["source"]), "varies" in c["metadata"].get("tags", []))
+        Cell(
+            c["cell_type"],
+            _joined(c["source"]),
+            "varies" in c["metadata"].get("tags", []),
+        )
         for c in notebook["cells"]
     ]
-    outputs = [[_read(output) for output in c.get("outputs", [])] for c in notebook["cells"]]
+    outputs = [
+        [_read(output) for output in c.get("outputs", [])] for c in notebook["cells"]
+    ]
     return cells, outputs
 
 
@@ -97,7 +103,9 @@ def stale(committed: str, cells: list[Cell]) -> list[str]:
         ]
     for position, (old, new) in enumerate(zip(of_file, cells, strict=True), 1):
         if old != new:
-            return [f"stale: cell {position} is not the source's; write it again with --write."]
+            return [
+                f"stale: cell {position} is not the source's; write it again with --write."
+            ]
     if make(cells, outputs) != committed:
         return [
             "its form is not what --write gives it (ids, counts, metadata); write it again with --write."
@@ -110,8 +118,14 @@ def unfit(cells: list[Cell], outputs: list[list[Output]]) -> list[str]:
     found = []
     for position, (cell, shown) in enumerate(zip(cells, outputs, strict=True), 1):
         for output in shown:
-            if output["output_type"] == "stream" and output["name"] == "stderr" and not cell.varies:
-                found.append(f"cell {position} writes to stderr: {_start(output['text'])}")
+            if (
+                output["output_type"] == "stream"
+                and output["name"] == "stderr"
+                and not cell.varies
+            ):
+                found.append(
+                    f"cell {position} writes to stderr: {_start(output['text'])}"
+                )
             for kind in output.get("data", {}).keys() - SHOWN:
                 found.append(
                     f"cell {position} gives {kind}, which shows nothing where no kernel runs."
@@ -135,7 +149,11 @@ def _path(text: str) -> re.Match | None:
 def _texts(outputs: list[Output]) -> Iterator[str]:
     for output in outputs:
         yield output.get("text", "")
-        yield from (text for kind, text in output.get("data", {}).items() if kind in SHOWN - BINARY)
+        yield from (
+            text
+            for kind, text in output.get("data", {}).items()
+            if kind in SHOWN - BINARY
+        )
 
 
 def _start(text: str) -> str:
@@ -145,9 +163,14 @@ def _start(text: str) -> str:
 
 def _written(output: Output, count: int) -> Output:
     if output["output_type"] == "stream":
-        return {"name": output["name"], "output_type": "stream", "text": _lines(output["text"])}
+        return {
+            "name": output["name"],
+            "output_type": "stream",
+            "text": _lines(output["text"]),
+        }
     data = {
-        kind: value if kind in BINARY else _lines(value) for kind, value in output["data"].items()
+        kind: value if kind in BINARY else _lines(value)
+        for kind, value in output["data"].items()
     }
     written = {
         "data": data,
@@ -162,7 +185,9 @@ def _written(output: Output, count: int) -> Output:
 def _read(output: Output) -> Output:
     if output["output_type"] == "stream":
         return output | {"text": _joined(output["text"])}
-    return output | {"data": {kind: _joined(value) for kind, value in output["data"].items()}}
+    return output | {
+        "data": {kind: _joined(value) for kind, value in output["data"].items()}
+    }
 
 
 def _lines(text: str) -> list[str]:

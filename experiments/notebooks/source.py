@@ -10,7 +10,8 @@ from meshtrain.errors import ConfigError, nearest
 SOURCES = Path(__file__).parent
 NOTEBOOKS = SOURCES.parent
 LAST_HEADING = "## Things to try"
-KEPT = ("4_pipelines", "12_fine_tuning")  # committed with their outputs; the others are built
+# Committed with their outputs; the others are built
+KEPT = ("4_pipelines", "12_fine_tuning")
 VARIES = "varies"  # the tag of a cell that may print anything
 _MARKER = re.compile(r'# %%(?P<markdown> \[markdown\])?(?: tags=\["(?P<tag>\w+)"\])?')
 
@@ -62,10 +63,14 @@ def read(text: str) -> list[Cell]:
 def _cell(marker: re.Match, lines: list[str], first: int) -> Cell:
     """The cell of these lines, the first of which has this number in its file."""
     if marker["markdown"] is None:
-        return Cell("code", "\n".join(lines).strip("\n"), varies=marker["tag"] == VARIES)
+        return Cell(
+            "code", "\n".join(lines).strip("\n"), varies=marker["tag"] == VARIES
+        )
     for number, line in enumerate(lines, first):
         if line and not re.match("#( |$)", line):
-            raise ConfigError(f"line {number}: a line of Markdown is a comment, `# ...`.")
+            raise ConfigError(
+                f"line {number}: a line of Markdown is a comment, `# ...`."
+            )
     return Cell("markdown", "\n".join(line[2:] for line in lines).strip("\n"))
 
 
@@ -88,7 +93,11 @@ def lacks(name: str, cells: list[Cell]) -> list[str]:
         found.append(
             f"the first cell is no Markdown of a title `{expected}...` and what the notebook tells."
         )
-    if not cells or cells[-1].kind != "markdown" or LAST_HEADING not in cells[-1].text.splitlines():
+    if (
+        not cells
+        or cells[-1].kind != "markdown"
+        or LAST_HEADING not in cells[-1].text.splitlines()
+    ):
         found.append(f"the last cell is no Markdown with the heading `{LAST_HEADING}`.")
     section = ""
     shows = False
@@ -97,7 +106,9 @@ def lacks(name: str, cells: list[Cell]) -> list[str]:
         if not cell.text.strip():
             found.append(f"cell {position} is empty.")
         elif cell.kind == "markdown":
-            if headings := [line for line in cell.text.splitlines() if line.startswith("## ")]:
+            if headings := [
+                line for line in cell.text.splitlines() if line.startswith("## ")
+            ]:
                 if section and shows and not asserts and name not in KEPT:
                     found.append(f"no cell of {section} asserts anything.")
                 section = headings[-1]
@@ -107,7 +118,9 @@ def lacks(name: str, cells: list[Cell]) -> list[str]:
             try:
                 tree = ast.parse(cell.text)
             except SyntaxError as error:
-                found.append(f"cell {position}, line {error.lineno} is no Python: {error.msg}.")
+                found.append(
+                    f"cell {position}, line {error.lineno} is no Python: {error.msg}."
+                )
                 continue
             shows |= any(isinstance(node, ast.Expr) for node in tree.body)
             asserts |= any(map(_asserts, ast.walk(tree)))

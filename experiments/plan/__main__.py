@@ -46,14 +46,29 @@ MODELS = {
 # those in SECTIONS)
 SEEN: list[
     tuple
-] = [  # the moments in `plan.memory` and what `schedule.facts` counts were found on these
+    # The moments in `plan.memory` and what `schedule.facts` counts were found on these
+] = [
     ("gpt 125M", (1, 1, 1), 8, 1024, 1, {"zero_stage": 0}),
     ("gpt 125M", (8, 1, 1), 64, 1024, 1, {}),
-    ("gpt 125M", (4, 2, 1), 64, 1024, 4, {"zero_stage": 2, "zero_hold": True, "remat": "full"}),
+    (
+        "gpt 125M",
+        (4, 2, 1),
+        64,
+        1024,
+        4,
+        {"zero_stage": 2, "zero_hold": True, "remat": "full"},
+    ),
     ("gpt 125M", (2, 2, 2), 32, 1024, 8, {"compute": "float32"}),
     ("1B", (8, 1, 1), 32, 4096, 1, {"zero_stage": 3, "remat": "full"}),
     ("1B", (8, 1, 1), 32, 4096, 2, {"remat": "dots"}),
-    ("1B", (4, 2, 1), 32, 4096, 4, {"zero_stage": 2, "zero_hold": True, "sequence_parallel": True}),
+    (
+        "1B",
+        (4, 2, 1),
+        32,
+        4096,
+        4,
+        {"zero_stage": 2, "zero_hold": True, "sequence_parallel": True},
+    ),
     ("1B", (2, 2, 2), 32, 4096, 8, {"sequence_parallel": True}),
     ("1B", (1, 1, 8), 16, 4096, 16, {"zero_stage": 0, "remat": "full"}),
     ("1B", (2, 1, 4), 32, 4096, 16, {"schedule": "interleaved", "virtual_stages": 2}),
@@ -102,8 +117,22 @@ SEEN: list[
             "remat": "full",
         },
     ),
-    ("70B", (16, 8, 1), 64, 4096, 4, {"zero_stage": 3, "sequence_parallel": True, "remat": "full"}),
-    ("70B", (8, 8, 2), 64, 8192, 8, {"zero_stage": 3, "sequence_parallel": True, "remat": "full"}),
+    (
+        "70B",
+        (16, 8, 1),
+        64,
+        4096,
+        4,
+        {"zero_stage": 3, "sequence_parallel": True, "remat": "full"},
+    ),
+    (
+        "70B",
+        (8, 8, 2),
+        64,
+        8192,
+        8,
+        {"zero_stage": 3, "sequence_parallel": True, "remat": "full"},
+    ),
     ("1B", (8, 1, 1), 32, 4096, 1, {"zero_stage": 3}),
     ("8B", (4, 2, 1), 32, 4096, 8, {"zero_stage": 3, "remat": "dots"}),
     ("gpt 1.3B", (8, 1, 1), 64, 1024, 2, {"remat": "full"}),
@@ -132,9 +161,21 @@ SEEN: list[
         16,
         8192,
         8,
-        {"zero_stage": 2, "zero_hold": True, "remat": "full", "sequence_parallel": True},
+        {
+            "zero_stage": 2,
+            "zero_hold": True,
+            "remat": "full",
+            "sequence_parallel": True,
+        },
     ),
-    ("13B", (8, 1, 4), 64, 4096, 8, {"zero_stage": 2, "zero_hold": True, "remat": "full"}),
+    (
+        "13B",
+        (8, 1, 4),
+        64,
+        4096,
+        8,
+        {"zero_stage": 2, "zero_hold": True, "remat": "full"},
+    ),
     (
         "13B",
         (2, 8, 2),
@@ -177,14 +218,25 @@ SEEN: list[
     ("1B", (2, 2, 2), 4, 4096, 2, {"schedule": "v_1f1b"}),
     ("1B", (8, 1, 1), 32, 4096, 2, {"remat": "names"}),
     ("1B", (8, 1, 1), 32, 4096, 2, {"remat": "names", "remat_keep": ("attention",)}),
-    ("1B", (8, 1, 1), 32, 4096, 2, {"remat": "names", "remat_offload": ("mlp_hidden",)}),
+    (
+        "1B",
+        (8, 1, 1),
+        32,
+        4096,
+        2,
+        {"remat": "names", "remat_offload": ("mlp_hidden",)},
+    ),
     (
         "1B",
         (4, 2, 1),
         32,
         4096,
         4,
-        {"remat": "names", "remat_keep": ("qkv", "attention"), "sequence_parallel": True},
+        {
+            "remat": "names",
+            "remat_keep": ("qkv", "attention"),
+            "sequence_parallel": True,
+        },
     ),
     ("1B", (4, 2, 1), 32, 4096, 4, {"remat": "names", "remat_keep": ACTIVATIONS}),
     ("1B", (2, 2, 2), 32, 4096, 8, {"remat": "names"}),
@@ -194,7 +246,11 @@ SEEN: list[
         32,
         4096,
         8,
-        {"remat": "names", "remat_keep": ("qkv", "attention"), "sequence_parallel": True},
+        {
+            "remat": "names",
+            "remat_keep": ("qkv", "attention"),
+            "sequence_parallel": True,
+        },
     ),
     ("3B", (2, 1, 4), 32, 4096, 16, {"remat": "names", "remat_keep": ("mlp_hidden",)}),
     ("3B", (2, 1, 4), 32, 4096, 16, {"remat": "names", "remat_keep": ACTIVATIONS}),
@@ -206,7 +262,14 @@ UNSEEN: list[tuple] = [
     ("gpt 1.3B", (2, 4, 1), 32, 2048, 4, {"compute": "float32", "remat": "full"}),
     ("1B", (4, 1, 2), 32, 2048, 4, {"remat": "full"}),
     ("3B", (8, 2, 1), 32, 8192, 2, {"sequence_parallel": True}),
-    ("8B", (8, 4, 1), 32, 8192, 1, {"zero_stage": 3, "sequence_parallel": True, "remat": "dots"}),
+    (
+        "8B",
+        (8, 4, 1),
+        32,
+        8192,
+        1,
+        {"zero_stage": 3, "sequence_parallel": True, "remat": "dots"},
+    ),
     (
         "8B",
         (2, 4, 4),
@@ -296,9 +359,30 @@ HYBRIDS: list[tuple] = [
     ("hybrid 1B", (8, 1, 1), 32, 4096, 2, {"remat": "dots"}),
     ("hybrid 1B", (8, 1, 1), 16, 4096, 2, {}),
     ("hybrid 1B", (2, 2, 2), 32, 4096, 8, {"sequence_parallel": True, "remat": "full"}),
-    ("hybrid 1B", (2, 1, 1), 4, 32768, 1, {"context": 4, "zero_stage": 3, "remat": "full"}),
-    ("hybrid 1B", (1, 1, 2), 4, 32768, 4, {"context": 4, "context_strategy": "all_gather"}),
-    ("hybrid 9B", (16, 1, 1), 16, 32768, 1, {"context": 4, "zero_stage": 3, "remat": "full"}),
+    (
+        "hybrid 1B",
+        (2, 1, 1),
+        4,
+        32768,
+        1,
+        {"context": 4, "zero_stage": 3, "remat": "full"},
+    ),
+    (
+        "hybrid 1B",
+        (1, 1, 2),
+        4,
+        32768,
+        4,
+        {"context": 4, "context_strategy": "all_gather"},
+    ),
+    (
+        "hybrid 9B",
+        (16, 1, 1),
+        16,
+        32768,
+        1,
+        {"context": 4, "zero_stage": 3, "remat": "full"},
+    ),
     ("hybrid 9B", (8, 4, 2), 64, 8192, 8, {"sequence_parallel": True, "remat": "full"}),
 ]
 GROUPS = {
@@ -308,7 +392,12 @@ GROUPS = {
     "hybrids": ("layers of several kinds", HYBRIDS),
 }
 
-SECTIONS = {"compute": "precision", "dropout": "model", "batching": "data", "context": "mesh"}
+SECTIONS = {
+    "compute": "precision",
+    "dropout": "model",
+    "batching": "data",
+    "context": "mesh",
+}
 
 
 def config_of(row: tuple) -> dict:
@@ -340,7 +429,11 @@ def gigabytes() -> None:
     errors = [row.predicted / row.reported - 1 for row in memory.ROWS]
     for row, error in zip(memory.ROWS, errors, strict=True):
         table.row(
-            row.source, row.name, f"{row.reported:.1f}", f"{row.predicted:.1f}", f"{error:+.1%}"
+            row.source,
+            row.name,
+            f"{row.reported:.1f}",
+            f"{row.predicted:.1f}",
+            f"{error:+.1%}",
         )
     median, percentile, worst, _ = sources.spread(errors)
     print(f"{len(errors)} rows: median {median}, p90 {percentile}, worst {worst}")
@@ -353,7 +446,9 @@ def gigabytes() -> None:
 def searched() -> None:
     """Searches every layout of Llama-3 405B on 16,384 H100s."""
     train = {"global_batch_size": 2048, "sequence_length": 8192}
-    config = load({"model": LLAMA_3["405B"], "precision": {"compute": "bfloat16"}, "train": train})
+    config = load(
+        {"model": LLAMA_3["405B"], "precision": {"compute": "bfloat16"}, "train": train}
+    )
     found = search(config, named("h100", 16384), 16384)
     print(f"405B on 16,384 H100: {found.legal:,} layouts in {found.seconds:.1f} s")
 
@@ -371,7 +466,11 @@ def compiled(target: str, only: str | None) -> None:
             "off by",
         )
         table = Table(
-            "model   ", "mesh       ", "parallel" + 40 * " ", *heads, title=f"{target}, {title}"
+            "model   ",
+            "mesh       ",
+            "parallel" + 40 * " ",
+            *heads,
+            title=f"{target}, {title}",
         )
         errors: dict[str, list[float]] = {
             "memory": [],
@@ -388,7 +487,11 @@ def compiled(target: str, only: str | None) -> None:
             planned = found["per_device_bytes"]["total"]
             real = found["compiled"]["total_bytes"]
             seconds = found["step_seconds"], found["program_seconds"]
-            of_row = planned / real - 1, _traffic_error(found), seconds[0] / seconds[1] - 1
+            of_row = (
+                planned / real - 1,
+                _traffic_error(found),
+                seconds[0] / seconds[1] - 1,
+            )
             for known, error in zip(errors.values(), of_row, strict=True):
                 known.append(error)
             sizes = (
@@ -398,7 +501,12 @@ def compiled(target: str, only: str | None) -> None:
                 f"{of_row[1]:.2%}",
             )
             table.row(
-                row[0], mesh, keys, *sizes, *(f"{s:.3f}" for s in seconds), f"{of_row[2]:+.1%}"
+                row[0],
+                mesh,
+                keys,
+                *sizes,
+                *(f"{s:.3f}" for s in seconds),
+                f"{of_row[2]:+.1%}",
             )
         print("; ".join(f"{what}: {_summary(found)}" for what, found in errors.items()))
         print(
@@ -425,7 +533,9 @@ def _traffic_error(found: dict, smallest: float = 1e6) -> float:
     """Of the axis where the two differ most, leaving out what is less than a megabyte."""
     sent: dict[str, float] = {}
     for collective in found["compiled"]["collectives"]:
-        sent[collective["axis"]] = sent.get(collective["axis"], 0.0) + collective["sent_bytes"]
+        sent[collective["axis"]] = (
+            sent.get(collective["axis"], 0.0) + collective["sent_bytes"]
+        )
     planned = found["traffic_bytes_per_step"]
     axes = [
         axis
@@ -446,15 +556,17 @@ def _summary(errors: Iterable[float]) -> str:
     sizes = [abs(error) for error in errors]
     if not sizes:
         return "nothing compiled"
-    return (
-        f"median {statistics.median(sizes):.2%}, worst {max(sizes):.2%}, lowest {min(errors):+.2%}"
-    )
+    return f"median {statistics.median(sizes):.2%}, worst {max(sizes):.2%}, lowest {min(errors):+.2%}"
 
 
 def main() -> None:
     parser = bench.parser(__doc__)
-    parser.add_argument("--compile", metavar="TARGET", help="cpu, a100, h100, h200 or b200")
-    parser.add_argument("--only", choices=GROUPS, help="with --compile: one group of configs")
+    parser.add_argument(
+        "--compile", metavar="TARGET", help="cpu, a100, h100, h200 or b200"
+    )
+    parser.add_argument(
+        "--only", choices=GROUPS, help="with --compile: one group of configs"
+    )
     parser.add_argument("--search", action="store_true")
     options = parser.parse_args()
     if options.compile:

@@ -23,7 +23,11 @@ from .published import BY_KERNEL, PYTORCH_LOSS, Run
 # median.
 NORM_BYTES = 51.0
 # d_model, layers, heads, d_ff
-SHAPES = {"13B": (5120, 40, 40, 13824), "30B": (6656, 60, 52, 17920), "65B": (8192, 80, 64, 22016)}
+SHAPES = {
+    "13B": (5120, 40, 40, 13824),
+    "30B": (6656, 60, 52, 17920),
+    "65B": (8192, 80, 64, 22016),
+}
 PROFILE = FrameworkProfile(
     execution="asynchronous",
     kernel=FLASH_2_AMPERE,
@@ -54,8 +58,15 @@ def runs() -> tuple[Run, ...]:
 def config(row: dict[str, str]) -> Config:
     """A row's layout."""
     width, layers, heads, d_ff = SHAPES[row["model"]]
-    length, tensor, pipeline = int(row["length"]), int(row["tensor"]), int(row["pipeline"])
-    data, batch = int(row["devices"]) // tensor // pipeline, 2048 if length == 2048 else 512
+    length, tensor, pipeline = (
+        int(row["length"]),
+        int(row["tensor"]),
+        int(row["pipeline"]),
+    )
+    data, batch = (
+        int(row["devices"]) // tensor // pipeline,
+        2048 if length == 2048 else 512,
+    )
     return load(
         {
             "model": {
@@ -81,8 +92,12 @@ def config(row: dict[str, str]) -> Config:
 
 
 def _run(row: dict[str, str]) -> Run:
-    profile = replace(PROFILE, recomputes=(1, 1, 1) if row["checkpointing"] == "yes" else None)
-    profile = replace(profile, norm_bytes=4.0 if row["kernel"] == "flash2+rms" else NORM_BYTES)
+    profile = replace(
+        PROFILE, recomputes=(1, 1, 1) if row["checkpointing"] == "yes" else None
+    )
+    profile = replace(
+        profile, norm_bytes=4.0 if row["kernel"] == "flash2+rms" else NORM_BYTES
+    )
     layout = f"{row['microbatch']} x {row['tensor']} x {row['pipeline']}"
     name = (
         f"{row['model']} {row['length']} on {row['devices']}, "

@@ -23,8 +23,14 @@ MOST = np.array([0.95, 1e4, 0.9, 0.95, 0.95, 1.0])
 ERROR = 0.05  # standard deviation of the logarithm of a published time
 
 MEASURED = {"Ampere": "a100", "Hopper": "h200"}  # whose attention was timed alone
-LINK = {"Ampere": 0.75, "Hopper": 0.8}  # of NVLink, by nccl-tests (`tests/cluster/test_nccl.py`)
-FAMILIES = {"a100-40": "Ampere", "a100-80": "Ampere", "h100": "Hopper", "h200": "Hopper"}
+# Of NVLink, by nccl-tests (`tests/cluster/test_nccl.py`)
+LINK = {"Ampere": 0.75, "Hopper": 0.8}
+FAMILIES = {
+    "a100-40": "Ampere",
+    "a100-80": "Ampere",
+    "h100": "Hopper",
+    "h200": "Hopper",
+}
 
 
 def prior(family: str) -> np.ndarray:
@@ -68,11 +74,14 @@ def _linearised(
 ) -> tuple[np.ndarray, np.ndarray]:
     base, h = _residuals(x, start, runs), 1e-3
     columns = [
-        (_residuals(x + h * np.eye(len(x))[i], start, runs) - base) / h for i in range(len(x))
+        (_residuals(x + h * np.eye(len(x))[i], start, runs) - base) / h
+        for i in range(len(x))
     ]
     return base, np.stack(columns, axis=1)
 
 
 def rounded(efficiency: Efficiency) -> Efficiency:
     """Three digits: what stands in `accelerators`."""
-    return Efficiency(**{name: float(f"{value:.3g}") for name, value in asdict(efficiency).items()})
+    return Efficiency(
+        **{name: float(f"{value:.3g}") for name, value in asdict(efficiency).items()}
+    )

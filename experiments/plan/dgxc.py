@@ -44,13 +44,20 @@ MODELS: dict[str, dict[str, Any]] = {
     **LLAMA_3,
     "15B": _NEMOTRON | {"layers": 32, "d_model": 6144, "heads": 48, "d_ff": 24576},
     "340B": _NEMOTRON | {"layers": 96, "d_model": 18432, "heads": 96, "d_ff": 73728},
-    "175B": {"family": "gpt2", "layers": 96, "d_model": 12288, "heads": 96, "vocab_size": 51200},
+    "175B": {
+        "family": "gpt2",
+        "layers": 96,
+        "d_model": 12288,
+        "heads": 96,
+        "vocab_size": 51200,
+    },
 }
 
 # accelerator, model, (tensor, pipeline, context, chunks, sequences a microbatch), tokens, GPUs → (sequences a step,
 # seconds); layers where fewer
 SERIES: tuple[
-    tuple[str, str, tuple[int, int, int, int, int], int, dict[int, tuple[int, float]]], ...
+    tuple[str, str, tuple[int, int, int, int, int], int, dict[int, tuple[int, float]]],
+    ...,
 ] = (
     (
         "h100",
@@ -100,7 +107,13 @@ SERIES: tuple[
         2048,
         {
             n: (2 * n, s)
-            for n, s in ((128, 8.309), (256, 8.408), (512, 8.42), (1024, 8.453), (2048, 8.49))
+            for n, s in (
+                (128, 8.309),
+                (256, 8.408),
+                (512, 8.42),
+                (1024, 8.453),
+                (2048, 8.49),
+            )
         },
     ),
     (
@@ -146,7 +159,10 @@ SERIES: tuple[
         "340B",
         (8, 8, 1, 12, 1),
         4096,
-        {n: (n // 4, s) for n, s in ((256, 4.36), (512, 4.39), (1024, 4.41), (2048, 4.43))},
+        {
+            n: (n // 4, s)
+            for n, s in ((256, 4.36), (512, 4.39), (1024, 4.41), (2048, 4.43))
+        },
     ),
     (
         "gb200",
@@ -186,7 +202,13 @@ def runs() -> tuple[Run, ...]:
 
 
 def _nemo() -> Iterator[Run]:
-    for accelerator, model, (tensor, pipeline, context, chunks, microbatch), length, rows in SERIES:
+    for accelerator, model, (
+        tensor,
+        pipeline,
+        context,
+        chunks,
+        microbatch,
+    ), length, rows in SERIES:
         for devices, (batch, seconds) in rows.items():
             data = devices // tensor // pipeline // context
             layers, virtual = MODELS[model]["layers"], pipeline * chunks
@@ -211,7 +233,8 @@ def _nemo() -> Iterator[Run]:
                         "pipeline": pipeline,
                         "context": context,
                     },
-                    "parallel": parallel | ({"context_strategy": "ring"} if context > 1 else {}),
+                    "parallel": parallel
+                    | ({"context_strategy": "ring"} if context > 1 else {}),
                     "precision": {"compute": "bfloat16"},
                     "train": {"global_batch_size": batch, "sequence_length": length},
                 }
@@ -244,4 +267,12 @@ def _maxtext() -> Iterator[Run]:
                 "train": {"global_batch_size": 2 * devices, "sequence_length": 8192},
             }
         )
-        yield Run("MaxText", f"70B on {devices}", config, "h100", XLA, seconds, f"{seconds:g} s")
+        yield Run(
+            "MaxText",
+            f"70B on {devices}",
+            config,
+            "h100",
+            XLA,
+            seconds,
+            f"{seconds:g} s",
+        )

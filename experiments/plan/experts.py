@@ -45,7 +45,9 @@ from .dgxc import NEMO
 from .published import Run
 from .tpu import MAXTEXT
 
-ALL_TO_ALL = replace(NEMO, imbalance=1.0, bias_bytes=(0.0, (32 + 36) / 3), expert_wait=2e-4)
+ALL_TO_ALL = replace(
+    NEMO, imbalance=1.0, bias_bytes=(0.0, (32 + 36) / 3), expert_wait=2e-4
+)
 HYBRID_EP = replace(ALL_TO_ALL, token_per_node=True, expert_wait=0.0)
 DEEP_EP = replace(HYBRID_EP, execution="asynchronous", overlap_data=True)
 GRUG = FrameworkProfile(overlap_data=True, imbalance=1.0, norm_bytes=19.0)
@@ -152,13 +154,19 @@ def config_of(
     **parallel: Any,
 ) -> Keys:
     """Returns a config in bfloat16, without room for more rows than an even load has where experts are spread."""
-    experts = {"dispatch": "all_to_all", "capacity": 1.0} if mesh.get("expert", 1) > 1 else {}
+    experts = (
+        {"dispatch": "all_to_all", "capacity": 1.0} if mesh.get("expert", 1) > 1 else {}
+    )
     return {
         "model": MODELS[model],
         "mesh": mesh,
         "parallel": {"experts": experts, **parallel},
         "precision": {"compute": "bfloat16"},
-        "train": {"global_batch_size": rows, "sequence_length": length, "loss_chunk": chunk},
+        "train": {
+            "global_batch_size": rows,
+            "sequence_length": length,
+            "loss_chunk": chunk,
+        },
     }
 
 
@@ -176,7 +184,13 @@ def _run(
     train, devices = loaded.train, loaded.mesh.devices
     seconds = train.global_batch_size * train.sequence_length / devices / reported
     return Run(
-        source, f"{name} on {devices}", loaded, accelerator, profile, seconds, f"{reported:,.0f}"
+        source,
+        f"{name} on {devices}",
+        loaded,
+        accelerator,
+        profile,
+        seconds,
+        f"{reported:,.0f}",
     )
 
 
@@ -189,7 +203,12 @@ def runs() -> Iterator[Run]:
         ("HybridEP, overlap", replace(HYBRID_EP, overlap_expert=True), 21.0725),
     ):
         config = config_of(
-            "Qwen3-30B-A3B", {"data": 16, "expert": 16}, 1024, 4096, microbatches=64, zero_stage=1
+            "Qwen3-30B-A3B",
+            {"data": 16, "expert": 16},
+            1024,
+            4096,
+            microbatches=64,
+            zero_stage=1,
         )
         yield _run(
             "Megatron-Bridge",
@@ -201,7 +220,11 @@ def runs() -> Iterator[Run]:
         )
     staged = {"data": 16, "expert": 8, "pipeline": 4}
     for rows, microbatches, reported in ((1280, 80, 5903), (512, 8, 5630)):
-        keys = {"microbatches": microbatches, "schedule": "1f1b", "zero_stage": 1} | KEPT
+        keys = {
+            "microbatches": microbatches,
+            "schedule": "1f1b",
+            "zero_stage": 1,
+        } | KEPT
         name = f"gpt-oss, {rows // 16 // microbatches} rows"
         config = config_of("gpt-oss-120B", staged, rows, 4096, **keys)
         yield _run("Megatron-Bridge", name, "h100", ALL_TO_ALL, reported, config)
@@ -213,8 +236,17 @@ def runs() -> Iterator[Run]:
         "zero_stage": 1,
         "chunk": 8192,
     }
-    config = config_of("67B-A2B", {"data": 8, "expert": 8, "pipeline": 8}, 256, 8192, **v_shaped)
-    yield _run("JaxPP", "67B-A2B", "h100", replace(GRUG, execution="asynchronous"), 9427, config)
+    config = config_of(
+        "67B-A2B", {"data": 8, "expert": 8, "pipeline": 8}, 256, 8192, **v_shaped
+    )
+    yield _run(
+        "JaxPP",
+        "67B-A2B",
+        "h100",
+        replace(GRUG, execution="asynchronous"),
+        9427,
+        config,
+    )
     fsdp = {"microbatches": 1, "remat": "full", "zero_stage": 3}
     yield _run(
         "marin",
@@ -236,7 +268,9 @@ def others() -> Iterator[Run]:
         ("b200", 8, 4096, 5, 13568),
     ):
         keys = {"microbatches": microbatches, "zero_stage": 1} | KEPT
-        config = config_of("gpt-oss-120B", {"data": 64, "expert": expert}, 1280, length, **keys)
+        config = config_of(
+            "gpt-oss-120B", {"data": 64, "expert": expert}, 1280, length, **keys
+        )
         yield _run(
             "Megatron-Bridge",
             f"gpt-oss, {length:,} tokens",
@@ -245,14 +279,25 @@ def others() -> Iterator[Run]:
             reported,
             config,
         )
-    staged = {"microbatches": 256, "schedule": "interleaved", "virtual_stages": 3, "zero_stage": 1}
+    staged = {
+        "microbatches": 256,
+        "schedule": "interleaved",
+        "virtual_stages": 3,
+        "zero_stage": 1,
+    }
     config = config_of(
-        "Qwen3-235B-A22B", {"data": 32, "expert": 32, "pipeline": 8}, 8192, 4096, **staged
+        "Qwen3-235B-A22B",
+        {"data": 32, "expert": 32, "pipeline": 8},
+        8192,
+        4096,
+        **staged,
     )
     yield _run("Megatron-Bridge", "Qwen3-235B", "gb200", ALL_TO_ALL, 4916, config)
 
 
-def of_deepseek(name: str, mesh: tuple[int, int, int], rows: int, reported: float) -> Run:
+def of_deepseek(
+    name: str, mesh: tuple[int, int, int], rows: int, reported: float
+) -> Run:
     """Returns a row of AutoModel, of (data, expert, pipeline): chunks of two layers, everything computed again."""
     data, expert, stages = mesh
     config = config_of(
@@ -292,8 +337,12 @@ def table() -> None:
     heads = ("GPU     ", "tokens/s a device", "planned", "off by", "waits for experts")
     rows = Table("source         ", "run                         ", *heads)
     for run in (*runs(), *others(), *deepseeks()):
-        found = plan(run.config, named(run.accelerator, run.config.mesh.devices), run.profile)
-        planned = found.tokens_per_second / found.devices * found.seconds / run.predicted()
+        found = plan(
+            run.config, named(run.accelerator, run.config.mesh.devices), run.profile
+        )
+        planned = (
+            found.tokens_per_second / found.devices * found.seconds / run.predicted()
+        )
         figures = (
             f"{planned:,.0f}",
             f"{run.predicted() / run.seconds - 1:+.1%}",
@@ -303,7 +352,11 @@ def table() -> None:
     a_row = ["parallel.microbatches=64", "parallel.remat=selective"]
     first = [*a_row, "parallel.zero_stage=1"]
     once = ["parallel.experts.ranks_per_node=8"]
-    kept = [*first, "parallel.remat=names", f"parallel.remat_keep=[{','.join(KEPT['remat_keep'])}]"]
+    kept = [
+        *first,
+        "parallel.remat=names",
+        f"parallel.remat_keep=[{','.join(KEPT['remat_keep'])}]",
+    ]
     for ranks, words, more in (
         (1, [], ""),
         (8, [], ""),
@@ -324,12 +377,17 @@ def table() -> None:
 
 def searched() -> None:
     """Prints the layouts that a search takes, with nothing dropped."""
-    for model, devices, rows in (("Qwen3-30B-A3B", 16, 1024), ("DeepSeek-V3", 1024, 8192)):
+    for model, devices, rows in (
+        ("Qwen3-30B-A3B", 16, 1024),
+        ("DeepSeek-V3", 1024, 8192),
+    ):
         keys = config_of(model, {"data": devices}, rows, 4096)
         found = search(load(keys), named("h100", devices), devices)
         best = found.plans[0]
         staged = next((p for p in found.plans if p.config.mesh.pipeline > 1), best)
-        print(f"{model} on {devices} H100s: {found.legal:,} layouts in {found.seconds:.1f} s")
+        print(
+            f"{model} on {devices} H100s: {found.legal:,} layouts in {found.seconds:.1f} s"
+        )
         for name, layout in {"best": best, "best with stages": staged}.items():
             parallel = layout.config.parallel
             told = f"{parallel.microbatches} microbatches, ZeRO-{parallel.zero_stage}, remat {parallel.remat}"

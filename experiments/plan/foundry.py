@@ -45,7 +45,10 @@ def _run(row: dict[str, str]) -> Run:
         int(row["devices"]),
         int(row["microbatches"]),
     )
-    batch, pure = int(row["microbatch"]) * microbatches * devices, row["mixed_precision"] == "pure"
+    batch, pure = (
+        int(row["microbatch"]) * microbatches * devices,
+        row["mixed_precision"] == "pure",
+    )
     checkpoints = row["checkpointing"] == "yes"
     config = load(
         {

@@ -15,7 +15,13 @@ from meshtrain.plan.compute import FrameworkProfile
 from .kernels import FLASH_2_AMPERE
 from .published import BY_KERNEL, PYTORCH_LOSS, Run
 
-MODEL = {"layers": 32, "d_model": 4096, "heads": 32, "d_ff": 11008, "vocab_size": 103168}
+MODEL = {
+    "layers": 32,
+    "d_model": 4096,
+    "heads": 32,
+    "d_ff": 11008,
+    "vocab_size": 103168,
+}
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 PROFILE = FrameworkProfile(
     execution="asynchronous",
@@ -45,7 +51,12 @@ def runs() -> tuple[Run, ...]:
 
 
 def _run(
-    tensor: int, sequences: int, microbatches: int, again: bool, devices: int, speed: int
+    tensor: int,
+    sequences: int,
+    microbatches: int,
+    again: bool,
+    devices: int,
+    speed: int,
 ) -> Run:
     data = devices // tensor
     config = load(
@@ -67,4 +78,12 @@ def _run(
     profile = replace(PROFILE, recomputes=(1, 1, 1) if again else None)
     seconds = config.train.global_batch_size * 2048 / speed / devices
     name = f"7B on {devices}, {sequences} x {tensor}{' recomputed' if again else ''}"
-    return Run("InternLM", name, config, "a100-80", profile, seconds, f"{speed:,} tokens/s a GPU")
+    return Run(
+        "InternLM",
+        name,
+        config,
+        "a100-80",
+        profile,
+        seconds,
+        f"{speed:,} tokens/s a GPU",
+    )

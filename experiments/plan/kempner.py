@@ -60,11 +60,19 @@ ROWS = (
 )
 
 # Weights are copied out of the buffers of two gathers; gradients are scattered once a step.
-PRACTICE = replace(COMPILED, loss_passes=PYTORCH_LOSS, copy_bytes=2 * (2 + 2), recomputes=None)
+PRACTICE = replace(
+    COMPILED, loss_passes=PYTORCH_LOSS, copy_bytes=2 * (2 + 2), recomputes=None
+)
 
 
 def _run(
-    model: str, data: int, tensor: int, sequences: int, microbatches: int, speed: int, gib: float
+    model: str,
+    data: int,
+    tensor: int,
+    sequences: int,
+    microbatches: int,
+    speed: int,
+    gib: float,
 ) -> Run:
     config = load(
         {
@@ -86,7 +94,9 @@ def _run(
     )
     train = config.train
     name = f"{model}, data {data}" + (f" x tensor {tensor}" if tensor > 1 else "")
-    profile = PRACTICE if (model, tensor) != ("13B", 1) else replace(PRACTICE, **BY_KERNEL)
+    profile = (
+        PRACTICE if (model, tensor) != ("13B", 1) else replace(PRACTICE, **BY_KERNEL)
+    )
     seconds = train.global_batch_size * train.sequence_length / speed
     return Run(
         "KempnerForge",

@@ -26,8 +26,14 @@ Table = tuple[Sequence[int], Sequence[float]]
 
 # Forward and backward, by kernel and device.
 TABLES: dict[tuple[str, str], tuple[Table, Table]] = {
-    ("cudnn", "h200"): ((LENGTHS, (534, 616, 655, 633, 619)), (LENGTHS, (402, 495, 526, 539, 528))),
-    ("cudnn", "a100"): ((LENGTHS, (155, 174, 177, 173, 176)), (LENGTHS, (109, 128, 136, 139, 143))),
+    ("cudnn", "h200"): (
+        (LENGTHS, (534, 616, 655, 633, 619)),
+        (LENGTHS, (402, 495, 526, 539, 528)),
+    ),
+    ("cudnn", "a100"): (
+        (LENGTHS, (155, 174, 177, 173, 176)),
+        (LENGTHS, (109, 128, 136, 139, 143)),
+    ),
     ("flash 2", "a100"): (
         (LENGTHS, (180, 204, 217, 203, 199)),
         (LENGTHS, (141, 168, 173, 175, 180)),
@@ -48,10 +54,16 @@ def law(tables: Sequence[Table]) -> tuple[float, list[float]]:
     """
 
     def logarithms(half: float) -> list[np.ndarray]:
-        return [np.log(rates) + np.log1p(half / np.asarray(lengths)) for lengths, rates in tables]
+        return [
+            np.log(rates) + np.log1p(half / np.asarray(lengths))
+            for lengths, rates in tables
+        ]
 
     halves = np.arange(0.0, 2000.0)
-    spread = [sum(float(((x - x.mean()) ** 2).sum()) for x in logarithms(half)) for half in halves]
+    spread = [
+        sum(float(((x - x.mean()) ** 2).sum()) for x in logarithms(half))
+        for half in halves
+    ]
     best = float(halves[int(np.argmin(spread))])
     return best, [float(np.exp(x.mean())) for x in logarithms(best)]
 
@@ -70,7 +82,9 @@ def kernel(name: str, rate: float | None = None) -> Kernel:
     half_length, forward = law([table for table, _ in found])
     half_length_backward, backward = law([table for _, table in found])
     ratio = float(np.mean([b / f for b, f in zip(backward, forward, strict=True)]))
-    return Kernel(rate, round(ratio, 2), round(half_length, -1), round(half_length_backward, -1))
+    return Kernel(
+        rate, round(ratio, 2), round(half_length, -1), round(half_length_backward, -1)
+    )
 
 
 FLASH_2_AMPERE = kernel("flash 2", round(share("flash 2", "a100"), 3))

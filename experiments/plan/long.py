@@ -18,11 +18,18 @@ from meshtrain.config import load
 from meshtrain.plan import Plan, named, plan, shapes
 
 MODELS: dict[str, dict[str, Any]] = {
-    "8B": dict(layers=32, d_model=4096, heads=32, kv_heads=8, d_ff=14336, vocab_size=128256),
-    "405B": dict(layers=126, d_model=16384, heads=128, kv_heads=8, d_ff=53248, vocab_size=128256),
-    "7B": dict(layers=32, d_model=4096, heads=32, kv_heads=32, d_ff=11008, vocab_size=32000),
+    "8B": dict(
+        layers=32, d_model=4096, heads=32, kv_heads=8, d_ff=14336, vocab_size=128256
+    ),
+    "405B": dict(
+        layers=126, d_model=16384, heads=128, kv_heads=8, d_ff=53248, vocab_size=128256
+    ),
+    "7B": dict(
+        layers=32, d_model=4096, heads=32, kv_heads=32, d_ff=11008, vocab_size=32000
+    ),
 }
-TITAN = {32768: (8, 1), 65536: (4, 2), 131072: (2, 4), 262144: (1, 8)}  # T → data, context
+# T → data, context
+TITAN = {32768: (8, 1), 65536: (4, 2), 131072: (2, 4), 262144: (1, 8)}
 SPEEDS = {"8B": (3890, 2540, 1071, 548), "405B": (76, 47, 31, 16)}  # tokens/s a device
 # T → (tensor, data, context), TFLOP/s a device
 NEMO = {
@@ -61,8 +68,12 @@ def planned(
 def half_teraflops(found: Plan) -> float:
     """TFLOP/s a device, by the half of the scores that is seen."""
     model, train = found.config.model, found.config.train
-    scores = 12 * model.layers * model.heads * model.head_dim * train.sequence_length / 2
-    every = shapes.model_flops(found.config) / (train.global_batch_size * train.sequence_length)
+    scores = (
+        12 * model.layers * model.heads * model.head_dim * train.sequence_length / 2
+    )
+    every = shapes.model_flops(found.config) / (
+        train.global_batch_size * train.sequence_length
+    )
     return found.flops_per_device / 1e12 * (1 - scores / every)
 
 
@@ -70,7 +81,9 @@ def table() -> Iterator[tuple[str, int, str, float, float]]:
     """(source, T, layout, reported, planned): tokens/s a device, of NeMo and Llama 3 TFLOP/s a device."""
     for model, rows in (("8B", 1), ("405B", 8)):
         large = {"tensor": 8, "pipeline": 8} if model == "405B" else {}
-        for (length, (data, context)), reported in zip(TITAN.items(), SPEEDS[model], strict=True):
+        for (length, (data, context)), reported in zip(
+            TITAN.items(), SPEEDS[model], strict=True
+        ):
             mesh = {"data": data, "context": context, **large}
             # FSDP gathers a layer at use; with stages it holds what it gathered
             keys = {
@@ -79,14 +92,28 @@ def table() -> Iterator[tuple[str, int, str, float, float]]:
                 "zero_hold": bool(large),
                 "microbatches": rows if large else 1,
             }
-            found = planned(model, mesh, rows * data if not large else 8 * data, length, **keys)
+            found = planned(
+                model, mesh, rows * data if not large else 8 * data, length, **keys
+            )
             by_plan = found.tokens_per_second / found.devices
-            yield f"torchtitan {model}", length, str(found.config.mesh), reported, by_plan
+            yield (
+                f"torchtitan {model}",
+                length,
+                str(found.config.mesh),
+                reported,
+                by_plan,
+            )
     for length, ((tensor, data, context), reported) in NEMO.items():
         rows = max(data, 4 * 2**20 // length)
         mesh = {"data": data, "context": context, "tensor": tensor}
         found = planned("7B", mesh, rows, length, microbatches=rows // data)
-        yield "NeMo 7B", length, str(found.config.mesh), reported, found.flops_per_device / 1e12
+        yield (
+            "NeMo 7B",
+            length,
+            str(found.config.mesh),
+            reported,
+            found.flops_per_device / 1e12,
+        )
     for length, mesh, rows, reported in (
         (8192, {"data": 128, "tensor": 8, "pipeline": 16}, 2048, 400),
         (131072, {"data": 8, "context": 16, "tensor": 8, "pipeline": 16}, 128, 380),
@@ -103,7 +130,13 @@ def table() -> Iterator[tuple[str, int, str, float, float]]:
             virtual_stages=8,
             layer_split=(0, *[1] * 126, 0),
         )
-        yield "Llama 3 405B", length, str(found.config.mesh), reported, half_teraflops(found)
+        yield (
+            "Llama 3 405B",
+            length,
+            str(found.config.mesh),
+            reported,
+            half_teraflops(found),
+        )
 
 
 def main() -> None:
@@ -122,7 +155,14 @@ def main() -> None:
     for source, length, layout, reported, by_plan in table():
         base = first.setdefault(source, (reported, by_plan))
         shares = f"{reported / base[0]:.3f}", f"{by_plan / base[1]:.3f}"
-        rows.row(source, f"{length:,}", layout, f"{reported:,.0f}", f"{by_plan:,.0f}", *shares)
+        rows.row(
+            source,
+            f"{length:,}",
+            layout,
+            f"{reported:,.0f}",
+            f"{by_plan:,.0f}",
+            *shares,
+        )
 
 
 if __name__ == "__main__":

@@ -38,21 +38,28 @@ class Holding:
     """How a framework holds what it trains, in bytes an element."""
 
     state: float  # weights, moments and gradients, all sharded
-    logits: float  # at the loss: as the head gives them, in float32, their log-softmax, cotangents
+    # At the loss: as the head gives them, in float32, their log-softmax, cotangents
+    logits: float
     # each tensor rank embeds, and takes the loss of, its share of it; else only its output is split, and gathered
     shares_vocabulary: bool
     summed: float = 4.0  # gradient, not sharded, where several microbatches add to it
     selective: bool = (
-        False  # every second product's output is kept, and attention's; else a layer's input
+        # Every second product's output is kept, and attention's; else a layer's input
+        False
     )
     gathered: bool = False  # weights stay gathered between microbatches
-    reserved: float = 1.0  # what the allocator asks for, in what tensors take: blocks that are free, but too small
+    # What the allocator asks for, in what tensors take: blocks that are free, but too small
+    reserved: float = 1.0
 
 
 # The head's logits in bfloat16, float() of them, log_softmax and its gradient.
 TORCHTITAN = Holding(state=16, logits=14, shares_vocabulary=True, reserved=1.05)
-SELECTIVE = Holding(state=16, logits=14, shares_vocabulary=True, selective=True, reserved=1.05)
-PIPELINE = Holding(state=16, logits=14, shares_vocabulary=True, gathered=True, reserved=1.05)
+SELECTIVE = Holding(
+    state=16, logits=14, shares_vocabulary=True, selective=True, reserved=1.05
+)
+PIPELINE = Holding(
+    state=16, logits=14, shares_vocabulary=True, gathered=True, reserved=1.05
+)
 # All four in bfloat16; of the gradient, the sharded one is there only when the summed one has gone.
 KEMPNER = Holding(state=6, logits=8, shares_vocabulary=False)
 
@@ -106,7 +113,9 @@ def _kept(config: Config, holding: Holding) -> float:
     if not holding.selective:
         return 2 * w.stream
     # of q, k, v, o, gate, up, down: q, v, gate, down; attention's output, and its sums in float32
-    return 2 * (w.stream + w.query + w.key + w.hidden + w.stream + w.query) + 4 * w.heads
+    return (
+        2 * (w.stream + w.query + w.key + w.hidden + w.stream + w.query) + 4 * w.heads
+    )
 
 
 _8B, _70B, _405B = LLAMA_3.values()
@@ -150,12 +159,62 @@ def _row(
 
 ROWS = (
     _row("torchtitan", "8B, data 8", _8B, (8, 1, 1), 2, 1, 8192, SELECTIVE, 82.4),
-    _row("torchtitan", "8B, data 8, compiled", _8B, (8, 1, 1), 2, 1, 8192, SELECTIVE, 77.0),
+    _row(
+        "torchtitan",
+        "8B, data 8, compiled",
+        _8B,
+        (8, 1, 1),
+        2,
+        1,
+        8192,
+        SELECTIVE,
+        77.0,
+    ),
     _row("torchtitan", "8B, data 128", _8B, (128, 1, 1), 2, 1, 8192, SELECTIVE, 67.0),
-    _row("torchtitan", "8B, data 128, compiled", _8B, (128, 1, 1), 2, 1, 8192, SELECTIVE, 62.0),
-    _row("torchtitan", "8B, data 8, 32,768 tokens", _8B, (8, 1, 1), 1, 1, 32768, TORCHTITAN, 83.9),
-    _row("torchtitan", "70B, data 32 x tensor 8", _70B, (32, 8, 1), 16, 1, 8192, TORCHTITAN, 71.9),
-    _row("torchtitan", "405B, 8 x 8 x 8, 1F1B", _405B, (8, 8, 8), 4, 8, 8192, PIPELINE, 82.5),
+    _row(
+        "torchtitan",
+        "8B, data 128, compiled",
+        _8B,
+        (128, 1, 1),
+        2,
+        1,
+        8192,
+        SELECTIVE,
+        62.0,
+    ),
+    _row(
+        "torchtitan",
+        "8B, data 8, 32,768 tokens",
+        _8B,
+        (8, 1, 1),
+        1,
+        1,
+        32768,
+        TORCHTITAN,
+        83.9,
+    ),
+    _row(
+        "torchtitan",
+        "70B, data 32 x tensor 8",
+        _70B,
+        (32, 8, 1),
+        16,
+        1,
+        8192,
+        TORCHTITAN,
+        71.9,
+    ),
+    _row(
+        "torchtitan",
+        "405B, 8 x 8 x 8, 1F1B",
+        _405B,
+        (8, 8, 8),
+        4,
+        8,
+        8192,
+        PIPELINE,
+        82.5,
+    ),
     _row(
         "torchtitan",
         "405B, 8 x 8 x 8, 1F1B, 32,768 tokens",
@@ -167,7 +226,11 @@ ROWS = (
         PIPELINE,
         75.3,
     ),
-    *(Row(run.source, run.name, run.config, KEMPNER, run.gib) for run in kempner.RUNS if run.gib),
+    *(
+        Row(run.source, run.name, run.config, KEMPNER, run.gib)
+        for run in kempner.RUNS
+        if run.gib
+    ),
 )
 
 # GiB that CUDA's context and NCCL's buffers take of a device; what the allocator asks for of activations; bytes of a
@@ -183,12 +246,17 @@ def held(row: dict[str, str]) -> float:
     split = mesh.tensor if config.parallel.sequence_parallel else 1
     # Both norms' inputs, and their outputs, which are gathered; norms kernel by kernel keep as much again. Then q, k
     # and v with rotated copies of two, attention's output, and four of the MLP's width.
-    norms = 4 * width / split + 4 * width + (4 * width / split if row["kernel"] == "flash2" else 0)
+    norms = (
+        4 * width / split
+        + 4 * width
+        + (4 * width / split if row["kernel"] == "flash2" else 0)
+    )
     everything = norms + (12 * width + 8 * model.d_ff) / mesh.tensor
     kept = 2 * width / split if config.parallel.remat == "full" else everything
     tokens = LOST * shapes.tokens(config)
     state = (4 + 12 / mesh.data) * (
-        sizes.block.full * layers + (sizes.outer if mesh.pipeline == 1 else sizes.tokens).full
+        sizes.block.full * layers
+        + (sizes.outer if mesh.pipeline == 1 else sizes.tokens).full
     )
     # The first stage holds a microbatch for each stage, the last the logits of one.
     depth = min(mesh.pipeline, config.parallel.microbatches)
@@ -201,4 +269,6 @@ def called_right() -> tuple[int, int]:
     """(right, all) of Aleph Alpha's layouts that ran or ran out of memory."""
     usable = ACCELERATORS["a100-80"].memory - OUTSIDE
     rows = aleph_alpha.rows()
-    return sum((held(row) <= usable) == (row["seconds"] != "oom") for row in rows), len(rows)
+    return sum((held(row) <= usable) == (row["seconds"] != "oom") for row in rows), len(
+        rows
+    )

@@ -23,7 +23,14 @@ from meshtrain.plan import memory, pipeline
 from meshtrain.step import Program
 
 GOAL = 0.05
-MODEL = {"layers": 8, "d_model": 256, "heads": 8, "kv_heads": 4, "d_ff": 704, "vocab_size": 512}
+MODEL = {
+    "layers": 8,
+    "d_model": 256,
+    "heads": 8,
+    "kv_heads": 4,
+    "d_ff": 704,
+    "vocab_size": 512,
+}
 TRAIN = {"global_batch_size": 16, "sequence_length": 256}
 
 Keys = dict[str, Any]
@@ -61,8 +68,16 @@ SETTINGS: dict[str, tuple[Keys, dict[str, int], Keys]] = {
     "dropout, selective": (DROPOUT, {}, FOUR | {"remat": "selective"}),
     "dropout, dots": (DROPOUT, {}, FOUR | {"remat": "dots"}),
     "dropout, sequence parallel": (DROPOUT, GRID, SPLIT | {"remat": "none"}),
-    "dropout, sequence parallel, recomputed": (DROPOUT, GRID, SPLIT | {"remat": "full"}),
-    "dropout, sequence parallel, selective": (DROPOUT, GRID, SPLIT | {"remat": "selective"}),
+    "dropout, sequence parallel, recomputed": (
+        DROPOUT,
+        GRID,
+        SPLIT | {"remat": "full"},
+    ),
+    "dropout, sequence parallel, selective": (
+        DROPOUT,
+        GRID,
+        SPLIT | {"remat": "selective"},
+    ),
     "dropout, stages": (DROPOUT, {"pipeline": 2}, STAGES),
     "dropout, ZeRO-3": (DROPOUT, {"data": 4}, ZERO_3 | {"remat": "selective"}),
     "adapters": (ADAPTERS, {}, FOUR | {"remat": "none"}),
@@ -70,16 +85,32 @@ SETTINGS: dict[str, tuple[Keys, dict[str, int], Keys]] = {
     "adapters, selective": (ADAPTERS, {"data": 2}, TWO | {"remat": "selective"}),
     "adapters, one microbatch": (ADAPTERS, {"data": 2}, {"microbatches": 1}),
     "adapters, sequence parallel": (ADAPTERS, GRID, SPLIT | {"remat": "none"}),
-    "adapters, sequence parallel, recomputed": (ADAPTERS, GRID, SPLIT | {"remat": "full"}),
+    "adapters, sequence parallel, recomputed": (
+        ADAPTERS,
+        GRID,
+        SPLIT | {"remat": "full"},
+    ),
     "adapters, tensor, recomputed": (ADAPTERS, GRID, TWO | {"remat": "full"}),
     "adapters, stages": (ADAPTERS, {"data": 2, "pipeline": 2}, STAGES),
     "adapters, ZeRO-3": (ADAPTERS, {"data": 4}, ZERO_3 | {"remat": "full"}),
     "adapters with dropout": (DROPPED, {}, FOUR | {"remat": "none"}),
     "adapters with dropout, recomputed": (DROPPED, {}, FOUR | {"remat": "full"}),
-    "adapters with dropout, sequence parallel": (DROPPED, GRID, SPLIT | {"remat": "none"}),
+    "adapters with dropout, sequence parallel": (
+        DROPPED,
+        GRID,
+        SPLIT | {"remat": "none"},
+    ),
     "adapters, float8": (FLOAT8 | ADAPTERS, {}, FOUR | {"remat": "none"}),
-    "adapters, float8, sequence parallel": (FLOAT8 | ADAPTERS, GRID, SPLIT | {"remat": "none"}),
-    "adapters, float8, ZeRO-3": (FLOAT8 | ADAPTERS, {"data": 4}, ZERO_3 | {"remat": "full"}),
+    "adapters, float8, sequence parallel": (
+        FLOAT8 | ADAPTERS,
+        GRID,
+        SPLIT | {"remat": "none"},
+    ),
+    "adapters, float8, ZeRO-3": (
+        FLOAT8 | ADAPTERS,
+        {"data": 4},
+        ZERO_3 | {"remat": "full"},
+    ),
     "offloaded": ({}, {}, OFFLOADS | {"microbatches": 1}),
     "offloaded, several microbatches": ({}, {}, OFFLOADS | FOUR),
     "offloaded, sequence parallel": ({}, GRID, OFFLOADS | SPLIT),
@@ -117,7 +148,11 @@ SETTINGS: dict[str, tuple[Keys, dict[str, int], Keys]] = {
     "a large vocabulary": (WIDE, {}, FOUR | {"remat": "full"}),
     "a large vocabulary, tensor": (WIDE, {"tensor": 2}, FOUR | {"remat": "full"}),
     "ulysses": ({}, {"context": 2}, TWO | {"context_strategy": "ulysses"}),
-    "ulysses, tensor": ({}, {"context": 2, "tensor": 2}, TWO | {"context_strategy": "ulysses"}),
+    "ulysses, tensor": (
+        {},
+        {"context": 2, "tensor": 2},
+        TWO | {"context_strategy": "ulysses"},
+    ),
     "ulysses, sequence parallel, recomputed": (
         {},
         {"context": 2, "tensor": 2},
@@ -129,16 +164,36 @@ SETTINGS: dict[str, tuple[Keys, dict[str, int], Keys]] = {
         {"data": 2, "context": 2},
         TWO | {"context_strategy": "ring", "remat": "full"},
     ),
-    "gathered keys": ({}, {"data": 2, "context": 2}, TWO | {"context_strategy": "all_gather"}),
+    "gathered keys": (
+        {},
+        {"data": 2, "context": 2},
+        TWO | {"context_strategy": "all_gather"},
+    ),
     "Muon": (MUON, {}, FOUR | {"remat": "full"}),
     "Muon, tensor": (MUON, GRID, TWO | {"remat": "full"}),
     "Muon, float8": (MUON | FLOAT8, {"data": 2}, TWO | {"remat": "full"}),
-    "further predictions, context": (_model(mtp=1), {"context": 2}, TWO | {"remat": "full"}),
-    "further predictions, sequence parallel": (_model(mtp=1), GRID, SPLIT | {"remat": "full"}),
-    "further predictions, ZeRO-3": (_model(mtp=1), {"data": 4}, ZERO_3 | {"remat": "none"}),
+    "further predictions, context": (
+        _model(mtp=1),
+        {"context": 2},
+        TWO | {"remat": "full"},
+    ),
+    "further predictions, sequence parallel": (
+        _model(mtp=1),
+        GRID,
+        SPLIT | {"remat": "full"},
+    ),
+    "further predictions, ZeRO-3": (
+        _model(mtp=1),
+        {"data": 4},
+        ZERO_3 | {"remat": "none"},
+    ),
     "norms of q and k": (NORMS, {}, FOUR | {"remat": "none"}),
     "norms of q and k, sequence parallel": (NORMS, GRID, SPLIT | {"remat": "dots"}),
-    "norms of q and k, stages": (NORMS, {"pipeline": 2}, STAGES | {"remat": "selective"}),
+    "norms of q and k, stages": (
+        NORMS,
+        {"pipeline": 2},
+        STAGES | {"remat": "selective"},
+    ),
     "evaluation": ({"eval": {"every": 10}}, {}, FOUR | {"remat": "none"}),
 }
 
@@ -146,7 +201,11 @@ SETTINGS: dict[str, tuple[Keys, dict[str, int], Keys]] = {
 def config_of(name: str) -> Config:
     """Returns the config of a setting."""
     sections, mesh, parallel = SETTINGS[name]
-    return load({"model": MODEL, "train": TRAIN} | sections | {"mesh": mesh, "parallel": parallel})
+    return load(
+        {"model": MODEL, "train": TRAIN}
+        | sections
+        | {"mesh": mesh, "parallel": parallel}
+    )
 
 
 def held(config: Config) -> tuple[float, float]:
@@ -169,7 +228,9 @@ def main() -> int:
         planned, compiled = held(config_of(name))
         error = planned / compiled - 1
         off += abs(error) > GOAL
-        table.row(name, f"{planned / 1e6:.1f}", f"{compiled / 1e6:.1f}", f"{error:+.1%}")
+        table.row(
+            name, f"{planned / 1e6:.1f}", f"{compiled / 1e6:.1f}", f"{error:+.1%}"
+        )
     print(f"{len(chosen) - off} of {len(chosen)} within {GOAL:.0%}")
     return int(off > 0)
 

@@ -38,7 +38,11 @@ PYTORCH_LOSS = 9
 # PyTorch's RMSNorm in bytes of a 16-bit element: to float32 (6), square (8), mean (4), times its root (8), to 16 bits
 # (6), times the scale (4).
 NORM = 36.0
-BY_KERNEL: dict[str, Any] = {"norm_bytes": NORM, "fused_rotation": False, "fused_gate": False}
+BY_KERNEL: dict[str, Any] = {
+    "norm_bytes": NORM,
+    "fused_rotation": False,
+    "fused_gate": False,
+}
 FUSED: dict[str, Any] = {"norm_bytes": 4.0, "fused_rotation": True, "fused_gate": True}
 # FSDP2 copies a layer's weights out of the buffer of each of two gathers, and its gradient into a buffer in float32.
 FSDP_2_COPIES = 2 * (2 + 2) + (2 + 4)
@@ -96,7 +100,8 @@ class Run:
     reported: str
     gib: float | None = None  # memory, where it is reported
     per_node: int | None = (
-        None  # devices of a node, where not as in the machines that the accelerator is sold in
+        # Devices of a node, where not as in the machines that the accelerator is sold in
+        None
     )
 
     def predicted(self, accelerator: Accelerator | None = None) -> float:
@@ -106,7 +111,9 @@ class Run:
             nodes = self.config.mesh.devices // self.per_node
             node = replace(cluster.links.node, devices=self.per_node)
             links = replace(cluster.links, node=node)
-            cluster = replace(cluster, nodes=nodes, devices_per_node=self.per_node, links=links)
+            cluster = replace(
+                cluster, nodes=nodes, devices_per_node=self.per_node, links=links
+            )
         known = ACCELERATORS[cluster.accelerator.name]
         given = replace(cluster, accelerator=accelerator or known)
         # None of them took the loss by chunks, as ours would, but those that say so.
@@ -179,14 +186,24 @@ class _Megatron(NamedTuple):
         else:
             parallel = {"zero_stage": 1, "sequence_parallel": tensor > 1}
         config = _gpt(
-            shape, vocabulary, length, mesh, batch, microbatch, chunks, parallel, self.compute
+            shape,
+            vocabulary,
+            length,
+            mesh,
+            batch,
+            microbatch,
+            chunks,
+            parallel,
+            self.compute,
         )
         products = 24 * self.passes * batch * length * layers * width**2
         head = vocabulary / (4 * self.passes * layers * width)
         flops = products * (1 + length / (6 * width) + head)
         seconds = flops / (devices * reported * 1e12)
         what = f"{reported:g} TFLOP/s"
-        return Run(self.source, name, config, self.accelerator, self.profile, seconds, what)
+        return Run(
+            self.source, name, config, self.accelerator, self.profile, seconds, what
+        )
 
 
 # Full recomputation is counted as a pass of its own.
@@ -216,7 +233,15 @@ def _torchtitan(
         }
     )
     seconds = batch * length / devices / reported
-    return Run("torchtitan", name, config, "h100-96", profile, seconds, f"{reported:,.0f} tokens/s")
+    return Run(
+        "torchtitan",
+        name,
+        config,
+        "h100-96",
+        profile,
+        seconds,
+        f"{reported:,.0f} tokens/s",
+    )
 
 
 def _megatron_2022(
@@ -229,16 +254,28 @@ def _megatron_2022(
 ) -> Run:
     """`present` is the paper's own way: sequence parallelism, and attention alone recomputed."""
     tensor, pipeline, chunks, microbatch = layout
-    parallel = {"remat": "none", "sequence_parallel": True} if present else {"remat": "full"}
+    parallel = (
+        {"remat": "none", "sequence_parallel": True} if present else {"remat": "full"}
+    )
     mesh, profile = (
         (1, tensor, pipeline),
         MEGATRON_2022 if present else replace(MEGATRON_2022, recomputes=(1, 1, 1)),
     )
     config = _gpt(
-        shape, 51200, 2048, mesh, batch, microbatch, chunks, {"zero_stage": 0} | parallel, "float16"
+        shape,
+        51200,
+        2048,
+        mesh,
+        batch,
+        microbatch,
+        chunks,
+        {"zero_stage": 0} | parallel,
+        "float16",
     )
     title = f"{name} {'selective' if present else 'full'}"
-    return Run("Megatron 2022", title, config, "a100-80", profile, seconds, f"{seconds:g} s")
+    return Run(
+        "Megatron 2022", title, config, "a100-80", profile, seconds, f"{seconds:g} s"
+    )
 
 
 def _torchtitan_a100(
@@ -293,7 +330,9 @@ HELD_OUT = (
     _megatron_2021("310.1B", (16384, 96, 128), (8, 16, 2, 1), 1920, 2160, 155),
     _megatron_2021("1008B", (25600, 128, 160), (8, 64, 1, 1), 3072, 3072, 163),
     _megatron_2024("177B on 96", (12288, 96, 96), (8, 6, 8, 1), 96, 1152, 0.47 * 989.4),
-    _megatron_2024("177B on 4608", (12288, 96, 96), (8, 6, 8, 1), 4608, 1152, 0.42 * 989.4),
+    _megatron_2024(
+        "177B on 4608", (12288, 96, 96), (8, 6, 8, 1), 4608, 1152, 0.42 * 989.4
+    ),
     _torchtitan("8B on 128", 128, EAGER, 5605),
     _torchtitan("8B on 128 compiled", 128, COMPILED, 6514),
 )
@@ -308,10 +347,19 @@ _TENSORWISE = {
 # FSDP rounds shards at each gather.
 _ROUNDS = replace(COMPILED, rounds_weights_once=False)
 FLOAT8 = (
-    replace(_torchtitan("8B compiled", 8, _ROUNDS, 8532, _TENSORWISE), source="torchtitan float8"),
+    replace(
+        _torchtitan("8B compiled", 8, _ROUNDS, 8532, _TENSORWISE),
+        source="torchtitan float8",
+    ),
 )
 
-_LLAMA_2_13B = {"layers": 40, "d_model": 5120, "heads": 40, "d_ff": 13824, "vocab_size": 32000}
+_LLAMA_2_13B = {
+    "layers": 40,
+    "d_model": 5120,
+    "heads": 40,
+    "d_ff": 13824,
+    "vocab_size": 32000,
+}
 _LLAMA_2_70B = LLAMA_3["70B"] | {"vocab_size": 32000}
 
 # Rows of sources that the fit knows nothing of.

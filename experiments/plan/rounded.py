@@ -81,7 +81,10 @@ def main() -> None:
         table.row(name, *(f"{s:.2f}" for s in seconds))
     print()
     pair = Table("NeMo, 405B on 1,024", "bfloat16, s", "float8, s", "ratio")
-    for name, (bfloat16, float8) in (("measured", dgxc.FLOAT8_PAIR), ("planned", nemo())):
+    for name, (bfloat16, float8) in (
+        ("measured", dgxc.FLOAT8_PAIR),
+        ("planned", nemo()),
+    ):
         pair.row(name, f"{bfloat16:.2f}", f"{float8:.2f}", f"{float8 / bfloat16:.3f}")
 
 

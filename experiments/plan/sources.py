@@ -89,7 +89,8 @@ def left_out(family: str) -> list[Judged]:
     for source, rows in of_family(family).items():
         efficiency = calibrate.fit(fitted_on(family, source))
         judged += [
-            Judged(run, calibrate.predict(run, efficiency) / run.seconds - 1) for run in rows
+            Judged(run, calibrate.predict(run, efficiency) / run.seconds - 1)
+            for run in rows
         ]
     return judged
 
@@ -104,9 +105,9 @@ def spread(errors: Iterable[float]) -> list[str]:
     signed = sorted(errors)
     sizes = sorted(map(abs, signed))
     percentile = sizes[min(len(sizes) - 1, int(0.9 * len(sizes)))]
-    return [f"{size:.1%}" for size in (statistics.median(sizes), percentile, sizes[-1])] + [
-        f"{statistics.median(signed):+.1%}"
-    ]
+    return [
+        f"{size:.1%}" for size in (statistics.median(sizes), percentile, sizes[-1])
+    ] + [f"{statistics.median(signed):+.1%}"]
 
 
 def _size(run: Run) -> str:
@@ -170,11 +171,15 @@ GROUPS: dict[str, Callable[[Run], str]] = {
 def tables(judged: list[Judged]) -> None:
     """Prints the spread of all rows, and of each group."""
     for title, group in GROUPS.items():
-        table = Table(title.ljust(30), "rows", "median", "  p90", "worst", "middle, with sign")
+        table = Table(
+            title.ljust(30), "rows", "median", "  p90", "worst", "middle, with sign"
+        )
         groups: dict[str, list[float]] = {}
         for row in judged:
             groups.setdefault(group(row.run), []).append(row.error)
-        for name, errors in groups.items() if title == "source" else sorted(groups.items()):
+        for name, errors in (
+            groups.items() if title == "source" else sorted(groups.items())
+        ):
             table.row(name, len(errors), *spread(errors))
         if title == "source":
             table.row("all", len(judged), *spread(row.error for row in judged))

@@ -34,8 +34,14 @@ from meshtrain.plan.compute import DEFAULT_PROFILE
 from meshtrain.plan.estimate import plan
 
 _EXPERTS = re.compile(r'name = "(product|weight)_kernel"')
-DTYPES = {"bf16": "bfloat16", "f16": "float16", "f8e4m3fn": "float8", "f8e5m2": "float8"}
-KINDS = {"collective-permute": algorithms.PERMUTE}  # the planner's word where HLO has another
+DTYPES = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "f8e4m3fn": "float8",
+    "f8e5m2": "float8",
+}
+# The planner's word where HLO has another
+KINDS = {"collective-permute": algorithms.PERMUTE}
 
 
 @dataclass
@@ -100,7 +106,9 @@ class _UnderWay(NamedTuple):
 
 
 class _Clock:
-    def __init__(self, module: Module, mesh: Mesh, config: Config, cluster: Cluster) -> None:
+    def __init__(
+        self, module: Module, mesh: Mesh, config: Config, cluster: Cluster
+    ) -> None:
         self.module, self.work, self.mesh, self.config, self.cluster = (
             module,
             Work(module),
@@ -120,7 +128,9 @@ class _Clock:
         under_way: dict[str, _UnderWay] = {}
         free: dict[str, float] = defaultdict(float)
         ops = self.module.computations[computation]
-        waited = {op.operands[0] for op in ops if op.opcode.endswith("-done") and op.operands}
+        waited = {
+            op.operands[0] for op in ops if op.opcode.endswith("-done") and op.operands
+        }
         for op in ops:
             if op.kind:
                 axis, size, seconds = self._collective(op)
@@ -137,7 +147,10 @@ class _Clock:
                 total.add(self.run(body), 1 if turns is None else turns)
             elif op.opcode == "conditional":
                 total.add(
-                    max(map(self.run, self.module.called(op)), key=lambda branch: branch.seconds)
+                    max(
+                        map(self.run, self.module.called(op)),
+                        key=lambda branch: branch.seconds,
+                    )
                 )
             else:
                 total.add(self._instruction(computation, op))
@@ -157,7 +170,9 @@ class _Clock:
         group = self._group(op, axes, ranks)
         nbytes = byte_count(op.result) * (ranks if op.kind == "reduce-scatter" else 1)
         seconds = (
-            algorithms.best(KINDS.get(op.kind, op.kind), group, nbytes).seconds if group else 0.0
+            algorithms.best(KINDS.get(op.kind, op.kind), group, nbytes).seconds
+            if group
+            else 0.0
         )
         return "+".join(axes), float(nbytes), seconds
 
@@ -174,7 +189,9 @@ class _Clock:
         moved = self.work.moved(computation, op)
         # a kernel of experts reads what is in use, and writes zeros for the rest of the room
         of_experts = op.opcode == "custom-call" and _EXPERTS.search(op.attributes)
-        memory = (moved.written if of_experts else moved.bytes) / self.device.memory_rate
+        memory = (
+            moved.written if of_experts else moved.bytes
+        ) / self.device.memory_rate
         products = sum(
             float8.product(self.device, self.dtype, "rowwise", *shape)
             if dtype == "float8"
@@ -189,16 +206,18 @@ class _Clock:
         self, computation: str, op: Operation
     ) -> Iterator[tuple[str, tuple[float, float, float]]]:
         """dtype and (m, k, n) of each matrix product that an instruction is or holds."""
-        if op.opcode == "dot" or (op.opcode == "custom-call" and "__cublas" in op.attributes):
+        if op.opcode == "dot" or (
+            op.opcode == "custom-call" and "__cublas" in op.attributes
+        ):
             known = self.module.named(computation)
             left, right = (elements(known[name].result) for name in op.operands[:2])
             depth = self.work.flops(computation, op) / (2.0 * elements(op.result))
             dtype = DTYPES.get(known[op.operands[0]].result.split("[")[0], "float32")
             # Of several at once, such as the parts of a sum that XLA has cut, each is one.
             several = left * right / depth**2 / elements(op.result)
-            yield from [(dtype, (left / depth / several, depth, right / depth / several))] * round(
-                several
-            )
+            yield from [
+                (dtype, (left / depth / several, depth, right / depth / several))
+            ] * round(several)
         elif op.opcode == "custom-call" and (kernel := _EXPERTS.search(op.attributes)):
             yield self._of_experts(computation, op, kernel.group(1))
         elif op.opcode != "while":
@@ -220,9 +239,15 @@ class _Clock:
         )
         rows = min(
             rows,
-            DEFAULT_PROFILE.imbalance * shapes.tokens(self.config) * self.config.model.moe.top_k,
+            DEFAULT_PROFILE.imbalance
+            * shapes.tokens(self.config)
+            * self.config.model.moe.top_k,
         )
-        return self.dtype, (rows, depth, width) if kernel == "product" else (depth, rows, width)
+        return self.dtype, (rows, depth, width) if kernel == "product" else (
+            depth,
+            rows,
+            width,
+        )
 
     def _attention(self, computation: str, op: Operation) -> float:
         """Seconds of a kernel of attention, forward or backward, by the planner's rate."""
@@ -230,7 +255,8 @@ class _Clock:
             return 0.0
         backward = "Backward" in op.attributes
         sizes = re.search(
-            r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', op.attributes
+            r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]',
+            op.attributes,
         )
         assert sizes is not None, "cuDNN's attention tells the shape of its scores"
         scores = 1.0
@@ -240,10 +266,20 @@ class _Clock:
         scores *= shapes.seen(model, length) / length
         causal = FAMILIES[model.family].causal
         forward = compute.attention(
-            self.device, self.dtype, model.head_dim, length, scores, DEFAULT_PROFILE, causal
+            self.device,
+            self.dtype,
+            model.head_dim,
+            length,
+            scores,
+            DEFAULT_PROFILE,
+            causal,
         )
         looped = compute.looped(length, causal)
-        return (compute.layer_backward(forward, self.device, looped) if backward else forward).total
+        return (
+            compute.layer_backward(forward, self.device, looped)
+            if backward
+            else forward
+        ).total
 
 
 def main(path: str, target: str) -> None:
@@ -252,7 +288,10 @@ def main(path: str, target: str) -> None:
     cluster = named(CLUSTERS.get(name, name), config.mesh.devices)
     compiled = compile_step(config, target)
     program = timed(compiled.module, compiled.mesh, config, cluster)
-    sent = {f"{kind} over {axis}": asdict(spent) for (axis, kind), spent in program.sent.items()}
+    sent = {
+        f"{kind} over {axis}": asdict(spent)
+        for (axis, kind), spent in program.sent.items()
+    }
     found = {
         "compiled": compiled.as_json(),
         "program_seconds": program.seconds,

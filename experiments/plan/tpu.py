@@ -42,11 +42,16 @@ def _maxtext(
                 "microbatches": 1,
             },
             "precision": {"compute": "bfloat16"},
-            "train": {"global_batch_size": sequences * chips, "sequence_length": LENGTH},
+            "train": {
+                "global_batch_size": sequences * chips,
+                "sequence_length": LENGTH,
+            },
         }
     )
     model = config.model
-    a_token = 6 * parameters(model) + 6 * model.heads * model.head_dim * model.layers * LENGTH
+    a_token = (
+        6 * parameters(model) + 6 * model.heads * model.head_dim * model.layers * LENGTH
+    )
     seconds = a_token * sequences * LENGTH / (reported * 1e12)
     return Run(
         "MaxText",

@@ -78,11 +78,16 @@ class Work:
             inner = [self.total(called) for called in self.module.called(op)]
             return max(inner, key=lambda moved: moved.bytes, default=Moved())
         known = self.module.named(computation)
-        operands = [byte_count(known[name].result) for name in op.operands if name in known]
+        operands = [
+            byte_count(known[name].result) for name in op.operands if name in known
+        ]
         result = byte_count(op.result)
         if op.opcode == "fusion":
             shares, written = self._fusion(*self.module.called(op))
-            return Moved(sum(shares.get(i, 0.0) * size for i, size in enumerate(operands)), written)
+            return Moved(
+                sum(shares.get(i, 0.0) * size for i, size in enumerate(operands)),
+                written,
+            )
         if op.opcode == "copy-start":
             return Moved(operands[0], operands[0])
         if op.opcode in _SLICES:
@@ -94,13 +99,18 @@ class Work:
             return Moved(operands[1] + 2 * operands[2], operands[2])
         if op.opcode == "custom-call":
             # what it yields besides arrays of numbers is scratch
-            return Moved(sum(operands), byte_count(re.sub(r"\b[su]8\[[\d,]*\]", "", op.result)))
+            return Moved(
+                sum(operands), byte_count(re.sub(r"\b[su]8\[[\d,]*\]", "", op.result))
+            )
         return Moved(sum(operands), result)
 
     def total(self, computation: str) -> Moved:
         """Bytes that the instructions of a computation move, without what is inside its loops."""
         return sum(
-            (self.moved(computation, op) for op in self.module.computations[computation]),
+            (
+                self.moved(computation, op)
+                for op in self.module.computations[computation]
+            ),
             start=Moved(),
         )
 
@@ -108,10 +118,14 @@ class Work:
         """True if an instruction computes nothing: it fills, copies, cuts out or puts in."""
         if op.opcode == "fusion":
             inner = (
-                other for name in self.module.called(op) for other in self.module.computations[name]
+                other
+                for name in self.module.called(op)
+                for other in self.module.computations[name]
             )
             return all(
-                self.only_moves(other) for other in inner if elements(other.result) > _INDICES
+                self.only_moves(other)
+                for other in inner
+                if elements(other.result) > _INDICES
             )
         return op.opcode in _MOVES
 
@@ -127,9 +141,13 @@ class Work:
             )
         if op.opcode == "custom-call":
             if "__cublas" in op.attributes:
-                contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', op.attributes)
+                contracted = re.search(
+                    r'"lhs_contracting_dimensions":\[([^\]]*)\]', op.attributes
+                )
                 return self._product(
-                    computation, op, re.findall(r"\d+", contracted.group(1)) if contracted else []
+                    computation,
+                    op,
+                    re.findall(r"\d+", contracted.group(1)) if contracted else [],
                 )
             return self._attention(computation, op)
         inner = [self.products(called) for called in self.module.called(op)]
@@ -147,24 +165,35 @@ class Work:
         """Every collective of a kind (of `module.KINDS`), and what it travels under."""
         for body, loops in self.module.bodies():
             ops = self.module.computations[body]
-            done = {op.operands[0]: i for i, op in enumerate(ops) if op.opcode == f"{kind}-done"}
+            done = {
+                op.operands[0]: i
+                for i, op in enumerate(ops)
+                if op.opcode == f"{kind}-done"
+            }
             for i, op in enumerate(ops):
                 if op.kind == kind:
                     between = ops[i + 1 : done.get(op.name, i)]
                     flops = sum(self.flops(body, other) for other in between)
-                    yield IssuedCollective(op, body, byte_count(op.result), loops, flops)
+                    yield IssuedCollective(
+                        op, body, byte_count(op.result), loops, flops
+                    )
 
     def _product(self, computation: str, op: Operation, contracted: list[str]) -> float:
         left = self.module.named(computation)[op.operands[0]].result
         sizes = re.findall(r"\d+", left[left.index("[") : left.index("]")])
-        return 2.0 * elements(op.result) * math.prod(int(sizes[int(i)]) for i in contracted if i)
+        return (
+            2.0
+            * elements(op.result)
+            * math.prod(int(sizes[int(i)]) for i in contracted if i)
+        )
 
     def _attention(self, computation: str, op: Operation) -> float:
         """FLOPs of cuDNN's fused attention (backward: five products in place of two); half of them where it skips what
         a mask hides.
         """
         scores = re.search(
-            r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', op.attributes
+            r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]',
+            op.attributes,
         )
         target = re.search(r'custom_call_target="(__cudnn\$fmha\w*)"', op.attributes)
         if not target or not scores:
@@ -191,12 +220,21 @@ class Work:
         return self._fusions[computation]
 
     def _read_and_written(self, computation: str) -> tuple[dict[int, float], float]:
-        ops, known = self.module.computations[computation], self.module.named(computation)
+        ops, known = (
+            self.module.computations[computation],
+            self.module.named(computation),
+        )
         root = next(op for op in ops if op.root)
-        outputs = [known[name] for name in root.operands] if root.opcode == "tuple" else [root]
+        outputs = (
+            [known[name] for name in root.operands]
+            if root.opcode == "tuple"
+            else [root]
+        )
         behind = [_behind(known, op) for op in outputs]
         kept = {op.name for op in behind if self._in_place(computation, op)}
-        put = [known[op.operands[_update(op)]] if op.name in kept else op for op in behind]
+        put = [
+            known[op.operands[_update(op)]] if op.name in kept else op for op in behind
+        ]
         written = sum(byte_count(op.result) for op in put)
         # How much of each value is needed, from what is yielded back to the parameters.
         share: dict[str, float] = defaultdict(float, {op.name: 1.0 for op in outputs})
@@ -212,7 +250,9 @@ class Work:
                     share[name] = min(1.0, share[name] + part)
         return reads, written
 
-    def _of_operand(self, op: Operation, i: int, known: dict[str, Operation], kept: bool) -> float:
+    def _of_operand(
+        self, op: Operation, i: int, known: dict[str, Operation], kept: bool
+    ) -> float:
         """The share of its operand `i` that an instruction inside a fusion reads to yield all of its result."""
         size = elements(known[op.operands[i]].result)
         if op.opcode == "fusion":
@@ -220,7 +260,9 @@ class Work:
         if op.opcode in _SLICES and i == 0:
             return min(1.0, elements(op.result) / max(size, 1))
         if op.opcode in _UPDATES and i == 0:
-            put_in = min(1.0, elements(known[op.operands[_update(op)]].result) / max(size, 1))
+            put_in = min(
+                1.0, elements(known[op.operands[_update(op)]].result) / max(size, 1)
+            )
             if op.opcode == "scatter":
                 return put_in if kept else 1.0
             return 0.0 if kept else 1.0 - put_in
@@ -236,13 +278,18 @@ class Work:
         buffer = _behind(known, known[op.operands[0]])
         if buffer.opcode != "parameter":
             return False
-        names = {name for name in known if _behind(known, known[name]).name == buffer.name}
+        names = {
+            name for name in known if _behind(known, known[name]).name == buffer.name
+        }
         users = [
             u
             for u in known.values()
             if u.name not in names and u.name != op.name and names & set(u.operands)
         ]
-        return all(u.opcode == "dynamic-slice" and u.operands[1:] == op.operands[2:] for u in users)
+        return all(
+            u.opcode == "dynamic-slice" and u.operands[1:] == op.operands[2:]
+            for u in users
+        )
 
 
 def _behind(known: dict[str, Operation], op: Operation) -> Operation:

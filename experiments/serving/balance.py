@@ -29,7 +29,8 @@ from meshtrain.draw.picture import columns
 
 CLIENTS = 8
 TOKENS = 24
-STILL = 8.0  # seconds that a stands still: more than a balancer that asks needs to see it
+# Seconds that a stands still: more than a balancer that asks needs to see it
+STILL = 8.0
 PATIENCE = 60.0  # seconds that a client waits for the next byte
 
 
@@ -83,7 +84,10 @@ def ask(port: int, model: str, *, streamed: bool) -> Answer:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     try:
         connection.request(
-            "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+            "POST",
+            "/v1/completions",
+            json.dumps(body),
+            {"Content-Type": "application/json"},
         )
         answer = connection.getresponse()
         server = re.split(", | : ", answer.getheader("x-served-by", ""))[-1]
@@ -96,7 +100,8 @@ def ask(port: int, model: str, *, streamed: bool) -> Answer:
         elif streamed:
             problem = (
                 ""
-                if said.count(b"data: [DONE]") == 1 and said.rstrip().endswith(b"[DONE]")
+                if said.count(b"data: [DONE]") == 1
+                and said.rstrip().endswith(b"[DONE]")
                 else "cut off"
             )
         else:
@@ -105,7 +110,9 @@ def ask(port: int, model: str, *, streamed: bool) -> Answer:
         problem = repr(error)
     finally:
         connection.close()
-    return Answer(began, time.monotonic(), server, streamed, problem, pause if streamed else 0.0)
+    return Answer(
+        began, time.monotonic(), server, streamed, problem, pause if streamed else 0.0
+    )
 
 
 class Row(NamedTuple):
@@ -124,7 +131,9 @@ class Row(NamedTuple):
     @property
     def good(self) -> bool:
         lost = self.lost_on_a if self.happened != "killed" else 0
-        return not (lost or self.refused or self.lost_elsewhere) and self.back == self.back
+        return (
+            not (lost or self.refused or self.lost_elsewhere) and self.back == self.back
+        )
 
 
 def _killed(a: Server) -> None:
@@ -177,10 +186,19 @@ def measure(
             time.sleep(after)
         finally:
             answers = clients.stop()
-        names = {"a": "a", "b": "b", f"127.0.0.1:{a.port}": "a", f"127.0.0.1:{b.port}": "b"}
+        names = {
+            "a": "a",
+            "b": "b",
+            f"127.0.0.1:{a.port}": "a",
+            f"127.0.0.1:{b.port}": "b",
+        }
         on = [names.get(answer.server, "") for answer in answers]
-        lost = [server for server, answer in zip(on, answers, strict=True) if answer.problem]
-        of_a = [answer for server, answer in zip(on, answers, strict=True) if server == "a"]
+        lost = [
+            server for server, answer in zip(on, answers, strict=True) if answer.problem
+        ]
+        of_a = [
+            answer for server, answer in zip(on, answers, strict=True) if server == "a"
+        ]
         refused = sum(answer.problem.startswith("503") for answer in of_a)
         again = [answer.ended for answer in of_a if answer.began > healthy]
         return Row(
@@ -191,7 +209,11 @@ def measure(
             lost.count("a") - refused,
             len(lost) - lost.count("a"),
             max(
-                (one.pause for server, one in zip(on, answers, strict=True) if server == "b"),
+                (
+                    one.pause
+                    for server, one in zip(on, answers, strict=True)
+                    if server == "b"
+                ),
                 default=0.0,
             ),
             min(again, default=float("nan")) - healthy,
@@ -210,7 +232,10 @@ class Sent(NamedTuple):
 
     @property
     def good(self) -> bool:
-        return 0 < self.to_a == self.requests - self.answered and self.to_b == self.answered
+        return (
+            0 < self.to_a == self.requests - self.answered
+            and self.to_b == self.answered
+        )
 
 
 class _Counting(ThreadingHTTPServer):
@@ -247,21 +272,36 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing: they are counted."""
 
 
-def sent(balancer: str, work: Path, status: int | None = None, requests: int = 20) -> Sent:
+def sent(
+    balancer: str, work: Path, status: int | None = None, requests: int = 20
+) -> Sent:
     """`status`: what a answers; None: nothing, it cuts each request off."""
     with _Counting(status) as a, _Counting(200) as b:
         with balancers.balancer(balancer, [a.server_port, b.server_port], work) as port:
             answers = [ask(port, "", streamed=False) for _ in range(requests)]
         a.shutdown()
         b.shutdown()
-    return Sent(balancer, requests, sum(not answer.problem for answer in answers), a.taken, b.taken)
+    return Sent(
+        balancer,
+        requests,
+        sum(not answer.problem for answer in answers),
+        a.taken,
+        b.taken,
+    )
 
 
 def table(rows: Sequence[Row]) -> str:
     counted = ("requests", "refused by a", "lost on a", "lost elsewhere")
-    head = ("balancer", "a was", *counted, "longest pause on b, s", "a answers again, s")
+    head = (
+        "balancer",
+        "a was",
+        *counted,
+        "longest pause on b, s",
+        "a answers again, s",
+    )
     cells = (
-        [r.balancer, r.happened, *map(str, r[2:6]), f"{r.pause:.1f}", f"{r.back:.1f}"] for r in rows
+        [r.balancer, r.happened, *map(str, r[2:6]), f"{r.pause:.1f}", f"{r.back:.1f}"]
+        for r in rows
     )
     return columns([head, *cells])
 
@@ -269,7 +309,10 @@ def table(rows: Sequence[Row]) -> str:
 def main() -> int:
     parser = bench.parser(__doc__)
     parser.add_argument(
-        "--balancers", nargs="+", choices=list(balancers.CONFIGS), default=list(balancers.CONFIGS)
+        "--balancers",
+        nargs="+",
+        choices=list(balancers.CONFIGS),
+        default=list(balancers.CONFIGS),
     )
     options = parser.parse_args()
     if missing := balancers.missing():
@@ -286,7 +329,10 @@ def main() -> int:
     of_each = [sent(name, work) for name in options.balancers]
     print(table(rows))
     for one in of_each:
-        print(f"{one.balancer}, a cuts off what it is sent: {one.requests} requests", end=", ")
+        print(
+            f"{one.balancer}, a cuts off what it is sent: {one.requests} requests",
+            end=", ",
+        )
         print(f"{one.to_a} to a, {one.to_b} to b, {one.answered} answered")
     return int(not all(row.good for row in (*rows, *of_each)))
 

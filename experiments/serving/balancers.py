@@ -34,10 +34,15 @@ def balancer(name: str, ports: Sequence[int], work: Path) -> Iterator[int]:
     """The port of a balancer over two servers of this machine."""
     port, config = free_port("127.0.0.1"), work / CONFIGS[name].name
     text = CONFIGS[name].read_text()
-    listens = LISTENS[name].replace(":8080", "127.0.0.1:8080").replace(" 8080", " 127.0.0.1:8080")
+    listens = (
+        LISTENS[name]
+        .replace(":8080", "127.0.0.1:8080")
+        .replace(" 8080", " 127.0.0.1:8080")
+    )
     changes = {LISTENS[name]: listens.replace("8080", str(port))}
     changes |= {
-        address: f"127.0.0.1:{port}" for address, port in zip(ADDRESSES, ports, strict=True)
+        address: f"127.0.0.1:{port}"
+        for address, port in zip(ADDRESSES, ports, strict=True)
     }
     for old, new in changes.items():
         assert text.count(f"{old}") == 1, f"{old} is not once in {CONFIGS[name]}"
@@ -53,7 +58,9 @@ def balancer(name: str, ports: Sequence[int], work: Path) -> Iterator[int]:
     try:
         healthy = lambda: status(f"http://127.0.0.1:{port}/health") == 200
         if not bench.until(healthy, READY, alive=lambda: process.poll() is None):
-            raise RuntimeError(f"{name} did not start:\n{(work / f'{name}.log').read_text()}")
+            raise RuntimeError(
+                f"{name} did not start:\n{(work / f'{name}.log').read_text()}"
+            )
         yield port
     finally:
         process.terminate()

@@ -20,7 +20,14 @@ import openai
 import psutil
 
 from experiments import bench
-from experiments.serving.servers import LENGTH, SLOTS, Server, made_run, servers, serving
+from experiments.serving.servers import (
+    LENGTH,
+    SLOTS,
+    Server,
+    made_run,
+    servers,
+    serving,
+)
 from meshtrain.draw.picture import columns
 
 AT_ONCE = 8
@@ -28,7 +35,9 @@ TOKENS, SHORT = 32, 8
 PROMPTS = (
     tuple(
         f"{word} = {number}"
-        for number, word in enumerate(("import os", "def main():", "class", "return", "x"))
+        for number, word in enumerate(
+            ("import os", "def main():", "class", "return", "x")
+        )
     )
     * 2
 )
@@ -65,14 +74,28 @@ class Client:
         (choice,) = answer.choices
         seconds = time.monotonic() - began
         return Answer(
-            0.0, (), seconds, answer.usage.completion_tokens, choice.text, choice.finish_reason
+            0.0,
+            (),
+            seconds,
+            answer.usage.completion_tokens,
+            choice.text,
+            choice.finish_reason,
         )
 
-    def stream(self, prompt: str, most: int = TOKENS, leave_after: int | None = None) -> Answer:
+    def stream(
+        self, prompt: str, most: int = TOKENS, leave_after: int | None = None
+    ) -> Answer:
         began, arrived, text, tokens, finish = time.monotonic(), [], "", 0, ""
-        asked = {"model": self.model, "prompt": prompt, "max_tokens": most, "temperature": 0}
+        asked = {
+            "model": self.model,
+            "prompt": prompt,
+            "max_tokens": most,
+            "temperature": 0,
+        }
         usage = {"include_usage": True}
-        with self.openai.completions.create(**asked, stream=True, stream_options=usage) as pieces:
+        with self.openai.completions.create(
+            **asked, stream=True, stream_options=usage
+        ) as pieces:
             for piece in pieces:
                 arrived.append(time.monotonic())
                 if leave_after is not None and len(arrived) >= leave_after:
@@ -82,7 +105,9 @@ class Client:
                 for choice in piece.choices:
                     text, finish = text + choice.text, choice.finish_reason or finish
         between = tuple(b - a for a, b in pairwise(arrived))
-        return Answer(arrived[0] - began, between, time.monotonic() - began, tokens, text, finish)
+        return Answer(
+            arrived[0] - began, between, time.monotonic() - began, tokens, text, finish
+        )
 
 
 class Figures(NamedTuple):
@@ -113,14 +138,16 @@ def measure(work: Path, requests: int, leaving: int, short: int) -> Figures:
     with servers(serving(run), work, 1) as (server,):
         client = Client(server)
         prompts = [PROMPTS[index % len(PROMPTS)] for index in range(requests)]
-        all_of([lambda prompt=prompt: client.whole(prompt) for prompt in PROMPTS])  # compiles
+        # compiles
+        all_of([lambda prompt=prompt: client.whole(prompt) for prompt in PROMPTS])
         ways = client.whole, client.stream
         answers, seconds = all_of(
             [lambda way=ways[k % 2], p=p: way(p) for k, p in enumerate(prompts)]
         )
         usual = {prompt: client.whole(prompt).text for prompt in PROMPTS}
         different = sum(
-            answer.text != usual[prompt] for prompt, answer in zip(prompts, answers, strict=True)
+            answer.text != usual[prompt]
+            for prompt, answer in zip(prompts, answers, strict=True)
         )
         prompt_of = {k: PROMPTS[k % len(PROMPTS)] for k in range(max(leaving, short))}
         ways_out = [
@@ -155,7 +182,9 @@ def engine_rate(run: Path, prompts: Sequence[str]) -> float:
         def ask(prompt: str) -> Answer:
             began, last = time.monotonic(), Future[Piece]()
             asked = Request(text_tokens(opened.tokenizer, prompt), TOKENS)
-            engine.submit(asked, lambda piece: last.set_result(piece) if piece.finish else None)
+            engine.submit(
+                asked, lambda piece: last.set_result(piece) if piece.finish else None
+            )
             return Answer(
                 0.0,
                 (),
@@ -166,7 +195,9 @@ def engine_rate(run: Path, prompts: Sequence[str]) -> float:
             )
 
         all_of([lambda prompt=prompt: ask(prompt) for prompt in PROMPTS])  # compiles
-        answers, seconds = all_of([lambda prompt=prompt: ask(prompt) for prompt in prompts])
+        answers, seconds = all_of(
+            [lambda prompt=prompt: ask(prompt) for prompt in prompts]
+        )
     return sum(answer.tokens for answer in answers) / seconds
 
 
@@ -182,9 +213,18 @@ def table(figures: Figures) -> str:
             "whole answers",
             _ms([answer.seconds for answer in figures.answers if not answer.between]),
         ],
-        ["tokens a second", f"{figures.rate:.0f}; the engine alone {figures.alone:.0f}"],
-        ["after clients left", f"{figures.left[0]:.0f} run, {figures.left[1]:.0f} wait"],
-        ["memory", f"{figures.memory[0] / 2**20:.1f} MiB, then {figures.memory[1] / 2**20:.1f}"],
+        [
+            "tokens a second",
+            f"{figures.rate:.0f}; the engine alone {figures.alone:.0f}",
+        ],
+        [
+            "after clients left",
+            f"{figures.left[0]:.0f} run, {figures.left[1]:.0f} wait",
+        ],
+        [
+            "memory",
+            f"{figures.memory[0] / 2**20:.1f} MiB, then {figures.memory[1] / 2**20:.1f}",
+        ],
     ]
     return columns(rows)
 

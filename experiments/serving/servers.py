@@ -17,7 +17,8 @@ from meshtrain.survive.supervisor import free_port
 STARTED = 300.0  # seconds that a server may take to load and compile, on a busy machine
 ENDED = 60.0
 SLOTS, LENGTH = 8, 128
-NOTICE = 3.0  # seconds in which a server that is to end still takes requests: those that a balancer needs to see it
+# Seconds in which a server that is to end still takes requests: those that a balancer needs to see it
+NOTICE = 3.0
 ROOT = Path(__file__).parents[2]
 # The quickstart's model on one device, after two steps: what it says is nonsense, in as much time as sense would take.
 RUN = (
@@ -92,7 +93,9 @@ class Server:
             environment = ENVIRONMENT | {
                 "JAX_COMPILATION_CACHE_DIR": str(self._log.parent / "compiled")
             }
-            self.process = subprocess.Popen(self._command, stdout=log, stderr=log, env=environment)
+            self.process = subprocess.Popen(
+                self._command, stdout=log, stderr=log, env=environment
+            )
 
     def send(self, number: int) -> None:
         self.process.send_signal(number)
@@ -110,7 +113,9 @@ class Server:
 
     def ready(self) -> None:
         """Waits until it is healthy; RuntimeError if it ends before, or takes too long."""
-        if not bench.until(self.healthy, STARTED, alive=lambda: self.process.poll() is None):
+        if not bench.until(
+            self.healthy, STARTED, alive=lambda: self.process.poll() is None
+        ):
             said = self._log.read_text()
             raise RuntimeError(f"the server on port {self.port} did not start:\n{said}")
 
@@ -118,9 +123,14 @@ class Server:
         """Its page of metrics, each series by its whole name."""
         with urllib.request.urlopen(self.url("/metrics"), timeout=10) as answer:
             lines = [
-                line for line in answer.read().decode().splitlines() if line and line[0] != "#"
+                line
+                for line in answer.read().decode().splitlines()
+                if line and line[0] != "#"
             ]
-        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+        return {
+            name: float(value)
+            for name, value in (line.rsplit(" ", 1) for line in lines)
+        }
 
     def model(self) -> str:
         with urllib.request.urlopen(self.url("/v1/models"), timeout=10) as answer:
@@ -132,7 +142,9 @@ def servers(command: Command, work: Path, number: int) -> Iterator[list[Server]]
     """So many, healthy; they are killed at the end."""
     running: list[Server] = []
     try:
-        running += [Server(command, work / f"server_{index}.log") for index in range(number)]
+        running += [
+            Server(command, work / f"server_{index}.log") for index in range(number)
+        ]
         for server in running:
             server.ready()
         yield running

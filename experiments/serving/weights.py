@@ -23,7 +23,13 @@ from meshtrain.units import size
 
 
 def row(run: str, weights: str | None, more: Sequence[str]) -> list[str]:
-    words = [run, "--precision", "bfloat16", *more, *(["--weights", weights] if weights else [])]
+    words = [
+        run,
+        "--precision",
+        "bfloat16",
+        *more,
+        *(["--weights", weights] if weights else []),
+    ]
     record, _ = evaluate(evaluate_parser().parse_args(words))
     loss = record.get("nats_per_token", record.get("eval_loss", math.nan))
     opened = open_model(run, precision="bfloat16", weights=weights, length=64)
@@ -46,12 +52,19 @@ def table(run: str, more: Sequence[str]) -> str:
 
 def main() -> int:
     parser = bench.parser(__doc__)
-    parser.add_argument("run", nargs="?", help="a run directory or a Hugging Face directory")
+    parser.add_argument(
+        "run", nargs="?", help="a run directory or a Hugging Face directory"
+    )
     parser.add_argument("--text", nargs="+", default=[], help="files or folders")
     options = parser.parse_args()
     more = ["--text", *options.text] if options.text else []
     with tempfile.TemporaryDirectory() as work:
-        print(table(options.run or str(made_run(Path(work), "--set", "train.steps=400")), more))
+        print(
+            table(
+                options.run or str(made_run(Path(work), "--set", "train.steps=400")),
+                more,
+            )
+        )
     return 0
 
 

@@ -31,7 +31,8 @@ def main() -> int:
     )
     table.add_argument("files", nargs="+", type=Path)
     startup = commands.add_parser(
-        "startup", help="the first step after a fault beside that of a start with a warm cache"
+        "startup",
+        help="the first step after a fault beside that of a start with a warm cache",
     )
     startup.add_argument("--processes", type=int, default=4)
     startup.add_argument("--times", type=int, default=3)
@@ -39,14 +40,18 @@ def main() -> int:
         "soak", help="a fault every few minutes, until the run ends by itself"
     )
     soak.add_argument("--minutes", type=float, default=60.0)
-    soak.add_argument("--every", type=float, default=180.0, help="seconds between two faults")
+    soak.add_argument(
+        "--every", type=float, default=180.0, help="seconds between two faults"
+    )
     soak.add_argument("--processes", type=int, default=4)
     soak.add_argument("--seed", type=int, default=0)
     alarms = commands.add_parser("alarms", help="a healthy run on a busy machine")
     alarms.add_argument("--minutes", type=float, default=30.0)
     alarms.add_argument("--load", type=int, default=15, help="busy processes beside it")
     alarms.add_argument("--processes", type=int, default=4)
-    cost = commands.add_parser("cost", help="the supervisors' share of a core, a decision, a beat")
+    cost = commands.add_parser(
+        "cost", help="the supervisors' share of a core, a decision, a beat"
+    )
     cost.add_argument("--seconds", type=float, default=60.0)
     cost.add_argument("--processes", type=int, default=2)
     for command in (kinds, startup, soak, alarms, cost):
@@ -72,7 +77,9 @@ def main() -> int:
     if options.command == "startup":
         return costs.startup(work, options.processes, options.times)
     if options.command == "soak":
-        return long.soak(work, options.minutes, options.every, options.processes, options.seed)
+        return long.soak(
+            work, options.minutes, options.every, options.processes, options.seed
+        )
     if options.command == "alarms":
         return long.alarms(work, options.minutes, options.load, options.processes)
     if options.command == "cost":
@@ -80,14 +87,18 @@ def main() -> int:
     results = options.json or work / f"{options.command}.jsonl"
     chosen = options.only or list(KINDS)
     if unknown := set(chosen) - set(KINDS):
-        parser.error(f"there is no kind {', '.join(sorted(unknown))}; legal are {', '.join(KINDS)}")
+        parser.error(
+            f"there is no kind {', '.join(sorted(unknown))}; legal are {', '.join(KINDS)}"
+        )
     for processes in options.processes:
         Campaign(processes, work, results, options.seed).run(chosen, options.times)
     return print_table([results])
 
 
 def print_table(files: list[Path]) -> int:
-    found = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    found = [
+        json.loads(line) for file in files for line in file.read_text().splitlines()
+    ]
     print(of_kinds(found))
     return int(any(one["problems"] for one in found))
 

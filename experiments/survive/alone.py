@@ -34,7 +34,11 @@ def cluster_for(campaign: "Campaign", found: Judged) -> Cluster | None:
             ["mount", "-t", "tmpfs", "-o", f"size={DISK}m", "tmpfs", str(place)],
             capture_output=True,
         )
-        return None if made.returncode else campaign.cluster(place=place, log={"batches": False})
+        return (
+            None
+            if made.returncode
+            else campaign.cluster(place=place, log={"batches": False})
+        )
     return campaign.cluster(SHORT if found.kind == "preempt" else 600, **inject)
 
 
@@ -62,7 +66,8 @@ def slow(cluster: Cluster, found: Judged, draw: random.Random) -> None:
     cluster.until_going(0)
     began = time.time()
     cluster.until(
-        lambda: cluster.of("straggler") or cluster.step() > LONGER, "a slow rank to be found"
+        lambda: cluster.of("straggler") or cluster.step() > LONGER,
+        "a slow rank to be found",
     )
     said = cluster.of("straggler")
     found.said = f"straggler {','.join(e['node'] for e in said) or '-'}"
@@ -70,7 +75,9 @@ def slow(cluster: Cluster, found: Judged, draw: random.Random) -> None:
     found.verdict = said[0]["wall"] - began if said else None
     found.reason = said[0]["sentence"] if said else ""
     if not found.named:
-        found.problems.append(f"said {found.said}, where n{found.rank} is slow: {found.reason}")
+        found.problems.append(
+            f"said {found.said}, where n{found.rank} is slow: {found.reason}"
+        )
     if cluster.generation != 1:
         found.problems.append("it was ended for that")
     cluster.stop()
@@ -90,11 +97,14 @@ def disk_full(cluster: Cluster, found: Judged, draw: random.Random) -> None:
     cluster.until(lambda: rank_step(cluster) >= full + 12, "steps on a full disk")
     filler.unlink()
     free = rank_step(cluster)
-    cluster.until(lambda: cluster.step() >= free + 12, "rows of metrics once there is room")
+    cluster.until(
+        lambda: cluster.step() >= free + 12, "rows of metrics once there is room"
+    )
     found.step, found.said, found.named = full, "trains on", cluster.generation == 1
     if not found.named:
         found.problems.append(
-            "it was ended for that: " + "; ".join(e["reason"] for e in cluster.of("verdict"))
+            "it was ended for that: "
+            + "; ".join(e["reason"] for e in cluster.of("verdict"))
         )
     cluster.stop()
 
@@ -134,7 +144,9 @@ def ends_with(cluster: Cluster, found: Judged, code: int, generations: int) -> N
     if set(codes.values()) != {code}:
         found.problems.append(f"exit codes {codes}, where all must be {code}")
     if cluster.generation != generations:
-        found.problems.append(f"{cluster.generation} generations, where {generations} are right")
+        found.problems.append(
+            f"{cluster.generation} generations, where {generations} are right"
+        )
 
 
 def rank_step(cluster: Cluster) -> int:

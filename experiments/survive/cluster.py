@@ -26,7 +26,11 @@ EVERY = 5  # steps between two checkpoints
 TIMEOUT = 6.0  # of a node and of a step, seconds
 PATIENCE = 150.0  # for anything at all, on a machine that others use too
 LOOK = 0.05  # seconds between two looks
-ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(REPOSITORY)}
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+    "PYTHONPATH": str(REPOSITORY),
+}
 
 Event = dict[str, Any]
 
@@ -35,7 +39,9 @@ class TooLate(Exception):
     """What was waited for did not come."""
 
 
-def settings(run: Path, processes: int, steps: int, **sections: dict[str, Any]) -> dict[str, Any]:
+def settings(
+    run: Path, processes: int, steps: int, **sections: dict[str, Any]
+) -> dict[str, Any]:
     """A config whose steps take some tenths of a second, about as long as a save; two fake devices a process."""
     values: dict[str, Any] = {
         "run": {"directory": str(run)},
@@ -43,7 +49,8 @@ def settings(run: Path, processes: int, steps: int, **sections: dict[str, Any]) 
         "mesh": {"data": processes, "tensor": 2},
         "data": {"source": "synthetic"},
         "train": {"steps": steps, "global_batch_size": 16, "sequence_length": 128},
-        "optimizer": {"schedule": "constant", "warmup_steps": 10},  # whatever train.steps is, the same run
+        # Whatever train.steps is, the same run
+        "optimizer": {"schedule": "constant", "warmup_steps": 10},
         "checkpoint": {"every": EVERY},
         "log": {"batches": True},
         # Whoever was ill stands back only where the others are enough: here they never are, and the mesh stays what it
@@ -77,7 +84,11 @@ class Cluster:
         self.config = directory / "config.yaml"
         directory.mkdir(parents=True, exist_ok=True)
         self.config.write_text(yaml.safe_dump(values))
-        self.environment = {**os.environ, **ENVIRONMENT, "JAX_COMPILATION_CACHE_DIR": str(compiled)}
+        self.environment = {
+            **os.environ,
+            **ENVIRONMENT,
+            "JAX_COMPILATION_CACHE_DIR": str(compiled),
+        }
         self.nodes = [f"n{i}" for i in range(values["survive"]["wanted"])]
         self.starts: dict[str, Start] = {}  # of the nodes that are not as the others
         self.supervisors: dict[str, subprocess.Popen[bytes]] = {}
@@ -118,7 +129,14 @@ class Cluster:
 
     def inject(self, request: str) -> str:
         """`survive inject`, as a person asks for it; the name under which it is done."""
-        command = [sys.executable, "-m", "meshtrain.survive", "inject", request, str(self.run)]
+        command = [
+            sys.executable,
+            "-m",
+            "meshtrain.survive",
+            "inject",
+            request,
+            str(self.run),
+        ]
         said = subprocess.run(
             command,
             cwd=REPOSITORY,
@@ -140,7 +158,9 @@ class Cluster:
             "the supervisors to end",
             patience,
         )
-        return {node: int(process.returncode) for node, process in self.supervisors.items()}
+        return {
+            node: int(process.returncode) for node, process in self.supervisors.items()
+        }
 
     def stop(self) -> dict[str, int]:
         """Asks all to save and stop."""
@@ -171,12 +191,17 @@ class Cluster:
         """All processes of this machine that name the run in their command or environment, without this one and its
         supervisors.
         """
-        known = {os.getpid(), *(p.pid for p in self.supervisors.values() if p.poll() is None)}
+        known = {
+            os.getpid(),
+            *(p.pid for p in self.supervisors.values() if p.poll() is None),
+        }
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal() and int(entry.name) not in known:
                 with contextlib.suppress(OSError):
-                    words = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+                    words = (entry / "cmdline").read_bytes() + (
+                        entry / "environ"
+                    ).read_bytes()
                     if str(self.run).encode() in words:
                         found.append(int(entry.name))
         return found
@@ -192,7 +217,9 @@ class Cluster:
     def of(self, *names: str, generation: int | None = None) -> list[Event]:
         whole = [e for e in self.events if e["event"] in names]
         return (
-            whole if generation is None else [e for e in whole if e.get("generation") == generation]
+            whole
+            if generation is None
+            else [e for e in whole if e.get("generation") == generation]
         )
 
     @property
@@ -206,9 +233,13 @@ class Cluster:
 
     def pause(self, generation: int) -> float:
         """Seconds that were waited before a generation, by plan."""
-        plans = [json.loads(path.read_text()) for path in (self.root / "plans").glob("0*.json")]
+        plans = [
+            json.loads(path.read_text())
+            for path in (self.root / "plans").glob("0*.json")
+        ]
         return max(
-            (plan["delay"] for plan in plans if plan["generation"] == generation), default=0.0
+            (plan["delay"] for plan in plans if plan["generation"] == generation),
+            default=0.0,
         )
 
     def members(self, generation: int) -> list[str]:
@@ -228,7 +259,9 @@ class Cluster:
         rows = rows_of(self.run)
         return rows[-1]["step"] if rows else 0
 
-    def until(self, condition: Callable[[], Any], what: str, patience: float = PATIENCE) -> None:
+    def until(
+        self, condition: Callable[[], Any], what: str, patience: float = PATIENCE
+    ) -> None:
         deadline = time.monotonic() + patience
         while not condition():
             if self.is_over() and not condition():
@@ -241,7 +274,9 @@ class Cluster:
         """Waits for a generation beyond `after` of which every rank has taken a step."""
 
         def ready() -> bool:
-            return (self.generation > after and self.is_going(self.generation)) or self.is_over()
+            return (
+                self.generation > after and self.is_going(self.generation)
+            ) or self.is_over()
 
         self.until(ready, f"a generation after {after} to go on", patience)
         return self.generation
@@ -266,7 +301,9 @@ class Cluster:
             whole = text[: text.rfind(b"\n") + 1]
             self._read[path] = self._read.get(path, 0) + len(whole)
             node = path.name.split(".")[1]
-            found = [{"node_of": node, **json.loads(line)} for line in whole.splitlines()]
+            found = [
+                {"node_of": node, **json.loads(line)} for line in whole.splitlines()
+            ]
             with self._lock:
                 self._events = sorted([*self._events, *found], key=lambda e: e["wall"])
 
@@ -274,7 +311,10 @@ class Cluster:
 def alive(pid: int) -> bool:
     """Whether a process runs: a zombie does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] not in ("Z", "X")
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] not in (
+            "Z",
+            "X",
+        )
     except OSError:
         return False
 
@@ -283,7 +323,11 @@ def rows_of(run: Path) -> list[dict[str, Any]]:
     """The whole rows of a run's metrics."""
     path = run / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        json.loads(line)
+        for line in text.splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
 
 
 Batches = dict[int, dict[int, dict[int, int]]]
@@ -300,9 +344,12 @@ def batches_of(run: Path) -> Batches:
             if line.endswith("\n"):
                 said = json.loads(line)
                 of = found.setdefault(said["step"], {}).setdefault(generation, {})
-                of.update({said["first"] + i: row for i, row in enumerate(said["rows"])})
+                of.update(
+                    {said["first"] + i: row for i, row in enumerate(said["rows"])}
+                )
     return {
-        step: {g: dict(sorted(of.items())) for g, of in by.items()} for step, by in found.items()
+        step: {g: dict(sorted(of.items())) for g, of in by.items()}
+        for step, by in found.items()
     }
 
 

@@ -9,12 +9,25 @@ import time
 import timeit
 from pathlib import Path
 
-from experiments.survive.cluster import Cluster, alive, load_average, median, say, settings
+from experiments.survive.cluster import (
+    Cluster,
+    alive,
+    load_average,
+    median,
+    say,
+    settings,
+)
 from experiments.survive.tables import table
 from meshtrain.survive.decide import decide
 from meshtrain.survive.history import read
 from meshtrain.survive.ledger import ledger
-from meshtrain.survive.records import Node, Rank, RestartPlan, Supervised, SupervisorOptions
+from meshtrain.survive.records import (
+    Node,
+    Rank,
+    RestartPlan,
+    Supervised,
+    SupervisorOptions,
+)
 from meshtrain.survive.supervised import LEASE, SupervisedHeartbeat
 
 PHASES = ("data", "dispatch", "wait")
@@ -26,14 +39,21 @@ def startup(work: Path, processes: int, times: int) -> int:
     """
     directory = work / f"startup-{processes}"
     shutil.rmtree(directory, ignore_errors=True)
-    cluster = Cluster(directory, settings(directory / "run", processes, 100_000), work / "compiled")
-    found: dict[str, list[tuple[float, int, int, float]]] = {"anew": [], "after a fault": []}
+    cluster = Cluster(
+        directory, settings(directory / "run", processes, 100_000), work / "compiled"
+    )
+    found: dict[str, list[tuple[float, int, int, float]]] = {
+        "anew": [],
+        "after a fault": [],
+    }
     try:
         # The first one of all compiles, and the first one after it what a restore needs.
         for turn in range(times + 2):
             cluster.start()
             for way in found:
-                generation = cluster.until_going(cluster.generation if way != "anew" or turn else 0)
+                generation = cluster.until_going(
+                    cluster.generation if way != "anew" or turn else 0
+                )
                 one = started(cluster, generation)
                 say(
                     f"{way}: {one[0]:.1f} s, {one[1]} programs found, {one[2]} compiled, load {one[3]:.1f}"
@@ -41,7 +61,9 @@ def startup(work: Path, processes: int, times: int) -> int:
                 if turn > 1:
                     found[way].append(one)
                 step = cluster.step()
-                cluster.until(lambda step=step: cluster.step() >= step + 12, "some steps")
+                cluster.until(
+                    lambda step=step: cluster.step() >= step + 12, "some steps"
+                )
                 if way == "anew":
                     cluster.inject(f"kill@{cluster.step()}:{turn % processes}")
             cluster.stop()
@@ -82,7 +104,9 @@ def startup(work: Path, processes: int, times: int) -> int:
         f"{sum(told.seconds.values()):.1f} s, "
         f"wall time {told.wall:.1f} s; down as /proc has it {down:.1f} s"
     )
-    return int(again > 1.2 * anew or any(m for of in found.values() for _, _, m, _ in of))
+    return int(
+        again > 1.2 * anew or any(m for of in found.values() for _, _, m, _ in of)
+    )
 
 
 def started(cluster: Cluster, generation: int) -> tuple[float, int, int, float]:
@@ -126,7 +150,8 @@ def cost(work: Path, processes: int, seconds: float) -> int:
         steps = cluster.step() - first
         second = os.sysconf("SC_CLK_TCK")
         shares = {
-            n: (ticks(p.pid) - before[n]) / second / passed for n, p in cluster.supervisors.items()
+            n: (ticks(p.pid) - before[n]) / second / passed
+            for n, p in cluster.supervisors.items()
         }
         assert all(alive(p.pid) for p in cluster.supervisors.values())
         cluster.stop()
@@ -139,7 +164,10 @@ def cost(work: Path, processes: int, seconds: float) -> int:
             ("what it costs", ""),
             [
                 *(
-                    (f"supervisor {name}, share of a core over {passed:.0f} s", f"{share:.2%}")
+                    (
+                        f"supervisor {name}, share of a core over {passed:.0f} s",
+                        f"{share:.2%}",
+                    )
                     for name, share in shares.items()
                 ),
                 ("decide on 1,000 nodes, best of 20", f"{1e3 * decision:.1f} ms"),
@@ -170,7 +198,16 @@ def decided(nodes: int) -> float:
             age=0.5,
             known=100.0,
             rank=Rank(
-                i, 100 + i, "S", 1.0, 0.5, step=10, phase="wait", pace=0.5, start=0, saved=10
+                i,
+                100 + i,
+                "S",
+                1.0,
+                0.5,
+                step=10,
+                phase="wait",
+                pace=0.5,
+                start=0,
+                saved=10,
             ),
         )
         for i, name in enumerate(names)
@@ -189,18 +226,28 @@ def decided(nodes: int) -> float:
     )
     options = SupervisorOptions(lambda n: n or None, wanted=nodes)
     assert decide(1e9, found, plan, [], options).verdict == "go on"
-    return min(timeit.repeat(lambda: decide(1e9, found, plan, [], options), number=1, repeat=20))
+    return min(
+        timeit.repeat(
+            lambda: decide(1e9, found, plan, [], options), number=1, repeat=20
+        )
+    )
 
 
 def phase(work: Path) -> float:
     """Seconds of one change of phase, its line in the file included."""
-    local = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else work))
+    local = Path(
+        tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else work)
+    )
     (local / LEASE).write_text("1".rjust(16))
     beat = SupervisedHeartbeat(Supervised(local, local, 1, 0, 1e6, local))
     turn = iter(range(1_000_000))
     try:
         return (
-            min(timeit.repeat(lambda: beat.phase(PHASES[next(turn) % 3]), number=1000, repeat=5))
+            min(
+                timeit.repeat(
+                    lambda: beat.phase(PHASES[next(turn) % 3]), number=1000, repeat=5
+                )
+            )
             / 1000
         )
     finally:

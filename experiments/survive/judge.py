@@ -6,12 +6,20 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from experiments.survive.cluster import EVERY, Cluster, batches_of, load_average, rows_of
+from experiments.survive.cluster import (
+    EVERY,
+    Cluster,
+    batches_of,
+    load_average,
+    rows_of,
+)
 from meshtrain.checkpoint import digests, steps
 
-TOLERANCE = 2e-5  # relative, of losses on another mesh: tests/test_equivalence.py; batches are compared to the bit
+# Relative, of losses on another mesh: tests/test_equivalence.py; batches are compared to the bit
+TOLERANCE = 2e-5
 OVERLAP = (
-    0.5  # seconds by which two generations may seem to overlap: the watcher looks now and then
+    # Seconds by which two generations may seem to overlap: the watcher looks now and then
+    0.5
 )
 HANGS = {
     "frozen": "frozen",
@@ -85,7 +93,8 @@ class Judged:
     load: float = dataclasses.field(default_factory=load_average)
     problems: list[str] = dataclasses.field(default_factory=list)
     since: int = 0  # the step that the generation after it went on from
-    off: float = 0.0  # largest relative difference of a loss, in the run whose last fault this is
+    # Largest relative difference of a loss, in the run whose last fault this is
+    off: float = 0.0
 
 
 def judge_verdict(
@@ -114,13 +123,20 @@ def judge_verdict(
 
 
 def judge_times(
-    cluster: Cluster, found: Judged, generation: int, fault: float, verdict: dict[str, Any]
+    cluster: Cluster,
+    found: Judged,
+    generation: int,
+    fault: float,
+    verdict: dict[str, Any],
 ) -> None:
     """From the fault to the first step of the generation after it."""
     found.verdict = verdict["wall"] - fault
     deaths = [cluster.died.get(pid) for pid in cluster.rank_pids(generation)]
     after = generation + 1
-    started, going = cluster.of("started", generation=after), cluster.of("going", generation=after)
+    started, going = (
+        cluster.of("started", generation=after),
+        cluster.of("going", generation=after),
+    )
     if None in deaths:
         found.problems.append(f"a process of generation {generation} is there still")
     last = max([d for d in deaths if d is not None], default=verdict["wall"])
@@ -147,7 +163,9 @@ def judge_times(
         found.problems.append(f"{found.lost} steps lost")
 
 
-def judge_training(cluster: Cluster, found: list[Judged], reference: dict[str, Any]) -> None:
+def judge_training(
+    cluster: Cluster, found: list[Judged], reference: dict[str, Any]
+) -> None:
     """Of a run that has ended: steps, losses and batches are the undisturbed run's.
 
     What is wrong is put to the fault before it.
@@ -167,17 +185,25 @@ def judge_training(cluster: Cluster, found: list[Judged], reference: dict[str, A
     whole = cluster.values["survive"]["wanted"]
     # The first step on another mesh.
     smaller = [
-        e["start"] for e in cluster.of("going") if len(cluster.members(e["generation"])) < whole
+        e["start"]
+        for e in cluster.of("going")
+        if len(cluster.members(e["generation"])) < whole
     ]
     other = min(smaller, default=len(rows)) + 1
     for row in rows:
         if row["loss"] is None and row is rows[-1] and found[-1].kind == "nan-always":
             break
         right = reference["losses"][row["step"] - 1]
-        off = float("inf") if row["loss"] is None else abs(row["loss"] - right) / abs(right)
+        off = (
+            float("inf")
+            if row["loss"] is None
+            else abs(row["loss"] - right) / abs(right)
+        )
         most = 0.0 if row["step"] < other else TOLERANCE
         if not off <= most:
-            blame(row["step"], f"losses differ from step {row['step']} on, by {off:.1e}")
+            blame(
+                row["step"], f"losses differ from step {row['step']} on, by {off:.1e}"
+            )
             break
         found[-1].off = max(found[-1].off, off)
     for step, by in sorted(batches_of(cluster.run).items()):
@@ -197,7 +223,9 @@ def checkpoint_problem(run: Path) -> str | None:
     if not there:
         return "there is no checkpoint"
     newest = run / "checkpoints" / str(max(there))
-    wrong = steps.commit_problem(newest) or "; ".join(map(str, digests.problems(newest)))
+    wrong = steps.commit_problem(newest) or "; ".join(
+        map(str, digests.problems(newest))
+    )
     return f"checkpoint {newest.name}: {wrong}" if wrong else None
 
 

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from experiments.survive import alone
-from experiments.survive.cluster import EVERY, Cluster, TooLate, say, settings, write_json
+from experiments.survive.cluster import (
+    EVERY,
+    Cluster,
+    TooLate,
+    say,
+    settings,
+    write_json,
+)
 from experiments.survive.judge import (
     Judged,
     judge_times,
@@ -31,7 +38,8 @@ SAME_NODES = (
     "kill", "segv", "abort", "out-of-memory", "error", "kill-save", "kill-two", "frozen", "asleep", "loader", "gil", "d-state",
     "collective", "nan", "bit-flip", "damage", *AT_START,
 )  # fmt: skip
-FIRST_NODE = ("leader-lost", "coordinator-lost")  # that is who leads, and holds the coordinator
+# That is who leads, and holds the coordinator
+FIRST_NODE = ("leader-lost", "coordinator-lost")
 NODES = (*FIRST_NODE, "node-lost", "supervisor-frozen", "store-lost", "node-returns")
 KINDS = (*SAME_NODES, *NODES, *alone.KINDS)
 
@@ -122,10 +130,14 @@ class Campaign:
         cluster.until(lambda: cluster.step() >= start + EVERY + 3, "some steps")
         if found.kind in AT_START:
             name = cluster.inject(f"{found.kind}@0:{found.rank}")
-            cluster.inject(f"kill@{cluster.step()}:{self.draw.randrange(self.processes)}")
+            cluster.inject(
+                f"kill@{cluster.step()}:{self.draw.randrange(self.processes)}"
+            )
             generation += 1
         else:
-            name = cluster.inject(f"{found.kind}@{self.moment(cluster, found.kind)}:{found.rank}")
+            name = cluster.inject(
+                f"{found.kind}@{self.moment(cluster, found.kind)}:{found.rank}"
+            )
         cluster.until_going(generation)
         done = cluster.root / "injected" / name
         if not done.exists():
@@ -185,7 +197,9 @@ class Campaign:
         began = time.monotonic()
         cluster.until_going(after)
         if len(cluster.members(cluster.generation)) == self.processes:
-            say(f"{node} was taken in {time.monotonic() - began:.1f} s after it came back")
+            say(
+                f"{node} was taken in {time.monotonic() - began:.1f} s after it came back"
+            )
         else:
             found.problems.append(f"{node} was not taken in")
 
@@ -203,7 +217,9 @@ class Campaign:
             say(*shown(found))
         alone.clear(cluster)
 
-    def judged(self, cluster: Cluster, found: list[Judged], trains: bool = True) -> "Judging":
+    def judged(
+        self, cluster: Cluster, found: list[Judged], trains: bool = True
+    ) -> "Judging":
         return Judging(self, cluster, found, trains)
 
 
@@ -213,13 +229,20 @@ class Judging:
     def __init__(
         self, campaign: Campaign, cluster: Cluster, found: list[Judged], trains: bool
     ) -> None:
-        self.campaign, self.cluster, self.found, self.trains = campaign, cluster, found, trains
+        self.campaign, self.cluster, self.found, self.trains = (
+            campaign,
+            cluster,
+            found,
+            trains,
+        )
         self.reference = campaign.reference()
 
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> bool:
         late = isinstance(error, TooLate)
         found = self.found or [Judged("no fault", self.campaign.processes, 0)]
         if late:

@@ -32,7 +32,13 @@ ALL_RANKS = (
     "kill", "segv", "abort", "out-of-memory", "error", "kill-save", "kill-two", "frozen", "asleep", "loader", "gil", "d-state",
     "collective", "nan", "damage",
 )  # fmt: skip
-OF_NODES = ("node-lost", "leader-lost", "coordinator-lost", "supervisor-frozen", "node-returns")
+OF_NODES = (
+    "node-lost",
+    "leader-lost",
+    "coordinator-lost",
+    "supervisor-frozen",
+    "node-returns",
+)
 
 
 def soak(work: Path, minutes: float, every: float, processes: int, seed: int) -> int:
@@ -46,8 +52,13 @@ def soak(work: Path, minutes: float, every: float, processes: int, seed: int) ->
     directory = work / f"soak-{processes}"
     shutil.rmtree(directory, ignore_errors=True)
     # Who fails again and again is kept out for a while; with a fault every few minutes it would soon be all of them.
-    values = settings(directory / "run", processes, steps, survive={"least": max(1, processes - 1)})
-    cluster, draw = Cluster(directory, values, work / "compiled").start(), random.Random(seed)
+    values = settings(
+        directory / "run", processes, steps, survive={"least": max(1, processes - 1)}
+    )
+    cluster, draw = (
+        Cluster(directory, values, work / "compiled").start(),
+        random.Random(seed),
+    )
     faults: list[tuple[float, str]] = []
     try:
         cluster.until_going(0)
@@ -61,7 +72,11 @@ def soak(work: Path, minutes: float, every: float, processes: int, seed: int) ->
             kind = draw.choice(ALL_RANKS + OF_NODES)
             members = cluster.members(cluster.generation)
             first = kind in ("leader-lost", "coordinator-lost")
-            rank = 0 if first else draw.randrange(max(1, len(members) - (kind == "kill-two")))
+            rank = (
+                0
+                if first
+                else draw.randrange(max(1, len(members) - (kind == "kill-two")))
+            )
             faults.append((time.time(), cluster.inject(f"{kind}@0:{rank}")))
             say(
                 f"{faults[-1][1]} after step {cluster.step()}, {len(members)} nodes, load {load_average():.1f}"
@@ -124,7 +139,9 @@ def differing(run: Path) -> int:
     for by in batches_of(run).values():
         read_as: dict[int, list[int]] = {}
         for rows in by.values():
-            found += sum(read_as.setdefault(place, row) != row for place, row in rows.items())
+            found += sum(
+                read_as.setdefault(place, row) != row for place, row in rows.items()
+            )
     return found
 
 
@@ -132,9 +149,13 @@ def restarts(cluster: Cluster) -> Iterator[float]:
     """Seconds of each new generation but the first, from what led to it to the first step: to grow costs a restart
     too.
     """
-    done = sorted(path.stat().st_mtime for path in (cluster.root / "injected").iterdir())
+    done = sorted(
+        path.stat().st_mtime for path in (cluster.root / "injected").iterdir()
+    )
     for formed in cluster.of("formed"):
-        going = [e["wall"] for e in cluster.of("going", generation=formed["generation"])]
+        going = [
+            e["wall"] for e in cluster.of("going", generation=formed["generation"])
+        ]
         caused = [
             e["wall"]
             for e in cluster.of("verdict", generation=formed["generation"] - 1)
@@ -198,7 +219,9 @@ def alarms(work: Path, minutes: float, load: int, processes: int) -> int:
         while time.monotonic() < deadline and not cluster.is_over():
             time.sleep(min(60.0, max(0.0, deadline - time.monotonic())))
             loads.append(load_average())
-            say(f"step {cluster.step()}, generation {cluster.generation}, load {loads[-1]:.1f}")
+            say(
+                f"step {cluster.step()}, generation {cluster.generation}, load {loads[-1]:.1f}"
+            )
         alarm = [e for e in cluster.of("verdict", "over") if e["kind"] != "start"]
         slow = cluster.of("straggler")
         codes = cluster.stop()

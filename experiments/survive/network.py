@@ -47,7 +47,9 @@ class Wire:
                 self._make(node)
         except (OSError, subprocess.CalledProcessError) as error:
             self.close()
-            raise NoNetwork(f"a namespace with a tap device cannot be made here: {error}") from None
+            raise NoNetwork(
+                f"a namespace with a tap device cannot be made here: {error}"
+            ) from None
         self._thread = threading.Thread(target=self._carry, daemon=True)
         self._thread.start()
 
@@ -73,10 +75,14 @@ class Wire:
         )
         tap = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
         self._taps.append(tap)
-        fcntl.ioctl(tap, TUNSETIFF, struct.pack("16sH22x", device.encode(), TAP | PLAIN))
+        fcntl.ioctl(
+            tap, TUNSETIFF, struct.pack("16sH22x", device.encode(), TAP | PLAIN)
+        )
         hosts = Path("/etc/netns", name)
         hosts.mkdir(parents=True, exist_ok=True)
-        (hosts / "hosts").write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
+        (hosts / "hosts").write_text(
+            f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n"
+        )
         for words in (
             f"ip netns add {name}",
             f"ip link set {device} netns {name}",
@@ -98,7 +104,9 @@ class Wire:
                     frame = os.read(tap, LONGEST + 100)
                     number += 1
                     if not self.cut and self._draw.random() >= self.loss:
-                        heapq.heappush(waiting, (time.monotonic() + self.delay, number, tap, frame))
+                        heapq.heappush(
+                            waiting, (time.monotonic() + self.delay, number, tap, frame)
+                        )
             while waiting and waiting[0][0] <= time.monotonic():
                 _, _, source, frame = heapq.heappop(waiting)
                 for tap in self._taps:

@@ -32,10 +32,17 @@ def of_kinds(found: list[dict[str, Any]]) -> str:
     )
     rows, wrong = [], []
     for kind in sorted(
-        {one["kind"] for one in found}, key=lambda k: KINDS[k].number if k in KINDS else 0
+        {one["kind"] for one in found},
+        key=lambda k: KINDS[k].number if k in KINDS else 0,
     ):
-        for processes in sorted({one["processes"] for one in found if one["kind"] == kind}):
-            of = [one for one in found if (one["kind"], one["processes"]) == (kind, processes)]
+        for processes in sorted(
+            {one["processes"] for one in found if one["kind"] == kind}
+        ):
+            of = [
+                one
+                for one in found
+                if (one["kind"], one["processes"]) == (kind, processes)
+            ]
             lost = [one["lost"] for one in of if one["lost"] is not None]
             number = f"{KINDS[kind].number} " if kind in KINDS else ""
             rows.append(
@@ -45,7 +52,10 @@ def of_kinds(found: list[dict[str, Any]]) -> str:
                     len(of),
                     sum(one["named"] for one in of),
                     sum(bool(one["problems"]) for one in of),
-                    *(_spread([one[t] for one in of if one[t] is not None]) for t in TIMES),
+                    *(
+                        _spread([one[t] for one in of if one[t] is not None])
+                        for t in TIMES
+                    ),
                     max(lost, default="-"),
                     f"{max(one['off'] for one in of):.0e}",
                     f"{median(one['load'] for one in of):.1f}",
@@ -55,7 +65,9 @@ def of_kinds(found: list[dict[str, Any]]) -> str:
                 if one["problems"]:
                     where = f"{kind}@{one['step']}:{one['rank']} of {processes}"
                     wrong.append(f"{where}: {'; '.join(one['problems'])}")
-    named = {one["kind"] for one in found} - {one["kind"] for one in found if not one["named"]}
+    named = {one["kind"] for one in found} - {
+        one["kind"] for one in found if not one["named"]
+    }
     kinds = len({one["kind"] for one in found})
     summary = f"{len(found)} faults of {kinds} kinds; always named rightly: {len(named)} kinds; wrong: {len(wrong)}"
     return "\n".join([table(head, rows), summary, *wrong])

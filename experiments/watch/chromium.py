@@ -53,11 +53,21 @@ class Chromium:
     """One browser with one tab; use it as a context."""
 
     def __init__(self, program: str) -> None:
-        self.profile = tempfile.TemporaryDirectory(prefix="chromium-", ignore_cleanup_errors=True)
+        self.profile = tempfile.TemporaryDirectory(
+            prefix="chromium-", ignore_cleanup_errors=True
+        )
         to_read, self._to = os.pipe()
         self._from, to_write = os.pipe()
         # It reads commands from descriptor 3 and writes answers to 4.
-        command = [sys.executable, "-c", PLACE, str(to_read), str(to_write), program, *FLAGS]
+        command = [
+            sys.executable,
+            "-c",
+            PLACE,
+            str(to_read),
+            str(to_write),
+            program,
+            *FLAGS,
+        ]
         command += [f"--user-data-dir={self.profile.name}", "about:blank"]
         self._process = subprocess.Popen(
             command, pass_fds=(to_read, to_write), stderr=subprocess.DEVNULL
@@ -67,7 +77,9 @@ class Chromium:
         self._rest, self._number, self.requests = b"", 0, list[str]()
         self._session: str | None = None
         target = self.do("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.do("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.do("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Network", "Runtime"):
             self.do(f"{domain}.enable")
 
@@ -75,7 +87,10 @@ class Chromium:
         return self
 
     def __exit__(
-        self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._process.terminate()
         self._process.wait(PATIENCE)
@@ -84,7 +99,11 @@ class Chromium:
     def do(self, method: str, **parameters: Any) -> dict[str, Any]:
         """One command, answered."""
         self._number += 1
-        message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
+        message: dict[str, Any] = {
+            "id": self._number,
+            "method": method,
+            "params": parameters,
+        }
         if self._session:
             message["sessionId"] = self._session
         os.write(self._to, json.dumps(message).encode() + b"\0")
@@ -115,12 +134,14 @@ class Chromium:
         while self._next().get("method") != "Page.loadEventFired":
             pass
         own = page.resolve().as_uri()
-        self.requests = [url for url in self.requests if url != own and not url.startswith("data:")]
+        self.requests = [
+            url for url in self.requests if url != own and not url.startswith("data:")
+        ]
 
     def evaluate(self, script: str) -> Any:
-        return self.do("Runtime.evaluate", expression=script, returnByValue=True)["result"].get(
-            "value"
-        )
+        return self.do("Runtime.evaluate", expression=script, returnByValue=True)[
+            "result"
+        ].get("value")
 
     def picture(self, target: Path) -> None:
         """The whole page as PNG."""
@@ -129,12 +150,14 @@ class Chromium:
 
     def pdf(self, target: Path) -> int:
         """The page as printed on A4; how many sheets."""
-        printed = self.do("Page.printToPDF", preferCSSPageSize=True, printBackground=False)
+        printed = self.do(
+            "Page.printToPDF", preferCSSPageSize=True, printBackground=False
+        )
         content = base64.b64decode(printed["data"])
         target.write_bytes(content)
-        return content.count(b"/Type /Page\n") + content.count(b"/Type /Page/") or content.count(
-            b"/Type/Page\n"
-        )
+        return content.count(b"/Type /Page\n") + content.count(
+            b"/Type /Page/"
+        ) or content.count(b"/Type/Page\n")
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:

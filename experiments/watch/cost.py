@@ -58,7 +58,12 @@ def watched(
     ]
     config = load(
         "configs/quickstart.yaml",
-        [*given, "telemetry.trackers=[tensorboard]", "telemetry.trace_at=[100]", "train.steps=100"],
+        [
+            *given,
+            "telemetry.trackers=[tensorboard]",
+            "telemetry.trace_at=[100]",
+            "train.steps=100",
+        ],
     )
     mesh, heartbeat = make_mesh(config), Heartbeat()
     return (
@@ -71,7 +76,11 @@ def watched(
 
 def row(step: int) -> dict[str, float]:
     """What the step itself gives, as the loop has it."""
-    learned = {"loss": 2.5 + 1 / (step + 1), "grad_norm": 1.234567, "learning_rate": 3e-4}
+    learned = {
+        "loss": 2.5 + 1 / (step + 1),
+        "grad_norm": 1.234567,
+        "learning_rate": 3e-4,
+    }
     took = {
         "tokens": 2048,
         "tokens_per_second": 6826.6,
@@ -122,13 +131,17 @@ def thread(seconds: float) -> tuple[float, str]:
         hub, *_ = watched(Path(place))
         with hub:
             telemetry = next(
-                one for one in threading.enumerate() if one.name == "meshtrain-telemetry"
+                one
+                for one in threading.enumerate()
+                if one.name == "meshtrain-telemetry"
             )
             clock = time.pthread_getcpuclockid(telemetry.ident or 0)
             time.sleep(3)
             began, spent, step = time.perf_counter(), time.clock_gettime(clock), 0
             while time.perf_counter() - began < seconds:
-                hub.after_metrics(row(step := step + 1) | {"time": time.time()}, due=True)
+                hub.after_metrics(
+                    row(step := step + 1) | {"time": time.time()}, due=True
+                )
                 time.sleep(STEP)
             share = (time.clock_gettime(clock) - spent) / (time.perf_counter() - began)
     return share * 100, f"over {seconds:.0f} s, {step} rows"
@@ -136,7 +149,13 @@ def thread(seconds: float) -> tuple[float, str]:
 
 def scrape(times: int = 50) -> tuple[float, str]:
     """Milliseconds of a request, from its begin to its last byte."""
-    board = Board(0, "host", "runs/x", {"tokens": 1e9, "compiles": 1, "compile_seconds": 2.0}, 10.0)
+    board = Board(
+        0,
+        "host",
+        "runs/x",
+        {"tokens": 1e9, "compiles": 1, "compile_seconds": 2.0},
+        10.0,
+    )
     board(row(1) | {"time": 1.0}, "step")
     reasons = ("power_cap", "hardware", "heat", "hardware_heat", "power_brake")
     devices = [str(k) for k in range(80)]
@@ -145,7 +164,9 @@ def scrape(times: int = 50) -> tuple[float, str]:
         f"device_{name}": {device: 0.123456789 * k for k, device in enumerate(devices)}
         for name in names.split()
     }
-    sample["device_throttled"] = {device: dict.fromkeys(reasons, 0) for device in devices}
+    sample["device_throttled"] = {
+        device: dict.fromkeys(reasons, 0) for device in devices
+    }
     for rank in range(64):
         board(
             {"rank": rank, "cpu_ratio": 0.5, "phase_seconds": {"wait": 1.0}}
@@ -171,7 +192,9 @@ def main() -> int:
     parser.add_argument(
         "what", nargs="*", choices=[*ALLOWED, []], help="all of them without a word"
     )
-    parser.add_argument("--seconds", type=float, default=60.0, help="of the thread's measurement")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="of the thread's measurement"
+    )
     options = parser.parse_args()
     measures: dict[str, Callable[[], tuple[float, str]]] = {
         "loop": loop,

@@ -25,7 +25,8 @@ class Run:
             (m.name for m in METRICS if m.source == "step" and m.kind == "counter"), 0.0
         )
         self.boards = [
-            Board(rank, f"n{rank}", "runs/made-up", self.totals, 30.0) for rank in range(2)
+            Board(rank, f"n{rank}", "runs/made-up", self.totals, 30.0)
+            for rank in range(2)
         ]
         self.endpoints = [Endpoint("127.0.0.1", 0, board) for board in self.boards]
         self.ill, self.still, self.step = False, False, 0
@@ -59,7 +60,9 @@ class Run:
 
     def _step_row(self) -> dict[str, Any]:
         loss = 4.0 if self.ill else math.nan if self.still else 2.0
-        row: dict[str, Any] = {metric.name: 0.1 for metric in METRICS if metric.source == "step"}
+        row: dict[str, Any] = {
+            metric.name: 0.1 for metric in METRICS if metric.source == "step"
+        }
         return row | {
             "step": self.step,
             "loss": loss + self._random.gauss(0, 0.02),
@@ -72,7 +75,12 @@ class Run:
         self.free = max(1e9, self.free - 3e10 * seconds) if self.ill else 5e11
         for rank in (1, 0):
             waiting = 0.3 if self.ill and rank else 0.9
-            phases = {"data": 0.95 - waiting, "dispatch": 0.03, "log": 0.02, "wait": waiting}
+            phases = {
+                "data": 0.95 - waiting,
+                "dispatch": 0.03,
+                "log": 0.02,
+                "wait": waiting,
+            }
             full = 0.99 if self.ill else 0.5
             row: dict[str, Any] = {"rank": rank, "host": f"n{rank}"}
             for metric in METRICS:
@@ -85,7 +93,9 @@ class Run:
                 "disk_free_bytes": self.free,
             }
             row |= {
-                "phase_seconds": {phase: share * seconds for phase, share in phases.items()},
+                "phase_seconds": {
+                    phase: share * seconds for phase, share in phases.items()
+                },
                 "disk_used_ratio": 0.7,
             }
             for board in self.boards[: 1 + rank]:

@@ -49,8 +49,12 @@ def write_run(directory: Path, steps: int, seed: int = 0, slower: float = 1.0) -
         row = {
             "step": step,
             "time": now,
-            "loss": 2.0 + 3.6 * math.exp(-step / (steps / 12)) + 0.08 * dice.gauss(0, 1),
-            "grad_norm": 0.4 + 2 * math.exp(-step / (steps / 20)) + abs(dice.gauss(0, 0.1)),
+            "loss": 2.0
+            + 3.6 * math.exp(-step / (steps / 12))
+            + 0.08 * dice.gauss(0, 1),
+            "grad_norm": 0.4
+            + 2 * math.exp(-step / (steps / 20))
+            + abs(dice.gauss(0, 0.1)),
             "learning_rate": 3e-3
             * min(step / 100, 1)
             * 0.5
@@ -109,13 +113,22 @@ def write_run(directory: Path, steps: int, seed: int = 0, slower: float = 1.0) -
     (directory / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     for rank, found in samples.items():
         (directory / "resources" / f"{rank}.jsonl").write_text("\n".join(found) + "\n")
-    (directory / "alerts.jsonl").write_text("".join(json.dumps(alert) + "\n" for alert in alerts))
+    (directory / "alerts.jsonl").write_text(
+        "".join(json.dumps(alert) + "\n" for alert in alerts)
+    )
     return directory
 
 
 def make(runs: list[Path], page: Path) -> bench.Spent:
     """Makes a page of runs, and returns what the command takes from its start to its end."""
-    command = [sys.executable, "-m", "meshtrain.report", *map(str, runs), "--html", str(page)]
+    command = [
+        sys.executable,
+        "-m",
+        "meshtrain.report",
+        *map(str, runs),
+        "--html",
+        str(page),
+    ]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     return bench.spent(
         lambda: subprocess.run(command, check=True, **quiet), resource.RUSAGE_CHILDREN
@@ -166,7 +179,9 @@ def main() -> int:
                 f"{stem}: {size:,} bytes, made in {took.wall:.2f} s, {took.processor:.2f} s of a processor"
             )
             if size > MOST_BYTES:
-                wrong.append(f"{page.name} has {size:,} bytes, more than {MOST_BYTES:,}")
+                wrong.append(
+                    f"{page.name} has {size:,} bytes, more than {MOST_BYTES:,}"
+                )
             # On a machine that is shared the clock tells of the others.
             if stem == "one" and took.processor > MOST_SECONDS:
                 wrong.append(
@@ -178,7 +193,11 @@ def main() -> int:
             wrong += look(path, pictures)
     print(
         "\n".join(wrong)
-        or ("all as it should be" if chromium.found() else "there is no Chromium to look with")
+        or (
+            "all as it should be"
+            if chromium.found()
+            else "there is no Chromium to look with"
+        )
     )
     return 1 if wrong else 0
 

@@ -30,14 +30,21 @@ def main() -> None:
         found = measure(mesh)
         seconds.append(time.monotonic() - start)
         for c in found.collectives:
-            errors.setdefault(f"{c.kind} over {c.axis}", []).extend(map(abs, c.left_out))
+            errors.setdefault(f"{c.kind} over {c.axis}", []).extend(
+                map(abs, c.left_out)
+            )
         called.update(one.what for one in judge.findings(found))
     title = f"{runs} whole probes, {np.median(seconds):.0f} s each; called slow: {dict(called) or 'nothing'}"
-    table = Table("left out                        ", "median", "within 30%", "worst", title=title)
+    table = Table(
+        "left out                        ", "median", "within 30%", "worst", title=title
+    )
     errors["all"] = [error for found in errors.values() for error in found]
     for name, off in errors.items():
         table.row(
-            name, f"{np.median(off):.0%}", f"{np.mean(np.array(off) <= 0.3):.0%}", f"{max(off):.0%}"
+            name,
+            f"{np.median(off):.0%}",
+            f"{np.mean(np.array(off) <= 0.3):.0%}",
+            f"{max(off):.0%}",
         )
 
 

@@ -72,7 +72,9 @@ class Inbox:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 for alert in body["alerts"]:
-                    inbox.heard.setdefault((alert["labels"]["rule"], alert["status"]), time.time())
+                    inbox.heard.setdefault(
+                        (alert["labels"]["rule"], alert["status"]), time.time()
+                    )
                 self.send_response(200)
                 self.end_headers()
 
@@ -121,10 +123,14 @@ def measure(work: Path) -> list[Check]:
         for openmetrics in (False, True):
             checks.append(_page(run.endpoints[0].url, openmetrics))
         up = [result["value"][1] for result in prometheus.query("up")]
-        checks.append(Check("both endpoints scraped", up == ["1", "1"], f"up {', '.join(up)}"))
+        checks.append(
+            Check("both endpoints scraped", up == ["1", "1"], f"up {', '.join(up)}")
+        )
         checks.append(_dashboard(prometheus))
         truth = (run.totals["tokens"] - tokens[0]) / (time.time() - tokens[1])
-        rate = float(prometheus.query(f"rate({BY_NAME['tokens'].sample}[20s])")[0]["value"][1])
+        rate = float(
+            prometheus.query(f"rate({BY_NAME['tokens'].sample}[20s])")[0]["value"][1]
+        )
         error = abs(rate / truth - 1)
         checks.append(
             Check(
@@ -145,7 +151,9 @@ def measure(work: Path) -> list[Check]:
             checks += _episode(run, inbox, name, seconds, expected)
             time.sleep(WELL if name == "ill" else 0.0)
         other = sorted({rule for rule, _ in inbox.heard} - {*ILLS, *STILLS})
-        checks.append(Check("nothing else fired", not other, ", ".join(other) or "nothing"))
+        checks.append(
+            Check("nothing else fired", not other, ", ".join(other) or "nothing")
+        )
     return checks
 
 
@@ -160,10 +168,15 @@ def _episode(
     setattr(run, name, False)
     bench.until(lambda: inbox.has(expected, "resolved"), seconds + 2 * LATE)
     for rule in expected:
-        fired, over = inbox.heard.get((rule, "firing")), inbox.heard.get((rule, "resolved"))
+        fired, over = (
+            inbox.heard.get((rule, "firing")),
+            inbox.heard.get((rule, "resolved")),
+        )
         good = fired is not None and over is not None and begin <= fired and end <= over
         parts = [f"arrived after {fired - begin:.1f} s" if fired else "never arrived"]
-        parts.append(f"over {over - end:.1f} s after its cause" if over else "never over")
+        parts.append(
+            f"over {over - end:.1f} s after its cause" if over else "never over"
+        )
         yield Check(f"{rule}: Alertmanager to webhook", good, ", ".join(parts))
 
 
@@ -171,7 +184,11 @@ def _dashboard(prometheus: Prometheus) -> Check:
     empty = []
     asked = dashboard.queries()
     for title, query in asked:
-        for variable, value in (("$__rate_interval", "5s"), ("$run", ".*"), ("$rank", ".*")):
+        for variable, value in (
+            ("$__rate_interval", "5s"),
+            ("$run", ".*"),
+            ("$rank", ".*"),
+        ):
             query = query.replace(variable, value)
         if not prometheus.query(query):
             empty.append(title)
@@ -187,15 +204,21 @@ def _page(url: str, openmetrics: bool) -> Check:
     on.
     """
     accept = "application/openmetrics-text" if openmetrics else PLAIN
-    with urllib.request.urlopen(urllib.request.Request(url, headers={"Accept": accept})) as answer:
+    with urllib.request.urlopen(
+        urllib.request.Request(url, headers={"Accept": accept})
+    ) as answer:
         text = answer.read().decode()
     if openmetrics:
-        return Check("OpenMetrics", text.endswith("# EOF\n"), f"{text.count(chr(10)):,} lines")
+        return Check(
+            "OpenMetrics", text.endswith("# EOF\n"), f"{text.count(chr(10)):,} lines"
+        )
     return _promtool("promtool check metrics", ["check", "metrics"], text)
 
 
 def _promtool(what: str, words: list[str], text: str = "") -> Check:
-    found = subprocess.run(["promtool", *words], input=text, capture_output=True, text=True)
+    found = subprocess.run(
+        ["promtool", *words], input=text, capture_output=True, text=True
+    )
     said = " ".join((found.stderr + found.stdout).split())
     return Check(what, found.returncode == 0, said[-200:] or "clean")
 
@@ -214,9 +237,13 @@ def _servers(
             },
             "rule_files": [str(rules)],
             "alerting": {
-                "alertmanagers": [{"static_configs": [{"targets": [f"127.0.0.1:{alertmanager}"]}]}]
+                "alertmanagers": [
+                    {"static_configs": [{"targets": [f"127.0.0.1:{alertmanager}"]}]}
+                ]
             },
-            "scrape_configs": [{"job_name": "meshtrain", "static_configs": [{"targets": targets}]}],
+            "scrape_configs": [
+                {"job_name": "meshtrain", "static_configs": [{"targets": targets}]}
+            ],
         },
         "prometheus-alertmanager": {
             "route": {
@@ -228,7 +255,9 @@ def _servers(
             "receivers": [
                 {
                     "name": "us",
-                    "webhook_configs": [{"url": f"http://127.0.0.1:{inbox.server.server_port}/"}],
+                    "webhook_configs": [
+                        {"url": f"http://127.0.0.1:{inbox.server.server_port}/"}
+                    ],
                 }
             ],
         },
@@ -249,7 +278,12 @@ def _servers(
             path = work / f"{program}.yml"
             path.write_text(yaml.safe_dump(config))
             log = started.enter_context((work / f"{program}.log").open("w"))
-            words = [program, f"--config.file={path}", "--log.level=warn", *flags[program]]
+            words = [
+                program,
+                f"--config.file={path}",
+                "--log.level=warn",
+                *flags[program],
+            ]
             process = subprocess.Popen(words, stdout=log, stderr=log)
             started.callback(process.wait)
             started.callback(process.terminate)
@@ -284,7 +318,9 @@ def main() -> int:
                 ]
             )
         )
-        print(f"{sum(c.good for c in checks)} of {len(checks)} in {time.monotonic() - began:.0f} s")
+        print(
+            f"{sum(c.good for c in checks)} of {len(checks)} in {time.monotonic() - began:.0f} s"
+        )
     return 0 if all(check.good for check in checks) else 1
 
 

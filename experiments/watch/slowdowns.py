@@ -84,13 +84,28 @@ HEALTHY: tuple[tuple[str, ...], ...] = (
     ("model.family=gpt2", "model.kv_heads=8", "parallel.microbatches=2"),
 )
 
-SHORT = ("model.layers=1", "model.d_model=32", "model.d_ff=64", "train.steps=8", *mesh(1, 1, 1))
+SHORT = (
+    "model.layers=1",
+    "model.d_model=32",
+    "model.d_ff=64",
+    "train.steps=8",
+    *mesh(1, 1, 1),
+)
 UNWATCHED = ("telemetry.trace_at=[]", "checkpoint.every=0")
 GROUPED = ("data.batching=grouped", "data.lengths=32", "data.length_multiple=4")
 ODD_LENGTHS = (*GROUPED, *SHORT, *UNWATCHED)
-ONE_F_ONE_B = ("parallel.schedule=1f1b", "parallel.virtual_stages=1", "parallel.microbatches=2")
+ONE_F_ONE_B = (
+    "parallel.schedule=1f1b",
+    "parallel.virtual_stages=1",
+    "parallel.microbatches=2",
+)
 BUBBLE = (*mesh(1, 1, 2), *ONE_F_ONE_B)
-TENSOR = ("model.kv_heads=8", "train.steps=24", "telemetry.trace_at=[16]", *mesh(1, 8, 1))
+TENSOR = (
+    "model.kv_heads=8",
+    "train.steps=24",
+    "telemetry.trace_at=[16]",
+    *mesh(1, 8, 1),
+)
 DISK = ("checkpoint.every=5", "train.steps=24", "telemetry.trace_at=[17]")
 RANK = ("model.layers=1", "train.steps=14", "telemetry.trace_at=[]")
 TAKEN = f"{0.96 * BALLAST_LIMIT:.2f} of the {BALLAST_LIMIT:.0f} GiB that it may use are taken"
@@ -177,7 +192,8 @@ def _slow_disk(rank: int) -> None:
     def late(response, directory, final):  # type: ignore[no-untyped-def]
         failure = whole(response, directory, final)
         time.sleep(
-            sum(p.stat().st_size for p in Path(directory).rglob("*") if p.is_file()) / WRITING
+            sum(p.stat().st_size for p in Path(directory).rglob("*") if p.is_file())
+            / WRITING
         )
         return failure
 
@@ -222,8 +238,14 @@ _SLOWED: dict[str, Callable[[int], None]] = {
 # --- the campaign
 
 
-def environment(kind: Kind, number: int, cache: Path, rank: int, port: int) -> dict[str, str]:
-    said = [s for s in (*BASE, *_settings(kind, number)) if s.startswith("run.fake_devices=")]
+def environment(
+    kind: Kind, number: int, cache: Path, rank: int, port: int
+) -> dict[str, str]:
+    said = [
+        s
+        for s in (*BASE, *_settings(kind, number))
+        if s.startswith("run.fake_devices=")
+    ]
     devices = int(said[-1].partition("=")[2])
     flags = f"--xla_force_host_platform_device_count={devices // kind.processes} --xla_cpu_multi_thread_eigen=false"
     found = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
@@ -233,7 +255,10 @@ def environment(kind: Kind, number: int, cache: Path, rank: int, port: int) -> d
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }
     if kind.processes > 1:
-        found |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_PROCESS_ID": str(rank)}
+        found |= {
+            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+            "JAX_PROCESS_ID": str(rank),
+        }
         found |= {"JAX_NUM_PROCESSES": str(kind.processes)}
     return found
 
@@ -242,7 +267,13 @@ def train_one(kind: Kind, number: int, directory: Path, cache: Path) -> None:
     """One run, with all its processes; RuntimeError if it fails."""
     port = free_port("127.0.0.1")
     directory.mkdir(parents=True)
-    command = [sys.executable, "-m", "experiments.watch.slowdowns", "--child", kind.name]
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.watch.slowdowns",
+        "--child",
+        kind.name,
+    ]
     command += [str(directory / "run"), str(number)]
     with contextlib.ExitStack() as stack:
         if kind.name == "hog":
@@ -255,7 +286,9 @@ def train_one(kind: Kind, number: int, directory: Path, cache: Path) -> None:
                 subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT)
             )
         try:
-            if not bench.until(lambda: all(one.poll() is not None for one in processes), SECONDS):
+            if not bench.until(
+                lambda: all(one.poll() is not None for one in processes), SECONDS
+            ):
                 raise RuntimeError(f"took more than {SECONDS} s")
         finally:
             for process in processes:
@@ -272,7 +305,9 @@ def judged(directory: Path) -> dict:
     from meshtrain.report.diagnosis.tracing import attributed, newest_trace
 
     trace = newest_trace(directory)
-    return diagnose(read(directory, None if trace is None else attributed(trace))).as_json()
+    return diagnose(
+        read(directory, None if trace is None else attributed(trace))
+    ).as_json()
 
 
 @dataclass(frozen=True)
@@ -312,12 +347,17 @@ def once(kind: Kind, work: Path, number: int) -> Outcome:
 
 def table(outcomes: list[Outcome]) -> None:
     made = Table(
-        "done                                           ", "to be found", "found first", "right"
+        "done                                           ",
+        "to be found",
+        "found first",
+        "right",
     )
     for name in dict.fromkeys(o.kind.name for o in outcomes):
         of = [o for o in outcomes if o.kind.name == name]
         right = f"{sum(o.right for o in of)} of {len(of)}"
-        made.row(of[0].kind.does, of[0].kind.finds, ", ".join(o.first for o in of), right)
+        made.row(
+            of[0].kind.does, of[0].kind.finds, ", ".join(o.first for o in of), right
+        )
     print(f"right: {sum(o.right for o in outcomes)} of {len(outcomes)}", flush=True)
 
 
@@ -326,10 +366,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument(
-        "--healthy", type=int, default=0, metavar="N", help="N healthy runs, and nothing else"
+        "--healthy",
+        type=int,
+        default=0,
+        metavar="N",
+        help="N healthy runs, and nothing else",
     )
     parser.add_argument(
-        "--work", type=Path, help="directory of the runs, kept; default: a temporary one, removed"
+        "--work",
+        type=Path,
+        help="directory of the runs, kept; default: a temporary one, removed",
     )
     parser.add_argument(
         "--child", nargs=3, metavar=("KIND", "DIR", "NUMBER"), help=argparse.SUPPRESS

@@ -29,7 +29,8 @@ WANTED = 0.98
 
 def main() -> int:
     parser = Parser(
-        prog="python -m experiments.watch.trace", description="Where a step's time goes."
+        prog="python -m experiments.watch.trace",
+        description="Where a step's time goes.",
     )
     parser.add_config()
     options = parser.parse_args()
@@ -46,24 +47,29 @@ def main() -> int:
     finally:
         shutil.rmtree(work)
     print(table(found))
-    print(f"attributed {found.attributed:.2%} of {found.wall_seconds:.3f} s a step", end="; ")
+    print(
+        f"attributed {found.attributed:.2%} of {found.wall_seconds:.3f} s a step",
+        end="; ",
+    )
     print(f"{found.unjoined} of {found.events:,} events unjoined")
     print(
         f"read in {read:.2f} s and attributed in {seconds - read:.2f} s, from {size / 1e6:.1f} MB"
     )
     if found.untraced_seconds:
         ratio = found.wall_seconds / found.untraced_seconds
-        print(f"traced over untraced: {ratio:.2f} ({found.untraced_seconds:.3f} s a step untraced)")
+        print(
+            f"traced over untraced: {ratio:.2f} ({found.untraced_seconds:.3f} s a step untraced)"
+        )
     program = counted(trace, config)
     for key in sorted({*found.collectives, *program}):
-        ran = (
-            f"{found.collectives[key]:g} a step and device, {program.get(key, 0):g} in the program"
-        )
+        ran = f"{found.collectives[key]:g} a step and device, {program.get(key, 0):g} in the program"
         print(f"  {' over '.join(key)}: {ran}")
     same = found.collectives == {key: round(times, 6) for key, times in program.items()}
     for sentence in found.cannot_tell:
         print(sentence)
-    return DONE if found.attributed >= WANTED and not found.unjoined and same else FAILED
+    return (
+        DONE if found.attributed >= WANTED and not found.unjoined and same else FAILED
+    )
 
 
 def counted(trace: Trace, config: Config) -> dict[tuple[str, str], float]:

@@ -48,7 +48,8 @@ def parser() -> Parser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     parsers = {
-        name: commands.add_parser(name, help=text, description=text) for name, text in HELP.items()
+        name: commands.add_parser(name, help=text, description=text)
+        for name, text in HELP.items()
     }
     for name in ("inspect", "import"):
         parsers[name].add_argument(
@@ -57,7 +58,9 @@ def parser() -> Parser:
     out = "the run directory that is made; it must not be there yet"
     adapter = "LoRA's adapters of PEFT, kept beside the weights"
     parsers["import"].add_argument("out", type=Path, metavar="OUT", help=out)
-    parsers["import"].add_argument("--adapter", type=Path, metavar="PEFT_DIR", help=adapter)
+    parsers["import"].add_argument(
+        "--adapter", type=Path, metavar="PEFT_DIR", help=adapter
+    )
     parsers["import"].add_config(required=False)
     run = "a run directory, one step, or a Hugging Face directory"
     for name in ("export", "merge"):
@@ -69,19 +72,23 @@ def parser() -> Parser:
             help="the directory to write, which must not exist yet",
         )
     parsers["export"].add_argument(
-        "--adapter", action="store_true", help="writes only the LoRA adapters, in PEFT's format"
+        "--adapter",
+        action="store_true",
+        help="writes only the LoRA adapters, in PEFT's format",
     )
     adapter = "PEFT adapters to add to plain weights"
-    parsers["merge"].add_argument("--adapter", type=Path, metavar="PEFT_DIR", help=adapter)
-    dtype = (
-        "dtype of the weights (default: each as it was read; of a trained run, its compute dtype)"
+    parsers["merge"].add_argument(
+        "--adapter", type=Path, metavar="PEFT_DIR", help=adapter
     )
+    dtype = "dtype of the weights (default: each as it was read; of a trained run, its compute dtype)"
     tokenizer = "where the tokenizer's files are, if not where the weights came from"
     for name in ("export", "merge"):
         newest = "of a run: a number, best (by eval loss) or newest"
         parsers[name].add_argument("--step", type=step, default="newest", help=newest)
         parsers[name].add_argument("--dtype", choices=(*DTYPES, "float8"), help=dtype)
-        parsers[name].add_argument("--tokenizer", type=Path, metavar="DIR", help=tokenizer)
+        parsers[name].add_argument(
+            "--tokenizer", type=Path, metavar="DIR", help=tokenizer
+        )
         parsers[name].add_trust()
     _add_push(parsers["push"])
     parsers["config"].add_argument(
@@ -89,14 +96,23 @@ def parser() -> Parser:
     )
     devices = "devices it is for, which theirs do not say (default: 1)"
     steps = "steps of the run, where a warm-up is given as a share of them"
-    parsers["config"].add_argument("--devices", type=whole_number, metavar="N", help=devices)
-    parsers["config"].add_argument("--steps", type=whole_number, metavar="N", help=steps)
+    parsers["config"].add_argument(
+        "--devices", type=whole_number, metavar="N", help=devices
+    )
+    parsers["config"].add_argument(
+        "--steps", type=whole_number, metavar="N", help=steps
+    )
     return parser
 
 
 def _add_push(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("directory", type=Path, metavar="HF_DIR", help="what export or merge has written")
+    add(
+        "directory",
+        type=Path,
+        metavar="HF_DIR",
+        help="what export or merge has written",
+    )
     add("name", metavar="ORG/NAME", help="the repository, which is made")
     add("--private", action="store_true", help="makes it a private one")
 

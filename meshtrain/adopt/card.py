@@ -18,9 +18,13 @@ from meshtrain.run.versions import versions
 CARD = "README.md"
 
 
-def write_card(directory: Path, weights: ExportSource, dtype: str, adapter: bool = False) -> None:
+def write_card(
+    directory: Path, weights: ExportSource, dtype: str, adapter: bool = False
+) -> None:
     """Writes the card of weights that were exported in `dtype`; `adapter`: those of LoRA alone."""
-    (directory / CARD).write_text(card(directory.absolute().name, weights, dtype, adapter))
+    (directory / CARD).write_text(
+        card(directory.absolute().name, weights, dtype, adapter)
+    )
 
 
 def card(name: str, weights: ExportSource, dtype: str, adapter: bool = False) -> str:
@@ -31,7 +35,11 @@ def card(name: str, weights: ExportSource, dtype: str, adapter: bool = False) ->
     fields = {
         "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": "image-classification" if images else "text-generation",
-        "tags": ["meshtrain", config.model.family, *(["lora"] if config.lora.rank else [])],
+        "tags": [
+            "meshtrain",
+            config.model.family,
+            *(["lora"] if config.lora.rank else []),
+        ],
         **({"base_model": base} if base else {}),
     }
     size = (
@@ -39,7 +47,11 @@ def card(name: str, weights: ExportSource, dtype: str, adapter: bool = False) ->
         if adapter
         else parameters(config.model)
     )
-    what = f"LoRA adapters of rank {config.lora.rank}" if adapter else f"A {config.model.family}"
+    what = (
+        f"LoRA adapters of rank {config.lora.rank}"
+        if adapter
+        else f"A {config.model.family}"
+    )
     parts = [
         f"---\n{yaml.safe_dump(fields, sort_keys=False)}---",
         f"# {name}",
@@ -64,7 +76,9 @@ def _base(weights: ExportSource) -> str | None:
 
 
 def _table(rows: list[tuple[str, str]]) -> str:
-    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)])
+    return "\n".join(
+        ["| | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)]
+    )
 
 
 def _model_rows(config: Config) -> list[tuple[str, str]]:
@@ -76,7 +90,9 @@ def _model_rows(config: Config) -> list[tuple[str, str]]:
         ("vocabulary", f"{model.vocab_size:,}"),
     ]
     if model.moe.experts:
-        rows.append(("experts", f"{model.moe.experts}, {model.moe.top_k} for each token"))
+        rows.append(
+            ("experts", f"{model.moe.experts}, {model.moe.top_k} for each token")
+        )
     return rows
 
 
@@ -88,8 +104,14 @@ def _training_rows(weights: ExportSource) -> Iterator[tuple[str, str]]:
     train = config.train
     optimizer = config.optimizer
     yield "objective", train.objective
-    yield "data", ", ".join(_last(name) for name in config.data.mixture or [config.data.source])
-    yield "steps", f"{weights.step:,} of {train.global_batch_size} x {train.sequence_length} tokens"
+    yield (
+        "data",
+        ", ".join(_last(name) for name in config.data.mixture or [config.data.source]),
+    )
+    yield (
+        "steps",
+        f"{weights.step:,} of {train.global_batch_size} x {train.sequence_length} tokens",
+    )
     yield (
         "optimizer",
         f"{optimizer.name}, learning rate {optimizer.learning_rate:g}, {optimizer.schedule}",
@@ -97,7 +119,9 @@ def _training_rows(weights: ExportSource) -> Iterator[tuple[str, str]]:
     yield "computed in", config.precision.compute
     yield "mesh", str(config.mesh)
     yield from (
-        (name, f"{value:.4f}") for name, value in weights.losses.items() if value is not None
+        (name, f"{value:.4f}")
+        for name, value in weights.losses.items()
+        if value is not None
     )
 
 

@@ -9,7 +9,13 @@ from meshtrain import hub
 from meshtrain.adopt import extra_files
 from meshtrain.adopt.card import write_card
 from meshtrain.adopt.configs import convert
-from meshtrain.adopt.exporting import ExportSource, export, export_adapter, merged, open_weights
+from meshtrain.adopt.exporting import (
+    ExportSource,
+    export,
+    export_adapter,
+    merged,
+    open_weights,
+)
 from meshtrain.adopt.importing import import_weights
 from meshtrain.cli import DONE
 from meshtrain.config.model import positions_of
@@ -35,7 +41,9 @@ def run_inspect(options: argparse.Namespace) -> int:
         for layer in layers(mapping.weight):
             for name in mapping.tensors(layer):
                 counts[files.dtype(name)] += mapping.numbers
-    dtypes = ", ".join(f"{count:,} in {dtype}" for dtype, count in sorted(counts.items()))
+    dtypes = ", ".join(
+        f"{count:,} in {dtype}" for dtype, count in sorted(counts.items())
+    )
     print(
         f"# {short(directory)}: {parameters(config.model):,} parameters ({dtypes}), {len(files.names)} tensors"
     )
@@ -49,7 +57,9 @@ def run_import(options: argparse.Namespace) -> int:
     adapter = options.adapter and hub.directory(options.adapter)
     program = import_weights(config, directory, options.out, adapter)
     out = short(options.out)
-    print(f"{out}: {program.layout.parameters:,} parameters, for checkpoint.resume: {out}")
+    print(
+        f"{out}: {program.layout.parameters:,} parameters, for checkpoint.resume: {out}"
+    )
     return DONE
 
 
@@ -58,7 +68,9 @@ def run_export(options: argparse.Namespace) -> int:
     extra_files.refuse_existing(options.directory)
     merge = options.command == "merge"
     run = short(options.run)
-    weights = open_weights(options.run, options.step, options.adapter if merge else None)
+    weights = open_weights(
+        options.run, options.step, options.adapter if merge else None
+    )
     config = weights.config
     of_step = "" if weights.step is None else f", of step {weights.step}"
     if merge and not config.lora.rank:
@@ -78,7 +90,9 @@ def run_export(options: argparse.Namespace) -> int:
         raise ConfigError(f"{run} has no adapters.")
     dtype = options.dtype or "float32"
     if dtype == "float8":
-        raise ConfigError("--dtype float8 is for whole models; adapters are written in float32.")
+        raise ConfigError(
+            "--dtype float8 is for whole models; adapters are written in float32."
+        )
     base = config.model.weights or weights.hf_config.get("_name_or_path")
     export_adapter(config, weights.source, options.directory, dtype, base)
     write_card(options.directory, weights, dtype, adapter=True)
@@ -93,7 +107,9 @@ def _export(
     options: argparse.Namespace, weights: ExportSource, source: Source, of_step: str
 ) -> int:
     # merged weights are other ones
-    untouched = weights.dtypes if options.dtype is None and source is weights.source else {}
+    untouched = (
+        weights.dtypes if options.dtype is None and source is weights.source else {}
+    )
     directory = short(options.directory)
     dtype = options.dtype or weights.dtype
     tokenizer = weights.tokenizer
@@ -105,7 +121,13 @@ def _export(
                 f"--tokenizer {short(options.tokenizer)} is not a directory with a {vocabularies}."
             )
     export(
-        weights.config, source, options.directory, dtype, tokenizer, weights.hf_config, untouched
+        weights.config,
+        source,
+        options.directory,
+        dtype,
+        tokenizer,
+        weights.hf_config,
+        untouched,
     )
     model = weights.config.model
     dtypes = " and ".join(sorted(set(untouched.values()))) or dtype

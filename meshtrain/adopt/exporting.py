@@ -78,7 +78,8 @@ class ExportSource:
     config: Config
     source: Source
     dtype: str  # that they are written in unless another is asked for
-    dtypes: Mapping[str, str]  # of their tensors by name, where they have not been trained since
+    # Of their tensors by name, where they have not been trained since
+    dtypes: Mapping[str, str]
     hf_config: dict[str, Any]  # the config.json they came from
     tokenizer: dict[str, Path]
     step: int | None  # None: of no run
@@ -87,7 +88,9 @@ class ExportSource:
     )  # loss, eval loss; of no run none
 
 
-def open_weights(path: Path, step: Step = "newest", adapter: Path | None = None) -> ExportSource:
+def open_weights(
+    path: Path, step: Step = "newest", adapter: Path | None = None
+) -> ExportSource:
     """Returns the weights that a path names, with the adapters of a directory of PEFT's; ConfigError if it names none,
     or they have their own.
     """
@@ -104,7 +107,9 @@ def open_weights(path: Path, step: Step = "newest", adapter: Path | None = None)
     def source(weight: Weight, layer: int | None) -> np.ndarray:
         return (adapters.read if weight.adapter else weights.source)(weight, layer)
 
-    return replace(weights, config=peft.with_adapters(weights.config, adapters), source=source)
+    return replace(
+        weights, config=peft.with_adapters(weights.config, adapters), source=source
+    )
 
 
 def _open_directory(path: Path) -> ExportSource:
@@ -112,7 +117,9 @@ def _open_directory(path: Path) -> ExportSource:
     config = config_of(path)
     loading.check(config.model, files)
     loading.check_finite(files)
-    dtypes = {name: DTYPE_NAMES.get(files.dtype(name), "float32") for name in files.names}
+    dtypes = {
+        name: DTYPE_NAMES.get(files.dtype(name), "float32") for name in files.names
+    }
     sizes = Counter[str]()
     for name, dtype in dtypes.items():
         sizes[dtype] += math.prod(files.shape(name))
@@ -132,17 +139,26 @@ def _open_run(path: Path, step: Step) -> ExportSource:
     tokenizer = extra_files.find_tokenizer(path, config)
     # what is trained is float32, whatever it began with
     dtypes = _imported_dtypes(path) if model.step == 0 else {}
-    dtype = Counter(dtypes.values()).most_common(1)[0][0] if dtypes else config.precision.compute
+    dtype = (
+        Counter(dtypes.values()).most_common(1)[0][0]
+        if dtypes
+        else config.precision.compute
+    )
     saved = StepManifest.read(model.directory)
     losses = {"loss": saved.loss, "eval loss": saved.eval_loss}
-    return ExportSource(config, source, dtype, dtypes, hf_config, tokenizer, model.step, losses)
+    return ExportSource(
+        config, source, dtype, dtypes, hf_config, tokenizer, model.step, losses
+    )
 
 
 def _imported_dtypes(path: Path) -> dict[str, str]:
     """Returns the dtypes that an import's tensors had; {} of any other run."""
     note = extra_files.run_of(path) / extra_files.HF_CONFIG
     dtypes = read_json(note).get(extra_files.DTYPES) if note.is_file() else None
-    return {name: DTYPE_NAMES.get(dtype, "float32") for name, dtype in (dtypes or {}).items()}
+    return {
+        name: DTYPE_NAMES.get(dtype, "float32")
+        for name, dtype in (dtypes or {}).items()
+    }
 
 
 def merged(weights: ExportSource) -> Source:
@@ -167,7 +183,9 @@ def merged(weights: ExportSource) -> Source:
 
 def live_source(layout: Layout, params: Tree) -> Source:
     """Returns a function that gathers one layer of the live weights of a layout."""
-    by_name = dict(zip((p.name for p in layout.flat), jax.tree.leaves(params), strict=True))
+    by_name = dict(
+        zip((p.name for p in layout.flat), jax.tree.leaves(params), strict=True)
+    )
 
     def read(weight: Weight, layer: int | None) -> np.ndarray:
         stacked = by_name[weight.name]
@@ -224,13 +242,17 @@ def export(
 
         _write_tensors(config.model, source, aside, dtype_of, part)
         if aside is not None:
-            (aside / CONFIG).write_text(extra_files.merged_config(fields, hf_config or {}))
+            (aside / CONFIG).write_text(
+                extra_files.merged_config(fields, hf_config or {})
+            )
             extra_files.copy_tokenizer(tokenizer or {}, aside)
             if positions_of(config.model):
                 (aside / PREPROCESSOR).write_text(preprocessor_json(config))
 
 
-def export_adapter(config: Config, source: Source, to: Path, dtype: str, base: str | None) -> None:
+def export_adapter(
+    config: Config, source: Source, to: Path, dtype: str, base: str | None
+) -> None:
     """Writes the adapters as PEFT does; `base`: where the model that they adapt is.
 
     ConfigError if `to` is there already.
@@ -288,7 +310,11 @@ def _write_tensors(
     index: dict[str, str] = {}
     total = 0
     for number, names in enumerate(parts, 1):
-        file = SINGLE if len(parts) == 1 else f"model-{number:05}-of-{len(parts):05}.safetensors"
+        file = (
+            SINGLE
+            if len(parts) == 1
+            else f"model-{number:05}-of-{len(parts):05}.safetensors"
+        )
         tensors: dict[str, np.ndarray] = {}
         for name, (layer, weights) in names.items():
             arrays = [
@@ -302,12 +328,19 @@ def _write_tensors(
         if to is not None:
             save_file(tensors, str(to / file), metadata={"format": "pt"})
     if to is not None and len(parts) > 1:
-        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(index.items()))}
+        content = {
+            "metadata": {"total_size": total},
+            "weight_map": dict(sorted(index.items())),
+        }
         (to / INDEX).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _tensors(array: np.ndarray, dtype: np.dtype, name: str) -> dict[str, np.ndarray]:
-    return fp8.quantized(name, array) if dtype == fp8.NUMPY else {name: _cast(array, dtype, name)}
+    return (
+        fp8.quantized(name, array)
+        if dtype == fp8.NUMPY
+        else {name: _cast(array, dtype, name)}
+    )
 
 
 def _cast(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
@@ -320,7 +353,9 @@ def _cast(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
     return cast
 
 
-def _parts(model: ModelConfig, dtype_of: DtypeOf, part: int) -> Iterator[dict[str, Tensor]]:
+def _parts(
+    model: ModelConfig, dtype_of: DtypeOf, part: int
+) -> Iterator[dict[str, Tensor]]:
     by_name = mappings(model)
     tensors = dict[str, Tensor]()
     for layer in (None, *range(model.layers)):
@@ -332,7 +367,9 @@ def _parts(model: ModelConfig, dtype_of: DtypeOf, part: int) -> Iterator[dict[st
     names: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors.items():
-        nbytes = dtype_of(name).itemsize * sum(mapping.numbers for mapping, _ in tensor[1])
+        nbytes = dtype_of(name).itemsize * sum(
+            mapping.numbers for mapping, _ in tensor[1]
+        )
         if names and size + nbytes > part:
             yield names
             names = {}

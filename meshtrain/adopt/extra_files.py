@@ -56,7 +56,8 @@ TOKENIZER = (
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 # Fields of a config.json that the section model has no keys for.
 CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-LABELS = ("id2label", "label2id")  # carried too, where there are as many classes as before
+# Carried too, where there are as many classes as before
+LABELS = ("id2label", "label2id")
 
 
 def _files(directory: Path) -> dict[str, Path]:
@@ -141,7 +142,11 @@ def find_tokenizer(root: Path, config: Config) -> dict[str, Path]:
         files = next(filter(None, map(tokenizer_files, _origins(root, config))), {})
     if config.data.template is not None and files:
         path = Path(config.data.template).expanduser()
-        files = {n: p for n, p in files.items() if n != TEMPLATE and not n.startswith(TEMPLATES)}
+        files = {
+            n: p
+            for n, p in files.items()
+            if n != TEMPLATE and not n.startswith(TEMPLATES)
+        }
         files["tokenizer_config.json" if path.suffix == ".json" else TEMPLATE] = path
     return files
 
@@ -152,9 +157,9 @@ def find_hf_config(root: Path, config: Config) -> dict[str, Any]:
     """
     for directory in _origins(root, config):
         for path in (directory / HF_CONFIG, directory / CONFIG):
-            if path.is_file() and (fields := read_json(path)).get("model_type") == MODEL_TYPES.get(
-                config.model.family
-            ):
+            if path.is_file() and (fields := read_json(path)).get(
+                "model_type"
+            ) == MODEL_TYPES.get(config.model.family):
                 return fields
     return {}
 
@@ -184,10 +189,15 @@ def _largest_id(files: Mapping[str, Path]) -> int:
             else list(range(len(vocabulary)))
         )
         return int(
-            max([*ids, *(token["id"] for token in content.get("added_tokens") or ())], default=-1)
+            max(
+                [*ids, *(token["id"] for token in content.get("added_tokens") or ())],
+                default=-1,
+            )
         )
     except (KeyError, TypeError, AttributeError, ValueError):
-        raise ConfigError(f"{short(path)} is not a tokenizer.json: it has no vocabulary.") from None
+        raise ConfigError(
+            f"{short(path)} is not a tokenizer.json: it has no vocabulary."
+        ) from None
 
 
 def merged_config(fields: dict[str, Any], original: Mapping[str, Any]) -> str:
@@ -198,7 +208,9 @@ def merged_config(fields: dict[str, Any], original: Mapping[str, Any]) -> str:
             carried["max_position_embeddings"], fields["max_position_embeddings"]
         )
     if len(original.get("id2label") or ()) == len(fields.get("id2label", ())):
-        carried |= {key: original[key] for key in LABELS if key in original and key in fields}
+        carried |= {
+            key: original[key] for key in LABELS if key in original and key in fields
+        }
     return json.dumps(fields | carried, indent=2) + "\n"
 
 
@@ -245,7 +257,9 @@ def written_aside(to: Path) -> Iterator[Path]:
         # safetensors has no class of its own for what the system refuses
         if type(error).__name__ != "SafetensorError":
             raise
-        reason = re.sub(r" \(os error \d+\)$", "", str(error)).rpartition(": ")[2].lower()
+        reason = (
+            re.sub(r" \(os error \d+\)$", "", str(error)).rpartition(": ")[2].lower()
+        )
         raise ConfigError(f"{short(to)} cannot be written: {short(reason)}.") from None
 
 
@@ -281,4 +295,6 @@ def _is_ours(aside: Path) -> bool:
 def _empty(aside: Path) -> None:
     """Removes all but the lock: a process that is killed meanwhile leaves a directory that is still ours."""
     for path in [path for path in aside.iterdir() if path.name != LOCK]:
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        shutil.rmtree(
+            path
+        ) if path.is_dir() and not path.is_symlink() else path.unlink()

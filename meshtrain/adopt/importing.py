@@ -42,13 +42,18 @@ def import_weights(
     with freed_blocks_returned():
         params = loading.load(program.layout, files, adapters=adapters)
     config = put(config, run={"directory": str(out.absolute())})
-    if config.data.tokenizer == "byte" and "tokenizer.json" in extra_files.tokenizer_files(
-        directory
+    if (
+        config.data.tokenizer == "byte"
+        and "tokenizer.json" in extra_files.tokenizer_files(directory)
     ):
         config = put(config, data={"tokenizer": str(out.absolute() / "tokenizer.json")})
     with extra_files.written_aside(out.absolute()) as aside:
         saver = Saver(
-            config, GlobalArrays(program, weights_alone=True), aside / CHECKPOINTS, say, {}
+            config,
+            GlobalArrays(program, weights_alone=True),
+            aside / CHECKPOINTS,
+            say,
+            {},
         )
         try:
             saver.save(0, params, math.nan, None)
@@ -60,5 +65,7 @@ def import_weights(
         finally:
             saver.close()
         (aside / CONFIG).write_text(to_yaml(config))
-        extra_files.copy(directory, aside, {name: files.dtype(name) for name in files.names})
+        extra_files.copy(
+            directory, aside, {name: files.dtype(name) for name in files.names}
+        )
     return program

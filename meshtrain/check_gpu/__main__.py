@@ -50,7 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> Parser:
     parser = Parser(prog="python -m meshtrain check-gpu", description=DESCRIPTION)
     parser.add_argument(
-        "names", nargs="*", metavar="CHECK", help=f"which checks (default: all): {'; '.join(CASES)}"
+        "names",
+        nargs="*",
+        metavar="CHECK",
+        help=f"which checks (default: all): {'; '.join(CASES)}",
     )
     parser.add_argument(
         "--seconds",
@@ -90,22 +93,38 @@ def _compare(names: Sequence[str], seconds: float) -> tuple[Children, list[Diffe
             say(error)
     for name in names:
         if name not in differences:
-            differences[name] = difference(name, here.lines.get(name), cpu.lines.get(name))
+            differences[name] = difference(
+                name, here.lines.get(name), cpu.lines.get(name)
+            )
             _show(differences[name])
     return here, [differences[name] for name in names]
 
 
 def _show(found: Difference) -> None:
-    figures = (f"{x:8.1e}" if x is not None else 8 * " " for x in (found.loss, found.norm))
+    figures = (
+        f"{x:8.1e}" if x is not None else 8 * " " for x in (found.loss, found.norm)
+    )
     print(f"{found.name:22} {' '.join(figures)}  {found.verdict}".rstrip(), flush=True)
 
 
 def _rates(device: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Returns FLOP/s of products by dtype and bytes/s of memory, measured and as plans have them; {} if that fails."""
-    probe = [sys.executable, "-m", "meshtrain.probe", "--only", "products", "--mesh", "data=1"]
+    probe = [
+        sys.executable,
+        "-m",
+        "meshtrain.probe",
+        "--only",
+        "products",
+        "--mesh",
+        "data=1",
+    ]
     try:
         done = subprocess.run(
-            [*probe, "--json"], capture_output=True, text=True, timeout=seconds, check=True
+            [*probe, "--json"],
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=True,
         )
     except (subprocess.SubprocessError, OSError) as error:
         say(f"the rates of products were not measured: {error}")

@@ -15,13 +15,34 @@ _DENSE: dict[str, Any] = {
     "d_ff": 256,
     "vocab_size": 512,
 }
-_MOE = {"experts": 8, "top_k": 2, "d_ff": 64, "balance": "sequence", "balance_weight": 1.0e-2}
-_SPARSE = {name: value for name, value in _DENSE.items() if name != "d_ff"} | {"moe": _MOE}
-_LINEAR = {"key_heads": 2, "value_heads": 4, "key_dim": 32, "value_dim": 32, "conv": 4, "chunk": 64}
-_HYBRID = _DENSE | {"family": "qwen3_5", "pattern": ["linear", "full"], "linear": _LINEAR}
+_MOE = {
+    "experts": 8,
+    "top_k": 2,
+    "d_ff": 64,
+    "balance": "sequence",
+    "balance_weight": 1.0e-2,
+}
+_SPARSE = {name: value for name, value in _DENSE.items() if name != "d_ff"} | {
+    "moe": _MOE
+}
+_LINEAR = {
+    "key_heads": 2,
+    "value_heads": 4,
+    "key_dim": 32,
+    "value_dim": 32,
+    "conv": 4,
+    "chunk": 64,
+}
+_HYBRID = _DENSE | {
+    "family": "qwen3_5",
+    "pattern": ["linear", "full"],
+    "linear": _LINEAR,
+}
 _LATENT = {"q_rank": 64, "kv_rank": 32, "nope": 16, "rope": 16, "value": 16}
 _OF_HEADS = ("kv_heads", "head_dim")
-_DEEPSEEK = {name: value for name, value in _SPARSE.items() if name not in _OF_HEADS} | {
+_DEEPSEEK = {
+    name: value for name, value in _SPARSE.items() if name not in _OF_HEADS
+} | {
     "family": "deepseek_v3",
     "dense_layers": 1,
     "dense_d_ff": 256,
@@ -50,9 +71,14 @@ TOLERANCES = {
 
 
 def _case(
-    model: dict[str, Any], rows: int = ROWS, tokens: int = TOKENS, **sections: dict[str, Any]
+    model: dict[str, Any],
+    rows: int = ROWS,
+    tokens: int = TOKENS,
+    **sections: dict[str, Any],
 ) -> dict[str, Any]:
-    train = {"global_batch_size": rows, "sequence_length": tokens} | sections.pop("train", {})
+    train = {"global_batch_size": rows, "sequence_length": tokens} | sections.pop(
+        "train", {}
+    )
     return {
         "precision": _BFLOAT16,
         "optimizer": {"learning_rate": 1.0e-2, "warmup_steps": 2},
@@ -79,14 +105,22 @@ CASES: dict[str, dict[str, Any]] = {
     "latent attention": _case(_DEEPSEEK),
     "float8, rowwise": _case(_DENSE, precision=_FLOAT8),
     "float8, wgrad": _case(_DENSE, precision=_FLOAT8 | {"float8_wgrad": "float8"}),
-    "float8, tensorwise": _case(_DENSE, precision=_FLOAT8 | {"float8_recipe": "tensorwise"}),
-    "float8, blockwise": _case(_DENSE, precision=_FLOAT8 | {"float8_recipe": "blockwise"}),
+    "float8, tensorwise": _case(
+        _DENSE, precision=_FLOAT8 | {"float8_recipe": "tensorwise"}
+    ),
+    "float8, blockwise": _case(
+        _DENSE, precision=_FLOAT8 | {"float8_recipe": "blockwise"}
+    ),
     "float8, experts": _case(_SPARSE, precision=_FLOAT8),
     "LoRA": _case(_DENSE, lora={"rank": 16}),
-    "LoRA, float8": _case(_DENSE, lora={"rank": 16}, precision=_FLOAT8 | {"float8_frozen": True}),
+    "LoRA, float8": _case(
+        _DENSE, lora={"rank": 16}, precision=_FLOAT8 | {"float8_frozen": True}
+    ),
     "loss by chunks": _case(_DENSE, train={"loss_chunk": 128}),
     "offloaded optimizer": _case(_DENSE, parallel={"offload_optimizer": True}),
-    "muon": _case(_DENSE, optimizer={"name": "muon", "learning_rate": 1.0e-2, "warmup_steps": 2}),
+    "muon": _case(
+        _DENSE, optimizer={"name": "muon", "learning_rate": 1.0e-2, "warmup_steps": 2}
+    ),
 }
 
 

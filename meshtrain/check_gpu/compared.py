@@ -37,10 +37,16 @@ class Difference:
         if self.problem:
             return self.problem
         limits = tolerance(self.name)
-        return "" if self.is_right else f"WRONG: at most {limits.loss:.0e} and {limits.norm:.0e}"
+        return (
+            ""
+            if self.is_right
+            else f"WRONG: at most {limits.loss:.0e} and {limits.norm:.0e}"
+        )
 
 
-def difference(name: str, ours: dict[str, Any] | None, theirs: dict[str, Any] | None) -> Difference:
+def difference(
+    name: str, ours: dict[str, Any] | None, theirs: dict[str, Any] | None
+) -> Difference:
     """Returns a run's difference, by the lines of two children."""
     for where, line in (("here", ours), ("on the CPU", theirs)):
         if line is None:
@@ -67,7 +73,9 @@ class Children:
     lines: dict[str, dict[str, Any]] = field(default_factory=dict)
     errors: set[str] = field(default_factory=set)
 
-    def start(self, names: Sequence[str], told: Callable[[], None]) -> list[threading.Thread]:
+    def start(
+        self, names: Sequence[str], told: Callable[[], None]
+    ) -> list[threading.Thread]:
         """Starts them, each with its share of the runs; returns the threads that read what they tell."""
         number = min(PROCESSES.get(self.platform, ON_ACCELERATOR), len(names))
         environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

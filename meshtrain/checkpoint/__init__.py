@@ -48,5 +48,7 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = getattr(
+            importlib.import_module(f"{__name__}.{_HOMES[name]}"), name
+        )
         return globals()[name]

@@ -32,13 +32,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    parser = Parser(prog="python -m meshtrain.checkpoint", description="Looks at checkpoints.")
+    parser = Parser(
+        prog="python -m meshtrain.checkpoint", description="Looks at checkpoints."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     one_step = "a run directory (its newest step is taken) or one step"
     any_steps = "a run directory, its checkpoints/, or one step"
     for name, text, paths in (
         ("ls", "steps, dates, losses and sizes", {"directory": any_steps}),
-        ("show", "one step: losses, config, versions, the tree of arrays", {"directory": one_step}),
+        (
+            "show",
+            "one step: losses, config, versions, the tree of arrays",
+            {"directory": one_step},
+        ),
         (
             "verify",
             "compare every file with its digest; exit code 1 if a step is damaged",
@@ -53,12 +59,18 @@ def parser() -> Parser:
         parsed = commands.add_parser(name, help=text, description=text)
         for path, meaning in paths.items():
             parsed.add_argument(path, type=_place, help=meaning)
-        parsed.add_argument("--json", action="store_true", help="prints JSON, for programs")
+        parsed.add_argument(
+            "--json", action="store_true", help="prints JSON, for programs"
+        )
         if name in ("show", "verify"):
-            text = "this step of a run: its number, newest, or best (the lowest eval loss)"
+            text = (
+                "this step of a run: its number, newest, or best (the lowest eval loss)"
+            )
             parsed.add_argument("--step", type=_step, metavar="N", help=text)
         if name == "diff":
-            parsed.add_argument("--no-values", action="store_true", help="do not read the arrays")
+            parsed.add_argument(
+                "--no-values", action="store_true", help="do not read the arrays"
+            )
     return parser
 
 

@@ -23,7 +23,8 @@ from meshtrain.mesh import part_bytes
 
 CHUNK = (
     32 << 20
-)  # bytes of a stored chunk at most: what another mesh's device must read to get a part of it
+    # Bytes of a stored chunk at most: what another mesh's device must read to get a part of it
+)
 READ_AHEAD = (
     32 << 20
 )  # bytes on their way from disk to devices at a time, or one shard where that is more
@@ -53,7 +54,9 @@ def own_files() -> str:
     return f"*/*/ocdbt.process_{jax.process_index()}/d/*"
 
 
-def read(directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def read(
+    directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
     """Returns the arrays that `targets` names, placed by its shardings.
 
     Shapes and dtypes must be those on disk: Orbax would cast silently.
@@ -75,7 +78,9 @@ def read(directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[s
     return arrays
 
 
-def _load(directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+def _load(
+    directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
     """Has Orbax read; OSError where the system refuses to, ConfigError for anything else."""
     context = ocp.Context()
     context.atomicity.mode = ocp.options.AtomicityMode.COMMIT_FILE
@@ -99,7 +104,9 @@ def _load(directory: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[
             else type(cause).__name__
         )
         version = metadata.version("orbax-checkpoint")
-        raise ConfigError(f"{directory} cannot be read by Orbax {version}: {reason}.") from error
+        raise ConfigError(
+            f"{directory} cannot be read by Orbax {version}: {reason}."
+        ) from error
 
 
 def _number_in(text: str) -> int | None:
@@ -146,7 +153,8 @@ def drop_tracebacks() -> None:
 def _report(unraisable: "sys.UnraisableHookArgs") -> None:
     # TensorStore reports each write to the loop that Orbax closed when the first one failed.
     if not (
-        unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"
+        unraisable.exc_type is RuntimeError
+        and str(unraisable.exc_value) == "Event loop is closed"
     ):
         unraisable_hook(unraisable)
 

@@ -44,7 +44,9 @@ class Checkpointer(Saver):
     ) -> None:
         root = Path(config.run.directory).absolute() / CHECKPOINTS
         on_first = lambda sentence: say(sentence) if is_first() else None
-        super().__init__(config, GlobalArrays(program), root, on_first, dict(read or {}))
+        super().__init__(
+            config, GlobalArrays(program), root, on_first, dict(read or {})
+        )
         self.program = program
         if config.checkpoint.allow or config.checkpoint.weights_only:
             from meshtrain.checkpoint.restoring import check_keys
@@ -78,14 +80,22 @@ class Checkpointer(Saver):
         state, step = (self._init(), 0) if start is None else self._restore(start)
         if start is None or not start.own:
             first_decides(
-                partial(set_aside_earlier, self.root, self.config.checkpoint.resume, self.say)
+                partial(
+                    set_aside_earlier,
+                    self.root,
+                    self.config.checkpoint.resume,
+                    self.say,
+                )
             )
         self.converter.compile()
         return state, step
 
     def due(self, step: int) -> bool:
         """Returns whether checkpoint.every asks for a save after `step`."""
-        return bool(self.config.checkpoint.every) and step % self.config.checkpoint.every == 0
+        return (
+            bool(self.config.checkpoint.every)
+            and step % self.config.checkpoint.every == 0
+        )
 
     def close(self) -> None:
         """Waits for a save that still runs, then lets go of the run directory."""
@@ -133,11 +143,15 @@ class Checkpointer(Saver):
 
         layout = self.program.layout
         initial = layout.map(
-            lambda weight, x: x if weight.adapter else jax.tree.map(lambda y: y.delete(), x),
+            lambda weight, x: (
+                x if weight.adapter else jax.tree.map(lambda y: y.delete(), x)
+            ),
             state.params,
         )
         with freed_blocks_returned():
-            params = loading.read(layout, local(weights, self.config.data.cache_gib), initial)
+            params = loading.read(
+                layout, local(weights, self.config.data.cache_gib), initial
+            )
         self.say(f"started from the weights in {weights}.")
         return self.program.from_weights(state, params)
 

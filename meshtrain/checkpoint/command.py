@@ -66,13 +66,22 @@ def _list(path: Path) -> list[dict[str, Any]]:
             if isinstance(problem, Unreadable) or os.path.lexists(directory):
                 entries.append({"name": directory.name, "problem": str(problem)})
             continue
-        figures = {"step": m.step, "saved": m.saved, "loss": m.loss, "eval_loss": m.eval_loss}
+        figures = {
+            "step": m.step,
+            "saved": m.saved,
+            "loss": m.loss,
+            "eval_loss": m.eval_loss,
+        }
         entries.append(
-            {"name": directory.name} | figures | {"bytes": size, "best": directory in best}
+            {"name": directory.name}
+            | figures
+            | {"bytes": size, "best": directory in best}
         )
     if directories != [path.absolute()]:
         for beside in sorted(set(directories[0].parent.iterdir()) - set(directories)):
-            entries.append({"name": beside.name, "problem": f"no checkpoint: {_kind(beside)}"})
+            entries.append(
+                {"name": beside.name, "problem": f"no checkpoint: {_kind(beside)}"}
+            )
     return entries
 
 
@@ -97,17 +106,29 @@ def show(options: argparse.Namespace) -> int:
     m = _manifest(directory)
     if options.json:
         print(
-            json.dumps(dataclasses.asdict(m) | {"bytes": digests.total_bytes(directory)}, indent=2)
+            json.dumps(
+                dataclasses.asdict(m) | {"bytes": digests.total_bytes(directory)},
+                indent=2,
+            )
         )
         return INTACT
     print(f"step {m.step} in {short(directory)}")
     size = units.size(digests.total_bytes(directory))
-    print(f"saved {m.saved}; loss {_number(m.loss)}; eval loss {_number(m.eval_loss)}; {size}")
+    print(
+        f"saved {m.saved}; loss {_number(m.loss)}; eval loss {_number(m.eval_loss)}; {size}"
+    )
     digest = f" of text with digest {m.data['digest']}" if "digest" in m.data else ""
-    print(f"data: {m.data['batches']:,} global batches read{digest}; seed {m.rng['seed']}")
-    print("versions: " + ", ".join(f"{name} {version}" for name, version in m.versions.items()))
+    print(
+        f"data: {m.data['batches']:,} global batches read{digest}; seed {m.rng['seed']}"
+    )
+    print(
+        "versions: "
+        + ", ".join(f"{name} {version}" for name, version in m.versions.items())
+    )
     for section, keys in m.config.items():
-        print(f"{section}: " + ", ".join(f"{key} {value}" for key, value in keys.items()))
+        print(
+            f"{section}: " + ", ".join(f"{key} {value}" for key, value in keys.items())
+        )
     print("arrays:")
     _print_arrays(m.leaves)
     return INTACT
@@ -122,7 +143,9 @@ def _print_arrays(leaves: Mapping[str, Mapping[str, Any]]) -> None:
             if printed[: depth + 1] != tuple(parents[: depth + 1]):
                 print(f"{'  ' * (depth + 1)}{parent}")
         printed = tuple(parents)
-        size = units.size(math.prod(record["shape"]) * np.dtype(record["dtype"]).itemsize)
+        size = units.size(
+            math.prod(record["shape"]) * np.dtype(record["dtype"]).itemsize
+        )
         line = f"{'  ' * (len(parents) + 1)}{last:<{max(1, 34 - 2 * len(parents))}} {record['dtype']:<9}"
         print(
             f"{line} {record['shape']!s:<22} {size:>9}{'  frozen' if record.get('frozen') else ''}"
@@ -148,7 +171,12 @@ def verify(options: argparse.Namespace) -> int:
             # null: not known.
             intact = not problems if read else None
             entries.append(
-                {"name": directory.name, "intact": intact, "problems": problems, "bytes": size}
+                {
+                    "name": directory.name,
+                    "intact": intact,
+                    "problems": problems,
+                    "bytes": size,
+                }
             )
         if removed:
             line = "removed meanwhile"
@@ -172,11 +200,15 @@ def diff(options: argparse.Namespace) -> int:
         for directory in (first, second):
             if damage := digests.problems(directory):
                 damaged = f"{directory} is damaged: {'; '.join(damage)}"
-                raise ConfigError(f"{damaged}; --no-values compares all but the arrays.")
+                raise ConfigError(
+                    f"{damaged}; --no-values compares all but the arrays."
+                )
         for name in sorted(a.leaves.keys() & b.leaves.keys()):
             if _type(a, name) == _type(b, name):
                 lines += _compare(name, _array(first, name, a), _array(second, name, b))
-    print(json.dumps(lines, indent=2) if options.json else "\n".join(lines) or "the same")
+    print(
+        json.dumps(lines, indent=2) if options.json else "\n".join(lines) or "the same"
+    )
     return DAMAGED if lines else INTACT
 
 
@@ -186,8 +218,14 @@ def _differences(a: StepManifest, b: StepManifest) -> Iterator[str]:
     leaves = sorted(a.leaves.keys() | b.leaves.keys())
     pairs = [
         *((name, getattr(a, name), getattr(b, name)) for name in numbers),
-        *((f"data {n}", a.data.get(n), b.data.get(n)) for n in ("digest", "validation_digest")),
-        *((f"config {name}", old, new) for name, old, new in differences(a.config, b.config)),
+        *(
+            (f"data {n}", a.data.get(n), b.data.get(n))
+            for n in ("digest", "validation_digest")
+        ),
+        *(
+            (f"config {name}", old, new)
+            for name, old, new in differences(a.config, b.config)
+        ),
         *((f"version {n}", a.versions.get(n), b.versions.get(n)) for n in versions),
         *((f"array {name}", _type(a, name), _type(b, name)) for name in leaves),
     ]
@@ -202,8 +240,12 @@ def _type(manifest: StepManifest, name: str) -> str:
 def _array(directory: Path, name: str, manifest: StepManifest) -> np.ndarray:
     record = manifest.leaves[name]
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    target = jax.ShapeDtypeStruct(tuple(record["shape"]), record["dtype"], sharding=device)
-    return np.asarray(arrays.read(directory / steps.place(record), {name: target})[name])
+    target = jax.ShapeDtypeStruct(
+        tuple(record["shape"]), record["dtype"], sharding=device
+    )
+    return np.asarray(
+        arrays.read(directory / steps.place(record), {name: target})[name]
+    )
 
 
 def _compare(name: str, a: np.ndarray, b: np.ndarray) -> Iterator[str]:
@@ -241,7 +283,9 @@ def _named(options: argparse.Namespace) -> list[Path]:
     if named := [d for d in directories if d.name == options.step]:
         return named
     numbers = ", ".join(d.name for d in directories)
-    raise ConfigError(f"there is no step {options.step} in {options.directory}; it has {numbers}.")
+    raise ConfigError(
+        f"there is no step {options.step} in {options.directory}; it has {numbers}."
+    )
 
 
 def _manifest(directory: Path) -> StepManifest:

@@ -20,7 +20,8 @@ from meshtrain.checkpoint.steps import COMMIT, DIGESTS, STORED, Damaged, parsed
 from meshtrain.errors import Unreadable
 from meshtrain.files import ABSENT, retried, status, unreadable, write_atomically
 
-Files = dict[str, tuple[int, list[str]]]  # path within the step -> bytes, digests of its blocks
+# Path within the step -> bytes, digests of its blocks
+Files = dict[str, tuple[int, list[str]]]
 # bytes a digest stands for; bytes read at a time, so that they stay in the cache
 BLOCK = 16 << 20
 READ = 1 << 20
@@ -38,7 +39,8 @@ class HashedAhead:
     def __init__(self, directory: Path, pattern: str) -> None:
         self.directory = directory
         self.pattern = pattern
-        self._hashed: dict[int, list[str]] = {}  # number of a file -> digests of its first blocks
+        # Number of a file -> digests of its first blocks
+        self._hashed: dict[int, list[str]] = {}
         self._ended = Event()
         self._thread = Thread(target=self._follow, name="digests", daemon=True)
 
@@ -70,17 +72,22 @@ class HashedAhead:
             hashed.append(digest_of(path, len(hashed) * BLOCK, BLOCK))
 
 
-def write(directory: Path, known: Files | None = None, ahead: HashedAhead | None = None) -> int:
+def write(
+    directory: Path, known: Files | None = None, ahead: HashedAhead | None = None
+) -> int:
     """Writes the digests of all files under `directory` beside them; returns the bytes of those that were not
     `known`. `ahead` has those of blocks that were hashed while they were written.
     """
     known = known or {}
     paths = sorted(
-        p for p in directory.rglob("*") if p.is_file() and p.name not in (COMMIT, DIGESTS)
+        p
+        for p in directory.rglob("*")
+        if p.is_file() and p.name not in (COMMIT, DIGESTS)
     )
     sizes = {str(p.relative_to(directory)): p.stat().st_size for p in paths}
     files: Files = {
-        name: (size, ahead.known(directory / name) if ahead else []) for name, size in sizes.items()
+        name: (size, ahead.known(directory / name) if ahead else [])
+        for name, size in sizes.items()
     } | known
     blocks = [
         (n, start)
@@ -92,7 +99,9 @@ def write(directory: Path, known: Files | None = None, ahead: HashedAhead | None
         digests = pool.map(lambda b: digest_of(directory / b[0], b[1], BLOCK), blocks)
         for (name, _), digest in zip(blocks, digests, strict=True):
             files[name][1].append(digest)
-    entries = {name: {"bytes": size, "sha256": sums} for name, (size, sums) in files.items()}
+    entries = {
+        name: {"bytes": size, "sha256": sums} for name, (size, sums) in files.items()
+    }
     text = json.dumps({"block": BLOCK, "files": entries}, indent=1)
     write_atomically(directory / DIGESTS, text.encode())
     return sum(size for name, size in sizes.items() if name not in known)
@@ -115,8 +124,12 @@ def problems(
         block, files = _record(directory)
     except Damaged as damage:
         return [str(damage)]
-    sentences = [f"{DIGESTS} has nothing on {name}" for name in only or () if name not in files]
-    problem_of: Callable[[str, int, str, int], str | None] = partial(_problem, directory)
+    sentences = [
+        f"{DIGESTS} has nothing on {name}" for name in only or () if name not in files
+    ]
+    problem_of: Callable[[str, int, str, int], str | None] = partial(
+        _problem, directory
+    )
     stored = False
     if only is None and (directory / STORED).is_file():
         from meshtrain.checkpoint.stored import StoredBlocks
@@ -131,12 +144,16 @@ def problems(
         if not stored and (problem := _size_problem(directory / name, size)):
             sentences.append(f"{name} {problem}{_shared(directory / name)}")
         else:
-            blocks += [(name, k * block, digest, block) for k, digest in enumerate(expected)]
+            blocks += [
+                (name, k * block, digest, block) for k, digest in enumerate(expected)
+            ]
     with ThreadPoolExecutor(THREADS) as pool:
         own = blocks[part::parts]
         in_blocks = pool.map(lambda b: problem_of(*b), own)
         try:
-            return sentences + [sentence for sentence in in_blocks if sentence is not None]
+            return sentences + [
+                sentence for sentence in in_blocks if sentence is not None
+            ]
         except Unreadable:
             # The blocks after it would each be tried as long.
             pool.shutdown(cancel_futures=True)
@@ -166,7 +183,9 @@ def _record(directory: Path) -> tuple[int, Files]:
         block = record["block"]
         files = {n: (f["bytes"], f["sha256"]) for n, f in record["files"].items()}
         complete = block > 0 and all(
-            name.isprintable() and size >= 0 and len(expected) == len(range(0, max(size, 1), block))
+            name.isprintable()
+            and size >= 0
+            and len(expected) == len(range(0, max(size, 1), block))
             for name, (size, expected) in files.items()
         )
     except (TypeError, KeyError, AttributeError, OverflowError):
@@ -180,10 +199,16 @@ def _size_problem(path: Path, size: int) -> str | None:
     there = status(path)
     if there is None or not stat.S_ISREG(there.st_mode):
         return "is missing"
-    return None if there.st_size == size else f"has {there.st_size:,} bytes instead of {size:,}"
+    return (
+        None
+        if there.st_size == size
+        else f"has {there.st_size:,} bytes instead of {size:,}"
+    )
 
 
-def _problem(directory: Path, name: str, start: int, expected: str, block: int) -> str | None:
+def _problem(
+    directory: Path, name: str, start: int, expected: str, block: int
+) -> str | None:
     try:
         digest = retried(lambda: digest_of(directory / name, start, block))
     except OSError as error:

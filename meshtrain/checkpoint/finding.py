@@ -83,7 +83,11 @@ def _refuse_lost(root: Path) -> None:
     if noted is None and not unmarked:
         return
     lost = f"{unmarked[-1]} has no {steps.COMMIT}" if unmarked else "there is none"
-    had = f"had a checkpoint of step {noted}" if noted and noted.isdecimal() else "had checkpoints"
+    had = (
+        f"had a checkpoint of step {noted}"
+        if noted and noted.isdecimal()
+        else "had checkpoints"
+    )
     raise ConfigError(
         f"the run in {root.parent} {had}, but in {root} {lost}; mount or restore {root.name} to go on, "
         "or start anew with --set checkpoint.resume=never, which sets aside what is there."
@@ -102,7 +106,15 @@ def set_aside_earlier(root: Path, resume: str, say: Say) -> None:
     # The checkpoints first: without them the note makes a kill in between a refusal, and not a start over in the
     # middle.
     earlier = set_aside(
-        run, [*([CHECKPOINTS] if has_steps else []), NEWEST, METRICS, TRACES, *WATCHED, CONFIG]
+        run,
+        [
+            *([CHECKPOINTS] if has_steps else []),
+            NEWEST,
+            METRICS,
+            TRACES,
+            *WATCHED,
+            CONFIG,
+        ],
     )
     root.mkdir(exist_ok=True)
     what = "checkpoints and metrics" if has_steps else "metrics"
@@ -111,7 +123,9 @@ def set_aside_earlier(root: Path, resume: str, say: Say) -> None:
         if resume == "never"
         else "no checkpoint was written before the run ended"
     )
-    say(f"{why}: it starts anew, and the {what} of the run before are now in {earlier}.")
+    say(
+        f"{why}: it starts anew, and the {what} of the run before are now in {earlier}."
+    )
 
 
 def problems(directory: Path) -> list[str]:
@@ -136,7 +150,9 @@ def problems(directory: Path) -> list[str]:
         return [problem]
     own: dict[str, Any] = {}
     try:
-        own["problems"] = digests.problems(directory, jax.process_index(), jax.process_count())
+        own["problems"] = digests.problems(
+            directory, jax.process_index(), jax.process_count()
+        )
     except Unreadable as error:
         own["unreadable"] = error.what
     parts = gathered(own)
@@ -152,12 +168,16 @@ def _newest_intact(path: Path, say: Say, own: bool) -> Path | None:
     intact = None
     # A run's own directory of steps is never taken for a step itself, whatever lies in it.
     listing = steps.numbered if own else steps.directories
-    for directory in map(Path, reversed(first_decides(lambda: [str(d) for d in listing(path)]))):
+    for directory in map(
+        Path, reversed(first_decides(lambda: [str(d) for d in listing(path)]))
+    ):
         if not (wrong := problems(directory)):
             intact = directory
             break
         damaged[directory] = wrong
-    committed = first_decides(lambda: [str(d) for d in damaged if not steps.never_committed(d)])
+    committed = first_decides(
+        lambda: [str(d) for d in damaged if not steps.never_committed(d)]
+    )
     if intact is None and committed:
         newest = Path(committed[0])
         what = "; ".join(damaged[newest])
@@ -172,7 +192,11 @@ def _newest_intact(path: Path, say: Say, own: bool) -> Path | None:
             f"every checkpoint in {path} is damaged ({newest.name}: {what}); {way_out}."
         )
     for directory, wrong in damaged.items():
-        place = first_decides(partial(_set_aside, directory)) if own else "it is passed over"
+        place = (
+            first_decides(partial(_set_aside, directory))
+            if own
+            else "it is passed over"
+        )
         say(f"checkpoint {directory} is damaged: {'; '.join(wrong)}; {place}.")
     for sentence in first_decides(lambda: _renamed_and_newer(path, intact, damaged)):
         say(sentence)
@@ -186,7 +210,9 @@ def _set_aside(directory: Path) -> str:
         return f"it cannot be set aside ({refusal(error)}) and is passed over"
 
 
-def _renamed_and_newer(path: Path, intact: Path | None, reported: Collection[Path]) -> list[str]:
+def _renamed_and_newer(
+    path: Path, intact: Path | None, reported: Collection[Path]
+) -> list[str]:
     """Returns a sentence on each step that would have been chosen under its own name, and that is not `reported`
     yet.
     """
@@ -203,13 +229,17 @@ def _renamed_and_newer(path: Path, intact: Path | None, reported: Collection[Pat
         except steps.Renamed as renamed:
             step = renamed.step
         except Unreadable as error:
-            sentences.append(f"whether {other} is a newer step is not known: {error.what}.")
+            sentences.append(
+                f"whether {other} is a newer step is not known: {error.what}."
+            )
             continue
         except (steps.Damaged, steps.NewerFormat):
             continue
         if step > newest:
             passed_over = f"it is passed over, and gone on from only as {step}"
-            sentences.append(f"checkpoint {other} is step {step}, renamed; {passed_over}.")
+            sentences.append(
+                f"checkpoint {other} is step {step}, renamed; {passed_over}."
+            )
     return sentences
 
 
@@ -234,14 +264,14 @@ def rank_by_eval_loss(path: Path) -> list[Path]:
 def no_best(path: Path, damaged: Collection[Path]) -> str:
     """Returns why no step there is the best, in a sentence; `damaged`: those that have an eval loss."""
     if damaged:
-        return (
-            f"every checkpoint in {path} that has an eval loss is damaged; give a step, or newest."
-        )
+        return f"every checkpoint in {path} that has an eval loss is damaged; give a step, or newest."
     none = f"no checkpoint in {path} has an eval loss, so none is the best"
     return f"{none}; give a step, or newest (eval.every has a run evaluate)."
 
 
-def retained(eval_losses: Mapping[int, float | None], config: CheckpointConfig) -> set[int]:
+def retained(
+    eval_losses: Mapping[int, float | None], config: CheckpointConfig
+) -> set[int]:
     """Returns the steps that stay; `eval_losses` has every committed step (None: not evaluated)."""
     evaluated = [
         (loss, step)
@@ -251,6 +281,8 @@ def retained(eval_losses: Mapping[int, float | None], config: CheckpointConfig) 
     newest = sorted(eval_losses)[-config.keep :]
     best = [step for _, step in sorted(evaluated)[: config.keep_best]]
     multiples = [
-        step for step in eval_losses if config.keep_every and step % config.keep_every == 0
+        step
+        for step in eval_losses
+        if config.keep_every and step % config.keep_every == 0
     ]
     return {*newest, *best, *multiples}

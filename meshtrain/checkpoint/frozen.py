@@ -66,8 +66,12 @@ class FrozenCopies:
         except OSError as error:
             if (reason := refusal(error)) not in self._refused:
                 self._refused.add(reason)
-                again = "they are written again, as at each later save that meets the same."
-                self._say(f"the frozen weights in {step} cannot be linked to ({reason}); {again}")
+                again = (
+                    "they are written again, as at each later save that meets the same."
+                )
+                self._say(
+                    f"the frozen weights in {step} cannot be linked to ({reason}); {again}"
+                )
         if (directory / steps.FROZEN).exists():
             shutil.rmtree(directory / steps.FROZEN)
         return None
@@ -84,7 +88,10 @@ def _link(step: Path, directory: Path, files: digests.Files) -> None:
         if not stat.S_ISREG(status.st_mode) or status.st_size != size:
             raise OSError("a file there is not as it was written")
         target.parent.mkdir(parents=True, exist_ok=True)
-        parents |= {target.parent, *(p for p in target.parent.parents if directory in p.parents)}
+        parents |= {
+            target.parent,
+            *(p for p in target.parent.parents if directory in p.parents),
+        }
         os.link(source, target)
     for parent in parents:
         sync(parent)

@@ -57,7 +57,8 @@ class GlobalArray:
     shape: tuple[int, ...]
     live: jax.ShapeDtypeStruct
     leaf: Placed | None  # the parameter that it is, or mirrors
-    islands: int = 0  # length of the axis of replica groups in front of it; 0: it has none
+    # Length of the axis of replica groups in front of it; 0: it has none
+    islands: int = 0
 
     @property
     def parameter(self) -> Placed:
@@ -73,7 +74,10 @@ class GlobalArray:
     @property
     def record(self) -> dict[str, Any]:
         """Its record in a manifest."""
-        record: dict[str, Any] = {"shape": list(self.shape), "dtype": str(self.live.dtype)}
+        record: dict[str, Any] = {
+            "shape": list(self.shape),
+            "dtype": str(self.live.dtype),
+        }
         record |= {"islands": self.islands} if self.islands else {}
         return {**record, "frozen": True} if self.frozen else record
 
@@ -95,7 +99,9 @@ class GlobalArrays:
     @cached_property
     def shapes(self) -> State:
         """The state's, each weight an array, as a checkpoint has it."""
-        return self.program.state_shapes._replace(params=self.layout.map(self.layout.array))
+        return self.program.state_shapes._replace(
+            params=self.layout.map(self.layout.array)
+        )
 
     @cached_property
     def entries(self) -> list[GlobalArray]:
@@ -112,17 +118,24 @@ class GlobalArrays:
         trained = [leaf for leaf in self.layout.flat if leaf.trained]
         if shapes.islands is not None:
             leaves += trained * (
-                len(jax.tree.leaves(shapes.islands._replace(counted=None))) // len(trained)
+                len(jax.tree.leaves(shapes.islands._replace(counted=None)))
+                // len(trained)
             ) + [None]
         entries: dict[str, GlobalArray] = {}
         flat, _ = jax.tree_util.tree_flatten_with_path(shapes)
         for (path, live), leaf in zip(flat, leaves, strict=True):
             name = _name(path, entries)
             islands = live.shape[0] if name.startswith(grouped) else 0
-            shape = live.shape if leaf is None else (*live.shape[: islands > 0], *leaf.shape)
+            shape = (
+                live.shape
+                if leaf is None
+                else (*live.shape[: islands > 0], *leaf.shape)
+            )
             entries[name] = GlobalArray(name, shape, live, leaf, islands)
         return [
-            e for e in entries.values() if not self.weights_alone or e.name.startswith("params.")
+            e
+            for e in entries.values()
+            if not self.weights_alone or e.name.startswith("params.")
         ]
 
     @property
@@ -160,7 +173,9 @@ class GlobalArrays:
             places = self.layout.stack(leaf).places
         else:
             places = np.arange(*entry.shape[along : along + 1] or [0])
-        to = NamedSharding(self.mesh, self.stored(entry).sharding.spec, memory_kind=memory)
+        to = NamedSharding(
+            self.mesh, self.stored(entry).sharding.spec, memory_kind=memory
+        )
         return _rearranging().assembled(blocks, entry.shape, places, to, along)
 
     def arrays(self, state: State | Tree, frozen: bool = True) -> dict[str, jax.Array]:
@@ -172,7 +187,9 @@ class GlobalArrays:
         for batch in self.batches(entries):
             copies = self.rearranged("global", batch, [arrays[e.name] for e in batch])
             for entry, copy in zip(batch, copies, strict=True):
-                arrays[entry.name] = copy if platform(self.mesh) == "cpu" else _move_to_host(copy)
+                arrays[entry.name] = (
+                    copy if platform(self.mesh) == "cpu" else _move_to_host(copy)
+                )
         return arrays
 
     def _name_arrays(
@@ -182,7 +199,11 @@ class GlobalArrays:
             self.shapes.params if self.weights_alone else self.shapes
         )
         stored = dict(
-            zip((e.name for e in self.entries), structure.flatten_up_to(state), strict=True)
+            zip(
+                (e.name for e in self.entries),
+                structure.flatten_up_to(state),
+                strict=True,
+            )
         )
         for entry in (e for e in entries if e.frozen):
             x = self.layout.unstored(entry.parameter, stored[entry.name])
@@ -201,7 +222,9 @@ class GlobalArrays:
 
         A loss scale that is not there is reinitialized.
         """
-        present = [e for e in self.entries if e.name in leaves and e.name not in restored]
+        present = [
+            e for e in self.entries if e.name in leaves and e.name not in restored
+        ]
         live = {**restored, **self.read(directory, leaves, present)}
         if self.program.state_shapes.scale is not None and "scale.value" not in leaves:
             names = [e.name for e in self.entries if e.name.startswith("scale.")]
@@ -229,17 +252,25 @@ class GlobalArrays:
                 x = arrays.read(directory / place, {entry.name: entry.live})[entry.name]
                 live_arrays[entry.name] = self.layout.stored(entry.parameter, x)
             for batch in self.batches(here):
-                stored = arrays.read(directory / place, {e.name: self.stored(e) for e in batch})
-                live = self.rearranged("live", batch, [stored.pop(e.name) for e in batch])
+                stored = arrays.read(
+                    directory / place, {e.name: self.stored(e) for e in batch}
+                )
+                live = self.rearranged(
+                    "live", batch, [stored.pop(e.name) for e in batch]
+                )
                 # offloaded ones go to the host
                 placed = [
-                    jax.device_put(x, e.live.sharding) for x, e in zip(live, batch, strict=True)
+                    jax.device_put(x, e.live.sharding)
+                    for x, e in zip(live, batch, strict=True)
                 ]
                 of_state = [
-                    self.layout.stored(e.parameter, x) for x, e in zip(placed, batch, strict=True)
+                    self.layout.stored(e.parameter, x)
+                    for x, e in zip(placed, batch, strict=True)
                 ]
                 live_arrays |= zip(
-                    (e.name for e in batch), jax.block_until_ready(of_state), strict=True
+                    (e.name for e in batch),
+                    jax.block_until_ready(of_state),
+                    strict=True,
                 )
         return live_arrays
 
@@ -250,7 +281,9 @@ class GlobalArrays:
         `live`'s memory.
         """
         shape = tuple(leaves[entry.name]["shape"])
-        resized = [d for d, (n, m) in enumerate(zip(entry.shape, shape, strict=True)) if n != m]
+        resized = [
+            d for d, (n, m) in enumerate(zip(entry.shape, shape, strict=True)) if n != m
+        ]
         common = tuple(
             slice(min(n, m)) if n != m else slice(None)
             for n, m in zip(entry.shape, shape, strict=True)
@@ -259,16 +292,20 @@ class GlobalArrays:
         target = jax.ShapeDtypeStruct(
             shape, entry.live.dtype, sharding=NamedSharding(self.mesh, way.spec)
         )
-        stored = arrays.read(directory / steps.place(leaves[entry.name]), {entry.name: target})[
-            entry.name
-        ]
+        stored = arrays.read(
+            directory / steps.place(leaves[entry.name]), {entry.name: target}
+        )[entry.name]
 
         def merge(live: jax.Array, stored: jax.Array) -> jax.Array:
             return way.make_live(way.make_global(live).at[common].set(stored[common]))
 
         shards = shard_spec(entry.parameter)
         mapped = jax.shard_map(
-            merge, mesh=self.mesh, in_specs=(shards, way.spec), out_specs=shards, check_vma=False
+            merge,
+            mesh=self.mesh,
+            in_specs=(shards, way.spec),
+            out_specs=shards,
+            check_vma=False,
         )
         return jax.block_until_ready(jax.jit(mapped, donate_argnums=0)(live, stored))
 
@@ -287,7 +324,8 @@ class GlobalArrays:
         """Returns whether the live layout is the global one."""
         leaf = entry.leaf
         return leaf is None or (
-            leaf.padded == leaf.shape and (not leaf.stacked or self.layout.stack(leaf).in_order)
+            leaf.padded == leaf.shape
+            and (not leaf.stacked or self.layout.stack(leaf).in_order)
         )
 
     def batches(self, entries: Sequence[GlobalArray]) -> Iterator[list[GlobalArray]]:
@@ -305,12 +343,18 @@ class GlobalArrays:
             e.name.removesuffix(e.parameter.name),
             part.get(e.parameter.name),
         )
-        changing = sorted((e for e in entries if not self.is_global(e)), key=lambda e: e.frozen)
+        changing = sorted(
+            (e for e in entries if not self.is_global(e)), key=lambda e: e.frozen
+        )
         for _, batch in itertools.groupby(changing, batch_of):
             yield list(batch)
 
-    def _rearrangement(self, entry: GlobalArray, resized: Sequence[int] = ()) -> "Rearrangement":
-        return _rearranging().rearrangement(self.layout, entry.parameter, self.mesh, resized)
+    def _rearrangement(
+        self, entry: GlobalArray, resized: Sequence[int] = ()
+    ) -> "Rearrangement":
+        return _rearranging().rearrangement(
+            self.layout, entry.parameter, self.mesh, resized
+        )
 
     def rearranged(
         self, to: str, batch: Sequence[GlobalArray], arrays: list[jax.Array]
@@ -339,11 +383,17 @@ class GlobalArrays:
 
             shapes = [e.live.shape if to == "global" else e.shape for e in batch]
             inputs = [
-                jax.ShapeDtypeStruct(shape, e.live.dtype, sharding=NamedSharding(self.mesh, spec))
+                jax.ShapeDtypeStruct(
+                    shape, e.live.dtype, sharding=NamedSharding(self.mesh, spec)
+                )
                 for shape, e, spec in zip(shapes, batch, before, strict=True)
             ]
             mapped = jax.shard_map(
-                run, mesh=self.mesh, in_specs=(before,), out_specs=after, check_vma=False
+                run,
+                mesh=self.mesh,
+                in_specs=(before,),
+                out_specs=after,
+                check_vma=False,
             )
             self._compiled[key] = jax.jit(mapped).lower(inputs).compile()
         return self._compiled[key]
@@ -360,13 +410,17 @@ def group_array(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Returns the array of one replica group, from the array with an axis of groups in front."""
     assert isinstance(x.sharding, NamedSharding)
     sharding = NamedSharding(
-        x.sharding.mesh, PartitionSpec(*x.sharding.spec[1:]), memory_kind=x.sharding.memory_kind
+        x.sharding.mesh,
+        PartitionSpec(*x.sharding.spec[1:]),
+        memory_kind=x.sharding.memory_kind,
     )
     return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
 
 
 def _move_to_host(x: jax.Array) -> jax.Array:
-    copy = jax.block_until_ready(jax.device_put(x, x.sharding.with_memory_kind("pinned_host")))
+    copy = jax.block_until_ready(
+        jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
+    )
     x.delete()
     return copy
 
@@ -376,7 +430,9 @@ def _name(path: tuple[Any, ...], taken: Collection[str]) -> str:
     same.
     """
     name = ".".join(
-        str(getattr(p, "name", getattr(p, "key", ""))) for p in path if not hasattr(p, "idx")
+        str(getattr(p, "name", getattr(p, "key", "")))
+        for p in path
+        if not hasattr(p, "idx")
     )
     return (
         name

@@ -33,7 +33,8 @@ class StepManifest:
     saved: str  # UTC; to be read by people, never compared: clocks are set back
     data: dict[
         str, Any
-    ]  # the one counter of the data: global batches read so far; digests of what they are read from
+        # The one counter of the data: global batches read so far; digests of what they are read from
+    ]
     rng: dict[str, int]  # dropout's key of a step is folded from the two
     leaves: dict[str, dict[str, Any]]  # name -> shape, dtype; frozen, where it is
     config: dict[str, Any]
@@ -96,7 +97,8 @@ class StepManifest:
 
     def write(self, directory: Path) -> None:
         write_atomically(
-            directory / MANIFEST, json.dumps(dataclasses.asdict(self), indent=1).encode()
+            directory / MANIFEST,
+            json.dumps(dataclasses.asdict(self), indent=1).encode(),
         )
 
 
@@ -147,7 +149,9 @@ def _is_record(x: Any) -> bool:
     except (KeyError, TypeError, ValueError):
         return False
     is_shape = (
-        isinstance(shape, list) and all(map(_is_count, shape)) and _is_count(math.prod(shape))
+        isinstance(shape, list)
+        and all(map(_is_count, shape))
+        and _is_count(math.prod(shape))
     )
     is_dtype = dtype.name == x["dtype"] and (
         dtype.name == "bool" or jnp.issubdtype(dtype, jnp.number)

@@ -43,7 +43,8 @@ def host_blocks(live: Mapping[str, jax.Array]) -> dict[str, list[Block]]:
     then leaves alone.
     """
     shards = {
-        name: [s for s in x.addressable_shards if s.replica_id == 0] for name, x in live.items()
+        name: [s for s in x.addressable_shards if s.replica_id == 0]
+        for name, x in live.items()
     }
     for shard in itertools.chain(*shards.values()):
         shard.data.copy_to_host_async()
@@ -69,13 +70,20 @@ def assembled(
         bounds = _bounds(index or (), shape)
         array = np.empty([end - begin for begin, end in bounds], blocks[0][1].dtype)
         for live, data in blocks:
-            common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(bounds, live, strict=True)]
+            common = [
+                (max(a, c), min(b, d))
+                for (a, b), (c, d) in zip(bounds, live, strict=True)
+            ]
             if not bounds:
                 array[()] = data
-            elif all(begin < end for d, (begin, end) in enumerate(common) if d != along):
+            elif all(
+                begin < end for d, (begin, end) in enumerate(common) if d != along
+            ):
                 into = _slices(common, bounds)
                 out_of = _slices(common, live)
-                for first, place, n in runs(places[slice(*bounds[along])], *live[along]):
+                for first, place, n in runs(
+                    places[slice(*bounds[along])], *live[along]
+                ):
                     into[along] = slice(first, first + n)
                     out_of[along] = slice(place, place + n)
                     array[tuple(into)] = data[tuple(out_of)]
@@ -146,7 +154,11 @@ class Rearrangement:
                 x = lax.all_gather(x, move.axis, axis=move.before, tiled=True)
             else:
                 x = lax.all_to_all(
-                    x, move.axis, split_axis=move.after, concat_axis=move.before, tiled=True
+                    x,
+                    move.axis,
+                    split_axis=move.after,
+                    concat_axis=move.before,
+                    tiled=True,
                 )
         return self.layout.canonical_leaf(self._local(x.shape), x)
 
@@ -155,18 +167,28 @@ class Rearrangement:
         for move in reversed(self.moves):
             if move.after is None:
                 size = x.shape[move.before] // lax.axis_size(move.axis)
-                x = lax.dynamic_slice_in_dim(x, lax.axis_index(move.axis) * size, size, move.before)
+                x = lax.dynamic_slice_in_dim(
+                    x, lax.axis_index(move.axis) * size, size, move.before
+                )
             else:
                 x = lax.all_to_all(
-                    x, move.axis, split_axis=move.before, concat_axis=move.after, tiled=True
+                    x,
+                    move.axis,
+                    split_axis=move.before,
+                    concat_axis=move.after,
+                    tiled=True,
                 )
         return x
 
     def _local(self, block: Sequence[int]) -> Placed:
         """Returns the leaf as a device has it: dimensions that do not change have the size of its block."""
         keep = [d not in self.changing for d in range(len(block))]
-        shape = tuple(n if k else m for n, m, k in zip(block, self.leaf.shape, keep, strict=True))
-        padded = tuple(n if k else m for n, m, k in zip(block, self.leaf.padded, keep, strict=True))
+        shape = tuple(
+            n if k else m for n, m, k in zip(block, self.leaf.shape, keep, strict=True)
+        )
+        padded = tuple(
+            n if k else m for n, m, k in zip(block, self.leaf.padded, keep, strict=True)
+        )
         return dataclasses.replace(self.leaf, shape=shape, padded=padded)
 
 
@@ -189,9 +211,14 @@ def rearrangement(
     ]
     moves = []
     for dimension in changing:
-        for axis in reversed(split[dimension]):  # the innermost first: its parts are neighbours
+        # The innermost first: its parts are neighbours
+        for axis in reversed(split[dimension]):
             degree = mesh.shape[axis]
-            fits = [d for d in range(len(local)) if d not in changing and local[d] % degree == 0]
+            fits = [
+                d
+                for d in range(len(local))
+                if d not in changing and local[d] % degree == 0
+            ]
             after = max(fits, key=local.__getitem__, default=None)
             if after is not None:
                 split[after].append(axis)

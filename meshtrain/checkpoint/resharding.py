@@ -71,16 +71,22 @@ def restore_residuals(
     leaves = start.manifest.leaves
     before = make_layout(earlier_config(start.manifest.config), converter.layout.mesh)
     same = [e for e in entries if _is_unchanged(converter.layout, before, e, leaves)]
-    resharded = [e for e in entries if e not in same and _is_residual(e) and e.name in leaves]
+    resharded = [
+        e for e in entries if e not in same and _is_residual(e) and e.name in leaves
+    ]
     initial = [e for e in entries if e not in same and e not in resharded]
-    restored = arrays.read(start.directory / steps.ARRAYS, {e.name: e.live for e in same})
+    restored = arrays.read(
+        start.directory / steps.ARRAYS, {e.name: e.live for e in same}
+    )
     for entry in resharded:
         restored[entry.name] = _reshard_residual(converter, before, start, entry)
     sentences = []
     left_out = "what compression had left out of gradients is"
     if resharded:
         sentences.append(f"{left_out} shared out evenly among the ranks of this mesh.")
-    if any(name.startswith(RESIDUAL) for name in leaves.keys() - {e.name for e in entries}):
+    if any(
+        name.startswith(RESIDUAL) for name in leaves.keys() - {e.name for e in entries}
+    ):
         sentences.append(f"{left_out} dropped where nothing is fed back from here on.")
     if any(_is_residual(e) for e in initial):
         sentences.append("error feedback starts with nothing left out.")
@@ -95,7 +101,9 @@ def _is_residual(entry: GlobalArray) -> bool:
     return entry.name.startswith(RESIDUAL)
 
 
-def _is_unchanged(layout: Layout, before: Layout, entry: GlobalArray, leaves: Leaves) -> bool:
+def _is_unchanged(
+    layout: Layout, before: Layout, entry: GlobalArray, leaves: Leaves
+) -> bool:
     """Returns whether the array in the checkpoint is the one that this run would have."""
     if entry.name not in leaves or tuple(leaves[entry.name]["shape"]) != entry.shape:
         return False
@@ -116,7 +124,9 @@ def _weight(layout: Layout, entry: GlobalArray) -> Placed:
     return next(weight for weight in layout.flat if weight.name == name)
 
 
-def _initial_residuals(program: Program, entries: Sequence[GlobalArray]) -> dict[str, jax.Array]:
+def _initial_residuals(
+    program: Program, entries: Sequence[GlobalArray]
+) -> dict[str, jax.Array]:
     initial = {e.name: _full(e, 0) for e in entries if _is_residual(e)}
     if len(initial) < len(entries):
         feedback = program.local.zero.feedback
@@ -126,7 +136,9 @@ def _initial_residuals(program: Program, entries: Sequence[GlobalArray]) -> dict
         names = {e.name for e in entries}
         flat, _ = jax.tree_util.tree_flatten_with_path(q)
         initial |= {
-            name: x for path, x in flat if (name := Q + ".".join(p.key for p in path)) in names
+            name: x
+            for path, x in flat
+            if (name := Q + ".".join(p.key for p in path)) in names
         }
     return initial
 
@@ -156,13 +168,20 @@ def _reshard_residual(
     stored = jax.ShapeDtypeStruct(
         shape, jnp.float32, sharding=NamedSharding(mesh, _spread(shape, stay, mesh))
     )
-    x = arrays.read(start.directory / steps.place(record), {entry.name: stored})[entry.name]
+    x = arrays.read(start.directory / steps.place(record), {entry.name: stored})[
+        entry.name
+    ]
     # how the compressed part of a gradient lies, without the ranks that have one each
-    weight = now if over_islands(layout.config) else replace(now, padded=now.whole, zero_dim=None)
+    weight = (
+        now
+        if over_islands(layout.config)
+        else replace(now, padded=now.whole, zero_dim=None)
+    )
     way = rearrangement(layout, weight, mesh)
     sharding = NamedSharding(mesh, way.spec)
     total = jax.jit(
-        lambda x: before.canonical_leaf(then, jnp.sum(x, axis=0)), out_shardings=sharding
+        lambda x: before.canonical_leaf(then, jnp.sum(x, axis=0)),
+        out_shardings=sharding,
     )(x)
     x.delete()
 
@@ -170,7 +189,11 @@ def _reshard_residual(
         return way.make_live(total)[None] / entry.shape[0]
 
     mapped = jax.shard_map(
-        part, mesh=mesh, in_specs=way.spec, out_specs=entry.live.sharding.spec, check_vma=False
+        part,
+        mesh=mesh,
+        in_specs=way.spec,
+        out_specs=entry.live.sharding.spec,
+        check_vma=False,
     )
     return jax.block_until_ready(jax.jit(mapped)(total))
 
@@ -190,13 +213,19 @@ def _spread(shape: Sequence[int], dims: Sequence[int], mesh: Mesh) -> PartitionS
 # --- replica groups
 
 
-def check_sync_start(old: Mapping[str, Any], step: int, sync: SyncConfig, where: str) -> None:
+def check_sync_start(
+    old: Mapping[str, Any], step: int, sync: SyncConfig, where: str
+) -> None:
     """Raises ConfigError if groups whose weights differ would take synchronous steps, which hold them to be equal.
 
     `old` is the manifest's config.
     """
     before = old.get("parallel", {}).get("sync", {})
-    if before.get("every") and before.get("start", 0) < step < sync.start and sync.every:
+    if (
+        before.get("every")
+        and before.get("start", 0) < step < sync.start
+        and sync.every
+    ):
         raise ConfigError(
             f"{where} is of step {step}, and its islands step by themselves since step {before.get('start', 0)}, but "
             "parallel.sync.start is "
@@ -206,7 +235,11 @@ def check_sync_start(old: Mapping[str, Any], step: int, sync: SyncConfig, where:
 
 def regrouping_notes(entries: Sequence[GlobalArray], leaves: Leaves) -> list[str]:
     """Returns a sentence where this run has other groups than the checkpoint."""
-    pairs = {(leaves[e.name].get("islands", 0), e.islands) for e in entries if e.name in leaves}
+    pairs = {
+        (leaves[e.name].get("islands", 0), e.islands)
+        for e in entries
+        if e.name in leaves
+    }
     for was, now in pairs:
         if not was and now:
             weights = "the weights and moments of the checkpoint"
@@ -214,7 +247,11 @@ def regrouping_notes(entries: Sequence[GlobalArray], leaves: Leaves) -> list[str
                 f"the {now} islands begin with {weights}, whose data ranks were all brought together at every step."
             ]
         if was != now:
-            then = f"each of the {now} islands begins with" if now else "the run goes on with"
+            then = (
+                f"each of the {now} islands begins with"
+                if now
+                else "the run goes on with"
+            )
             weights = (
                 "weights and moments, and the outer momentum is kept"
                 if now
@@ -241,7 +278,9 @@ def mean_groups(
     means: dict[str, jax.Array] = {}
     finite: dict[str, np.ndarray] = {}  # by the kind of array, which groups are
     for entry in entries:
-        means[entry.name], of_entry = _mean(converter, directory, leaves[entry.name], entry, None)
+        means[entry.name], of_entry = _mean(
+            converter, directory, leaves[entry.name], entry, None
+        )
         finite[_kind(entry)] = finite.get(_kind(entry), of_entry) & of_entry
     for entry in entries:
         if not finite[_kind(entry)].all():
@@ -276,21 +315,37 @@ def _mean(
     target = stored = converter.stored(one)
     groups = record.get("islands", 0)
     if groups:
-        sharding = NamedSharding(converter.mesh, PartitionSpec(None, *stored.sharding.spec))
-        target = jax.ShapeDtypeStruct((groups, *one.shape), one.live.dtype, sharding=sharding)
-    array = arrays.read(directory / steps.place(record), {entry.name: target})[entry.name]
+        sharding = NamedSharding(
+            converter.mesh, PartitionSpec(None, *stored.sharding.spec)
+        )
+        target = jax.ShapeDtypeStruct(
+            (groups, *one.shape), one.live.dtype, sharding=sharding
+        )
+    array = arrays.read(directory / steps.place(record), {entry.name: target})[
+        entry.name
+    ]
     all_finite = np.ones(max(groups, 1), bool)
     if groups:
         shardings = stored.sharding, NamedSharding(converter.mesh, PartitionSpec())
-        mean_and_finite = jax.jit(partial(_mean_and_finite, entry.name), out_shardings=shardings)
+        mean_and_finite = jax.jit(
+            partial(_mean_and_finite, entry.name), out_shardings=shardings
+        )
         array, each = mean_and_finite(array, all_finite if finite is None else finite)
         all_finite = np.asarray(each)
-    live = array if converter.is_global(one) else converter.rearranged("live", [one], [array])[0]
+    live = (
+        array
+        if converter.is_global(one)
+        else converter.rearranged("live", [one], [array])[0]
+    )
     return _spread_mean(live, entry), all_finite
 
 
-def _mean_and_finite(name: str, x: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return jnp.min(x, 0) if name == "scale.value" else states.mean_of(finite, x), states.finite(x)
+def _mean_and_finite(
+    name: str, x: jax.Array, finite: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return jnp.min(x, 0) if name == "scale.value" else states.mean_of(
+        finite, x
+    ), states.finite(x)
 
 
 def _spread_mean(x: jax.Array, entry: GlobalArray) -> jax.Array:
@@ -298,9 +353,9 @@ def _spread_mean(x: jax.Array, entry: GlobalArray) -> jax.Array:
     if not entry.islands:
         return jax.device_put(x, entry.live.sharding)
     device = entry.live.sharding.with_memory_kind("device")
-    each = jax.jit(lambda x: jnp.broadcast_to(x, (entry.islands, *x.shape)), out_shardings=device)(
-        x
-    )
+    each = jax.jit(
+        lambda x: jnp.broadcast_to(x, (entry.islands, *x.shape)), out_shardings=device
+    )(x)
     return jax.block_until_ready(jax.device_put(each, entry.live.sharding))
 
 

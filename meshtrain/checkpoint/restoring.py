@@ -13,7 +13,12 @@ from typing import Any
 
 import jax
 
-from meshtrain.checkpoint.global_arrays import ISLANDS, REDUCE, GlobalArray, GlobalArrays
+from meshtrain.checkpoint.global_arrays import (
+    ISLANDS,
+    REDUCE,
+    GlobalArray,
+    GlobalArrays,
+)
 from meshtrain.checkpoint.manifest import Start, StepManifest, earlier_config
 from meshtrain.checkpoint.resharding import (
     check_sync_start,
@@ -68,7 +73,9 @@ def check_keys(config: Config) -> None:
         if name not in rules:
             # What a model computes may never differ: those keys are none of the legal ones.
             legal = [
-                key for key, rule in rules.items() if rule not in (Resume.SHAPE, Resume.ADAPTERS)
+                key
+                for key, rule in rules.items()
+                if rule not in (Resume.SHAPE, Resume.ADAPTERS)
             ]
             ending = nearest(name, rules) or f"; legal are {', '.join(legal)}."
             raise ConfigError(f"checkpoint.allow has {name!r}{ending}")
@@ -78,14 +85,22 @@ def check_keys(config: Config) -> None:
         if rules[name] in SHAPES and not (
             config.checkpoint.weights_only and rules[name] is Resume.SIZE
         ):
-            only = ", only" if config.checkpoint.weights_only else "; with checkpoint.weights_only"
-            sizes = " and ".join(name for name, rule in rules.items() if rule is Resume.SIZE)
+            only = (
+                ", only"
+                if config.checkpoint.weights_only
+                else "; with checkpoint.weights_only"
+            )
+            sizes = " and ".join(
+                name for name, rule in rules.items() if rule is Resume.SIZE
+            )
             raise ConfigError(
                 f"checkpoint.allow has {name}, but a checkpoint's model cannot change{only} {sizes} can."
             )
 
 
-def compare(old: Mapping[str, Any], config: Config, where: str, weights_only: bool) -> list[str]:
+def compare(
+    old: Mapping[str, Any], config: Config, where: str, weights_only: bool
+) -> list[str]:
     """Returns a sentence on each key that changed and may; ConfigError with all that may not.
 
     `where` names the checkpoint.
@@ -113,7 +128,9 @@ def compare(old: Mapping[str, Any], config: Config, where: str, weights_only: bo
             or not key.counts(config)
         ):
             continue
-        allowed = name in config.checkpoint.allow and (weights_only or key.resume not in SHAPES)
+        allowed = name in config.checkpoint.allow and (
+            weights_only or key.resume not in SHAPES
+        )
         if key.resume in refusable and not allowed:
             refused[name] = f"{name} is {now} but was {was}"
         elif not weights_only:
@@ -140,10 +157,15 @@ def compare_data(
     old = manifest.data
     notes = []
     rules = keys(type(config))
-    changed = {name for name, *_ in differences(manifest.config, dataclasses.asdict(config))}
+    changed = {
+        name for name, *_ in differences(manifest.config, dataclasses.asdict(config))
+    }
     if any(rules[name].resume in CONTENT for name in changed):
         return []
-    if "digest" in digests and old.get("digest", digests["digest"]) != digests["digest"]:
+    if (
+        "digest" in digests
+        and old.get("digest", digests["digest"]) != digests["digest"]
+    ):
         sentence = _other_content(manifest, config, digests["digest"])
         if "data.source" not in config.checkpoint.allow:
             way_out = _way_out({Resume.CONTENT}, "data.source", weights_only=False)
@@ -153,23 +175,33 @@ def compare_data(
     path = config.data.validation_source
     other = name in digests and old.get(name, digests[name]) != digests[name]
     if other and "data.validation_source" not in changed:
-        notes.append(f"data.validation_source {path} holds other tokens than it did, from here on.")
+        notes.append(
+            f"data.validation_source {path} holds other tokens than it did, from here on."
+        )
     return notes
 
 
 def _other_content(manifest: StepManifest, config: Config, digest: str) -> str:
     names = config.data.mixture or (config.data.source,)
-    parts = zip(names, manifest.data["digest"].split("+"), digest.split("+"), strict=True)
-    changed = {name: f"{now}, was {before}" for name, before, now in parts if now != before}
+    parts = zip(
+        names, manifest.data["digest"].split("+"), digest.split("+"), strict=True
+    )
+    changed = {
+        name: f"{now}, was {before}" for name, before, now in parts if now != before
+    }
     of_mixture = "mixture: " if config.data.mixture else ""
     sentence = of_mixture + " and ".join(
         f"{n} holds other tokens than it did ({what})" for n, what in changed.items()
     )
     then = manifest.versions.get("python")
     now = platform.python_version()
-    if then != now and any(name in SOURCES and SOURCES[name].of_python for name in changed):
+    if then != now and any(
+        name in SOURCES and SOURCES[name].of_python for name in changed
+    ):
         sentence += f": it is that of Python {now}, was that of {then}"
-    if config.data.tokenizer != "byte" and "begin" not in manifest.config.get("data", {}):
+    if config.data.tokenizer != "byte" and "begin" not in manifest.config.get(
+        "data", {}
+    ):
         sentence += (
             "; the version that wrote the checkpoint read no file beside the tokenizer: data.begin=none, and the "
             "token that then ended "
@@ -210,7 +242,9 @@ def compare_hooks(
         if key.resume is Resume.FUNCTION
     }
     if missing := [
-        kind for kind in counts if kind not in now and by_kind[kind] not in (allow or ())
+        kind
+        for kind in counts
+        if kind not in now and by_kind[kind] not in (allow or ())
     ]:
         names = ", ".join(f"{kind}={old[kind]}" for kind in missing)
         named = ", ".join(by_kind[kind] for kind in missing)
@@ -260,10 +294,18 @@ def find_changes(
     where = f"checkpoint {start.directory}"
     # weights that no run of ours has trained: its data and their tokenizer are nobody's
     left_out = ("data",) if manifest.weights_alone else ()
-    old = {section: keys for section, keys in manifest.config.items() if section not in left_out}
+    old = {
+        section: keys
+        for section, keys in manifest.config.items()
+        if section not in left_out
+    }
     notes = compare(old, config, where, weights_only)
     notes += compare_hooks(
-        manifest.hooks, program.hooks.names, where, weights_only, config.checkpoint.allow
+        manifest.hooks,
+        program.hooks.names,
+        where,
+        weights_only,
+        config.checkpoint.allow,
     )
     if not weights_only:
         notes += compare_versions(manifest.versions, versions())
@@ -271,7 +313,9 @@ def find_changes(
         if program.islands is not None or any(
             record.get("islands") for record in manifest.leaves.values()
         ):
-            check_sync_start(manifest.config, manifest.step, config.parallel.sync, where)
+            check_sync_start(
+                manifest.config, manifest.step, config.parallel.sync, where
+            )
             notes += regrouping_notes(converter.entries, manifest.leaves)
     return notes
 
@@ -283,7 +327,11 @@ def restore(converter: GlobalArrays, start: Start, say: Callable[[str], None]) -
     """
     # precision.compute may change, and the loss scale with it; so may compression, and replica groups may begin to step
     # locally
-    entries = [e for e in converter.entries if not e.name.startswith(("scale.", REDUCE, ISLANDS))]
+    entries = [
+        e
+        for e in converter.entries
+        if not e.name.startswith(("scale.", REDUCE, ISLANDS))
+    ]
     _check(start.directory, start.manifest, entries)
     residuals: dict[str, jax.Array] = {}
     if any(
@@ -302,16 +350,24 @@ def _restore_groups(
 ) -> dict[str, jax.Array]:
     """Returns the state beside residuals, if this run or the checkpoint has replica groups; else nothing."""
     leaves = start.manifest.leaves
-    present = [e for e in converter.entries if e.name in leaves and not e.name.startswith(REDUCE)]
+    present = [
+        e
+        for e in converter.entries
+        if e.name in leaves and not e.name.startswith(REDUCE)
+    ]
     regrouped = [e for e in present if leaves[e.name].get("islands", 0) != e.islands]
     if not regrouped and converter.program.islands is None:
         return {}
-    live = converter.read(start.directory, leaves, [e for e in present if e not in regrouped])
+    live = converter.read(
+        start.directory, leaves, [e for e in present if e not in regrouped]
+    )
     live |= mean_groups(converter, start.directory, leaves, regrouped, say)
     return live | initial_groups(converter.entries, live)
 
 
-def read_weights(converter: GlobalArrays, directory: Path, manifest: StepManifest) -> Tree:
+def read_weights(
+    converter: GlobalArrays, directory: Path, manifest: StepManifest
+) -> Tree:
     """Returns the live parameters of a verified step and nothing else of it; ConfigError if they do not fit the
     program's model.
     """
@@ -323,7 +379,9 @@ def read_weights(converter: GlobalArrays, directory: Path, manifest: StepManifes
     )
 
 
-def start_from_weights(converter: GlobalArrays, start: Start, say: Callable[[str], None]) -> State:
+def start_from_weights(
+    converter: GlobalArrays, start: Start, say: Callable[[str], None]
+) -> State:
     """Returns the state before the first step, with the checkpoint's weights; resized where checkpoint.allow names the
     axis.
     """
@@ -331,25 +389,37 @@ def start_from_weights(converter: GlobalArrays, start: Start, say: Callable[[str
     _check_adapters(converter, start)
     resized = [e for e in parameters if _is_resized(converter, start, e)]
     new_adapters = [
-        e for e in parameters if e.parameter.adapter and e.name not in start.manifest.leaves
+        e
+        for e in parameters
+        if e.parameter.adapter and e.name not in start.manifest.leaves
     ]
     same = [e for e in parameters if e not in resized and e not in new_adapters]
     _check(start.directory, start.manifest, same, weights_only=True)
     state = converter.program.init()
     leaves = start.manifest.leaves
     arrays: Any = jax.tree.structure(converter.shapes.params)
-    live = dict(zip((e.name for e in parameters), arrays.flatten_up_to(state.params), strict=True))
+    live = dict(
+        zip(
+            (e.name for e in parameters),
+            arrays.flatten_up_to(state.params),
+            strict=True,
+        )
+    )
     for entry in same:
         jax.tree.map(lambda x: x.delete(), live[entry.name])
     live |= converter.read(start.directory, leaves, same)
     for entry in resized:
-        live[entry.name] = converter.resized(start.directory, leaves, entry, live[entry.name])
+        live[entry.name] = converter.resized(
+            start.directory, leaves, entry, live[entry.name]
+        )
         stored = leaves[entry.name]["shape"]
         say(
             f"{entry.name} is {list(entry.shape)}; the checkpoint has {stored} of it, the rest is as initialised."
         )
     say(f"started from the weights of step {start.manifest.step} in {start.directory}.")
-    return converter.program.from_weights(state, jax.tree.unflatten(arrays, live.values()))
+    return converter.program.from_weights(
+        state, jax.tree.unflatten(arrays, live.values())
+    )
 
 
 def _is_resized(converter: GlobalArrays, start: Start, entry: GlobalArray) -> bool:
@@ -366,7 +436,9 @@ def _is_resized(converter: GlobalArrays, start: Start, entry: GlobalArray) -> bo
         if key in allow
     }
     changed = {
-        a for a, n, m in zip(entry.leaf.axes, entry.shape, record["shape"], strict=True) if n != m
+        a
+        for a, n, m in zip(entry.leaf.axes, entry.shape, record["shape"], strict=True)
+        if n != m
     }
     return bool(changed) and changed <= free
 
@@ -406,7 +478,9 @@ def _check(
         )
         wanted = f"{dtype}{list(entry.shape[bool(entry.islands) :])}"
         stored = (
-            f"{record['dtype']}{record['shape'][bool(record.get('islands')) :]}" if record else None
+            f"{record['dtype']}{record['shape'][bool(record.get('islands')) :]}"
+            if record
+            else None
         )
         if stored != wanted:
             reason = f"it is {stored}" if record else "there is none"

@@ -57,7 +57,8 @@ class Response(Protocol):
 
 
 Values = Mapping[str, jax.Array]
-POLL_EVERY = 1.0  # seconds between two looks whether another process has given a save up
+# Seconds between two looks whether another process has given a save up
+POLL_EVERY = 1.0
 ELSEWHERE = "another process could not write its part"
 
 
@@ -89,15 +90,18 @@ class Saver:
             from meshtrain.checkpoint.frozen import FrozenCopies
 
             self._copies = FrozenCopies(config.checkpoint.keep, say)
-        self._settled: int | None = None  # the last step whose save is known to be on disk
+        # The last step whose save is known to be on disk
+        self._settled: int | None = None
         self._failure: str | None = None  # why the last save failed
         self._failed = False  # whether a save has failed, and may have left something
-        self._left_alone: set[Path] = set()  # steps that retention cannot judge, each reported once
+        # Steps that retention cannot judge, each reported once
+        self._left_alone: set[Path] = set()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: tuple[int, Future[str | None]] | None = (
             None  # the step under way; why it failed, or None
         )
-        self._finished: deque[dict[str, float]] = deque()  # the thread puts in, the loop takes out
+        # The thread puts in, the loop takes out
+        self._finished: deque[dict[str, float]] = deque()
 
     def go_on_from(self, start: Start) -> None:
         """Takes a step of the run's own, verified and restored, as the one that is on disk."""
@@ -105,16 +109,21 @@ class Saver:
         before = steps.frozen(start.manifest.leaves)
         if before == self._frozen:
             self._add_copy(start.directory)
-        elif other := [name for name, record in before.items() if record != self._frozen.get(name)]:
+        elif other := [
+            name for name, record in before.items() if record != self._frozen.get(name)
+        ]:
             was, now = (
-                records.get(other[0], {}).get("dtype") for records in (before, self._frozen)
+                records.get(other[0], {}).get("dtype")
+                for records in (before, self._frozen)
             )
             self.say(
                 f"{other[0]} is frozen as {was} in {start.directory} and held as {now} from here on: "
                 "what is frozen is written again."
             )
 
-    def save(self, step: int, state: State, loss: float, eval_loss: float | None = None) -> None:
+    def save(
+        self, step: int, state: State, loss: float, eval_loss: float | None = None
+    ) -> None:
         """Starts writing the state after `step` steps; returns once it may be donated.
 
         Waits for a save that still runs.
@@ -129,7 +138,9 @@ class Saver:
             self.say(failure)
         if step == self._settled:
             return
-        save = StepSave(step, self.root / f"{step}{steps.WRITING}", self._frozen.keys(), began)
+        save = StepSave(
+            step, self.root / f"{step}{steps.WRITING}", self._frozen.keys(), began
+        )
         refused, save.linked = self._make_directory(save.directory)
         try:
             # all have the reason, or they would wait for the first one; and write the same
@@ -184,7 +195,9 @@ class Saver:
         """
         finished = [self._finished.popleft() for _ in range(len(self._finished))]
         return (
-            {name: sum(save[name] for save in finished) for name in finished[0]} if finished else {}
+            {name: sum(save[name] for save in finished) for name in finished[0]}
+            if finished
+            else {}
         )
 
     def _settle(self) -> str | None:
@@ -195,7 +208,9 @@ class Saver:
         failures = gathered(finish.result())
         self._writing = None
         # a process's own reason comes first
-        self._failure = min((f for f in failures if f), key=lambda f: ELSEWHERE in f, default=None)
+        self._failure = min(
+            (f for f in failures if f), key=lambda f: ELSEWHERE in f, default=None
+        )
         self._failed |= self._failure is not None
         if self._failure is None:
             self._settled = step
@@ -208,7 +223,9 @@ class Saver:
         if self._copies is not None:
             self._copies.add(step)
 
-    def _make_directory(self, directory: Path) -> tuple[str | None, digests.Files | None]:
+    def _make_directory(
+        self, directory: Path
+    ) -> tuple[str | None, digests.Files | None]:
         """Makes the directory, on the first process; returns why it cannot be made, or None, and the files that are
         linked into it.
         """
@@ -230,7 +247,9 @@ class Saver:
 
     # --- on the thread
 
-    def _finish(self, save: "StepSave", manifest: Callable[[], StepManifest]) -> str | None:
+    def _finish(
+        self, save: "StepSave", manifest: Callable[[], StepManifest]
+    ) -> str | None:
         """Has Orbax write, then commits; returns why that failed, in a sentence, or None."""
         final = self.root / str(save.step)
         try:
@@ -247,7 +266,9 @@ class Saver:
             self._note_and_retain(save.step)
         return None
 
-    def _commit(self, save: "StepSave", manifest: StepManifest, ahead: digests.HashedAhead) -> None:
+    def _commit(
+        self, save: "StepSave", manifest: StepManifest, ahead: digests.HashedAhead
+    ) -> None:
         """Vouches for what is written and gives it the step's name."""
         final = self.root / str(save.step)
         manifest.write(save.directory)
@@ -275,7 +296,9 @@ class Saver:
         before = self._settled is not None and not steps.never_committed(
             self.root / str(self._settled)
         )
-        intact = f"step {self._settled} is intact" if before else "there is none before it"
+        intact = (
+            f"step {self._settled} is intact" if before else "there is none before it"
+        )
         return f"the checkpoint of step {save.step} could not be written: {reason}; {intact}."
 
     def _note_and_retain(self, step: int) -> None:
@@ -296,7 +319,9 @@ class Saver:
     def _make_room(self, path: Path) -> None:
         """Sets aside whatever stands at a name that a save needs: it is somebody's, neither overwritten nor removed."""
         if aside := steps.make_room(path):
-            self.say(f"{path} stood where a checkpoint belongs; it is set aside as {aside.name}.")
+            self.say(
+                f"{path} stood where a checkpoint belongs; it is set aside as {aside.name}."
+            )
 
     def _leave(self, directory: Path, why: str) -> None:
         if directory not in self._left_alone:
@@ -340,7 +365,9 @@ class StepSave:
     blocked = 0.0  # seconds that the loop has waited
     _make: Callable[[], Values] | None = None  # rearranges the arrays
 
-    def __init__(self, step: int, directory: Path, frozen: Collection[str], began: float) -> None:
+    def __init__(
+        self, step: int, directory: Path, frozen: Collection[str], began: float
+    ) -> None:
         self.step = step
         self.directory = directory
         self.frozen = frozen
@@ -359,7 +386,9 @@ class StepSave:
         """Returns when all is written; raises what kept it from it. `final`: where the step will be."""
         if self._make is not None:
             self._write(self._make())
-        failures = [_failure(response, self.directory, final) for response in self.written]
+        failures = [
+            _failure(response, self.directory, final) for response in self.written
+        ]
         for failure in filter(None, failures):
             raise failure
 
@@ -371,13 +400,17 @@ class StepSave:
                 if (name in self.frozen) == (place == steps.FROZEN)
             }
             try:
-                self.written += [arrays.write(self.directory / place, here)] if here else []
+                self.written += (
+                    [arrays.write(self.directory / place, here)] if here else []
+                )
             # what is being written elsewhere has to end before anything is removed
             except Exception as error:
                 self.written.append(error)
 
 
-def _failure(response: Response | Exception, directory: Path, final: Path) -> Exception | None:
+def _failure(
+    response: Response | Exception, directory: Path, final: Path
+) -> Exception | None:
     """Waits until Orbax has written; returns what kept it from it. _FailedElsewhere once another process has removed
     the directory: Orbax itself would wait for five minutes.
     """
@@ -412,7 +445,9 @@ def _is_there(directory: Path, opened: int | None) -> bool:
     """
     try:
         there = retried(lambda: os.stat(directory))
-        return opened is None or os.path.samestat(retried(lambda: os.fstat(opened)), there)
+        return opened is None or os.path.samestat(
+            retried(lambda: os.fstat(opened)), there
+        )
     except OSError as error:
         return error.errno not in (*ABSENT, errno.ESTALE)
 
@@ -436,4 +471,6 @@ def _reason(error: BaseException, root: Path | None = None) -> str:
     # What Orbax could not write it does not find afterwards.
     if isinstance(error, OSError) and root is not None and is_full(root):
         return reasons[0]
-    return f"{type(error).__name__}: {(str(error).splitlines() or ['no reason given'])[0]}"
+    return (
+        f"{type(error).__name__}: {(str(error).splitlines() or ['no reason given'])[0]}"
+    )

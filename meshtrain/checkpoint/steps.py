@@ -27,7 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from meshtrain.errors import Unreadable, refusal
-from meshtrain.files import ABSENT, entries, retried, status, sync, unreadable, write_atomically
+from meshtrain.files import (
+    ABSENT,
+    entries,
+    retried,
+    status,
+    sync,
+    unreadable,
+    write_atomically,
+)
 from meshtrain.run.directory import CHECKPOINTS
 
 # Formats: all in arrays/; frozen weights in frozen/, where the versions before would not look.
@@ -39,7 +47,8 @@ FROZEN = "frozen"
 MANIFEST = "manifest.json"
 DIGESTS = "digests.json"
 COMMIT = "COMMIT"
-STORED = "STORED"  # in the mirror of a step in an object store: its address (`checkpoint.stored`)
+# In the mirror of a step in an object store: its address (`checkpoint.stored`)
+STORED = "STORED"
 PLACES = (ARRAYS, FROZEN)
 WRITING = ".writing"
 REMOVING = ".removing"
@@ -79,7 +88,8 @@ def is_number(name: str) -> bool:
 def numbered(root: Path) -> list[Path]:
     """Returns whatever has a number for its name, in order of step (never of dates: clocks are set back)."""
     return sorted(
-        (p for p in entries(root) if is_number(p.name)), key=lambda p: (int(p.name), p.name)
+        (p for p in entries(root) if is_number(p.name)),
+        key=lambda p: (int(p.name), p.name),
     )
 
 
@@ -94,7 +104,11 @@ def directories(path: Path) -> list[Path]:
     if numbers := numbered(root):
         return numbers
     own = (COMMIT, DIGESTS, MANIFEST)
-    return [path] if any(status(path / name, follow=False) is not None for name in own) else []
+    return (
+        [path]
+        if any(status(path / name, follow=False) is not None for name in own)
+        else []
+    )
 
 
 def _is_directory(path: Path) -> bool:
@@ -151,7 +165,8 @@ def commit(directory: Path) -> None:
     form = PARTED if (directory / FROZEN).is_dir() else WHOLE
     lines = f"meshtrain checkpoint, format {form}\n{DIGESTS} sha256 {_sha256((directory / DIGESTS).read_bytes())}\n"
     write_atomically(
-        directory / COMMIT, f"{lines}the lines above sha256 {_sha256(lines.encode())}\n".encode()
+        directory / COMMIT,
+        f"{lines}the lines above sha256 {_sha256(lines.encode())}\n".encode(),
     )
 
 
@@ -160,9 +175,15 @@ def commit_problem(directory: Path) -> str | None:
     cannot be judged.
     """
     if not _is_directory(directory):
-        return "it is a link to nothing" if os.path.islink(directory) else "it is not a directory"
+        return (
+            "it is a link to nothing"
+            if os.path.islink(directory)
+            else "it is not a directory"
+        )
     if never_committed(directory):
-        return f"it has no {COMMIT} file, so it was never finished or is not a checkpoint"
+        return (
+            f"it has no {COMMIT} file, so it was never finished or is not a checkpoint"
+        )
     try:
         marker = content(directory / COMMIT)
     except Damaged as damage:
@@ -174,7 +195,9 @@ def commit_problem(directory: Path) -> str | None:
     if (number := int(lines[1])) > FORMAT:
         raise NewerFormat(number)
     try:
-        expected = f"{DIGESTS} sha256 {_sha256(content(directory / DIGESTS))}\n".encode()
+        expected = (
+            f"{DIGESTS} sha256 {_sha256(content(directory / DIGESTS))}\n".encode()
+        )
     except Damaged as damage:
         return str(damage)
     return None if head[lines.end() :] == expected else f"{DIGESTS} is damaged"
@@ -207,7 +230,9 @@ def remove_leftovers(root: Path) -> list[str]:
             shutil.rmtree(path)
             sentences.append(f"removed {path}, {unfinished}.")
         except OSError as error:
-            sentences.append(f"{path}, {unfinished}, cannot be removed: {refusal(error)}.")
+            sentences.append(
+                f"{path}, {unfinished}, cannot be removed: {refusal(error)}."
+            )
     return sentences
 
 
@@ -215,7 +240,12 @@ def is_left_over(path: Path) -> bool:
     """Returns whether a save or a removal made it; a file or a link of such a name is somebody's."""
     # A save that failed is removed under both names.
     step = path.name.removesuffix(REMOVING).removesuffix(WRITING)
-    return step != path.name and is_number(step) and os.path.isdir(path) and not path.is_symlink()
+    return (
+        step != path.name
+        and is_number(step)
+        and os.path.isdir(path)
+        and not path.is_symlink()
+    )
 
 
 def make_room(path: Path) -> Path | None:

@@ -102,7 +102,9 @@ class StoredSteps:
             [name for name in files if name != COMMIT],
         )
         if not stores.write_new(f"{address}/{COMMIT}", (writing / COMMIT).read_bytes()):
-            raise RequestRefused(errno.EEXIST, "another run has written this step", address)
+            raise RequestRefused(
+                errno.EEXIST, "another run has written this step", address
+            )
         write_atomically(writing / STORED, f"{address}\n".encode())
         for place in steps.PLACES:
             shutil.rmtree(writing / place, ignore_errors=True)
@@ -196,7 +198,9 @@ class StoredBlocks:
         if self.keep and _is_kept(self.directory / name, size, start, expected, block):
             return None
         try:
-            content = stores.read(f"{self.address}/{name}", start, min(block, size - start))
+            content = stores.read(
+                f"{self.address}/{name}", start, min(block, size - start)
+            )
         except FileNotFoundError:
             return f"{name} is missing"
         except OSError as error:

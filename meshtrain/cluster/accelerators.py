@@ -59,16 +59,23 @@ class Efficiency:
     """
 
     matmul: float = key(
-        0.75, "share of the peak that a very large matrix product reaches", above=0.0, most=1.0
+        0.75,
+        "share of the peak that a very large matrix product reaches",
+        above=0.0,
+        most=1.0,
     )
-    half_size: float = key(100.0, "a side of a matrix product that costs half the rate", least=0.0)
+    half_size: float = key(
+        100.0, "a side of a matrix product that costs half the rate", least=0.0
+    )
     attention: float = key(
         0.45,
         "share of the peak that attention reaches forward on very long sequences",
         above=0.0,
         most=1.0,
     )
-    memory: float = key(0.75, "share of the memory bandwidth reached", above=0.0, most=1.0)
+    memory: float = key(
+        0.75, "share of the memory bandwidth reached", above=0.0, most=1.0
+    )
     link: float = key(
         0.75, "share of a link's bandwidth that collectives reach", above=0.0, most=1.0
     )
@@ -81,13 +88,18 @@ class Efficiency:
     # Measured, not fitted: of torchtitan's and Transformer Engine's pieces 36 to 49% were hidden, one machine with and
     # without. A piece is a smaller product, and its message takes multiprocessors from it.
     exposed_tensor: float = key(
-        0.57, "share of a tensor collective sent in pieces that stays exposed", least=0.0, most=1.0
+        0.57,
+        "share of a tensor collective sent in pieces that stays exposed",
+        least=0.0,
+        most=1.0,
     )
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    name: str = key("", "one of the accelerators known by name, or a new one with all its figures")
+    name: str = key(
+        "", "one of the accelerators known by name, or a new one with all its figures"
+    )
     platform: Literal["gpu", "tpu", "cpu"] = key(
         "gpu", "what JAX takes it for; of one known by name that is known"
     )
@@ -102,10 +114,18 @@ class Accelerator:
         unit=GIB,
     )
     bandwidth: float = key(
-        0.0, "memory bandwidth in GB/s", least=0.0, most=1e5, unit="GB/s (3.35 TB/s are 3350)"
+        0.0,
+        "memory bandwidth in GB/s",
+        least=0.0,
+        most=1e5,
+        unit="GB/s (3.35 TB/s are 3350)",
     )
     watts: float = key(
-        0.0, "power at which the rates hold (informative)", least=0.0, most=1e5, unit="watts"
+        0.0,
+        "power at which the rates hold (informative)",
+        least=0.0,
+        most=1e5,
+        unit="watts",
     )
     peak: Peak = field(default_factory=Peak)
     efficiency: Efficiency = field(default_factory=Efficiency)
@@ -146,21 +166,43 @@ def _peak(half: float, single: float, float8: float = 0.0) -> Peak:
 
 
 def _gpu(
-    name: str, memory: float, bandwidth: float, peak: Peak, watts: float, efficiency: Efficiency
+    name: str,
+    memory: float,
+    bandwidth: float,
+    peak: Peak,
+    watts: float,
+    efficiency: Efficiency,
 ) -> Accelerator:
     return Accelerator(
-        name, "gpu", memory, round(memory * (1 - POOL), 1), bandwidth, watts, peak, efficiency
+        name,
+        "gpu",
+        memory,
+        round(memory * (1 - POOL), 1),
+        bandwidth,
+        watts,
+        peak,
+        efficiency,
     )
 
 
 # Fitted by `experiments/plan/calibrate.py` on published runs, most of them of PyTorch; `python -m
 # experiments.plan.sources` prints the fit, and what it says of each source that it was not fitted on.
 AMPERE = Efficiency(
-    matmul=0.786, half_size=60.1, attention=0.576, memory=0.717, link=0.75, exposed=0.318
+    matmul=0.786,
+    half_size=60.1,
+    attention=0.576,
+    memory=0.717,
+    link=0.75,
+    exposed=0.318,
 )
 CPU = Efficiency(matmul=0.8, half_size=32.0, exposed=1.0)
 HOPPER = Efficiency(
-    matmul=0.714, half_size=164.0, attention=0.672, memory=0.613, link=0.788, exposed=0.378
+    matmul=0.714,
+    half_size=164.0,
+    attention=0.672,
+    memory=0.613,
+    link=0.788,
+    exposed=0.378,
 )
 # Of the sheet's peak a GPU reaches less where its power, and so its clock, is held below it: the share of `matmul`
 # alone was fitted.
@@ -185,7 +227,14 @@ ACCELERATORS: dict[str, Accelerator] = {
         _gpu("gb200", 185.0, 8000, _peak(2500, 1250, 5000), 1200, BLACKWELL),
         _gpu("v100", 31.7, 900, Peak(float16=125, float32=15.7), 300, AMPERE),
         Accelerator(
-            "tpu-v5p", "tpu", 95.0, 1.0, 2765, 0.0, Peak(bfloat16=459.0, float32=230.0), TPU_V5P
+            "tpu-v5p",
+            "tpu",
+            95.0,
+            1.0,
+            2765,
+            0.0,
+            Peak(bfloat16=459.0, float32=230.0),
+            TPU_V5P,
         ),
         Accelerator("cpu", "cpu", 16.0, 0.0, 33.0, 0.0, Peak(0.45, 0.44, 0.44), CPU),
     )

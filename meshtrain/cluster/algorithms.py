@@ -57,7 +57,9 @@ def ring(kind: str, group: Group, nbytes: float) -> float:
     passes = 2 if kind == ALL_REDUCE else 1
     if group.paths:
         return passes * _torus_seconds(group, group.paths.ring, nbytes)
-    return passes * ((n - 1) * group.latency + nbytes * (n - 1) / n / group.bytes_per_second)
+    return passes * (
+        (n - 1) * group.latency + nbytes * (n - 1) / n / group.bytes_per_second
+    )
 
 
 def butterfly(kind: str, group: Group, nbytes: float) -> float:
@@ -81,7 +83,9 @@ def butterfly(kind: str, group: Group, nbytes: float) -> float:
     crossing = max(1.0, n / 8) if group.topology == TORUS else 1.0
     folded = 0.0 if n == group.size else group.latency + nbytes / group.bytes_per_second
     return passes * (
-        folded + k * group.latency + crossing * nbytes * (n - 1) / n / group.bytes_per_second
+        folded
+        + k * group.latency
+        + crossing * nbytes * (n - 1) / n / group.bytes_per_second
     )
 
 
@@ -156,7 +160,12 @@ def _torus_seconds(group: Group, load: Load, nbytes: float) -> float:
     return load.hops * group.latency + load.load * nbytes / group.bytes_per_second
 
 
-ALGORITHMS = {"ring": ring, "butterfly": butterfly, "tree": tree, "hierarchical": hierarchical}
+ALGORITHMS = {
+    "ring": ring,
+    "butterfly": butterfly,
+    "tree": tree,
+    "hierarchical": hierarchical,
+}
 
 
 @functools.lru_cache(maxsize=65536)

@@ -19,7 +19,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshtrain.cluster import topology as shapes
-from meshtrain.cluster.accelerators import ACCELERATORS, Accelerator, Peak, canonical, reaching
+from meshtrain.cluster.accelerators import (
+    ACCELERATORS,
+    Accelerator,
+    Peak,
+    canonical,
+    reaching,
+)
 from meshtrain.cluster.topology import (
     DRAGONFLY,
     FAT_TREE,

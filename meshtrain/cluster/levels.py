@@ -63,15 +63,21 @@ def clustered(sizes: Sequence[int], seconds: np.ndarray) -> Clustered:
     everything = list(range(len(far)))
     partitions = [[[i] for i in everything], *_partitions(far)]
     while len(partitions) > 2:
-        steps = [_typical(far, inner, outer) for inner, outer in itertools.pairwise(partitions)]
+        steps = [
+            _typical(far, inner, outer)
+            for inner, outer in itertools.pairwise(partitions)
+        ]
         least, at = min(
-            (outer - inner, i) for i, (inner, outer) in enumerate(itertools.pairwise(steps))
+            (outer - inner, i)
+            for i, (inner, outer) in enumerate(itertools.pairwise(steps))
         )
         if least > math.log(ALIKE):
             break
         del partitions[at + 1]
     levels = tuple(
-        MeasuredLevel(tuple(map(tuple, outer)), *_line(sizes, seconds, _between(inner, outer)))
+        MeasuredLevel(
+            tuple(map(tuple, outer)), *_line(sizes, seconds, _between(inner, outer))
+        )
         for inner, outer in itertools.pairwise(partitions)
     )
     order = everything
@@ -83,7 +89,10 @@ def clustered(sizes: Sequence[int], seconds: np.ndarray) -> Clustered:
 
 
 def cost(
-    seconds: np.ndarray, order: Sequence[int], mesh: MeshConfig, nbytes: Mapping[str, float]
+    seconds: np.ndarray,
+    order: Sequence[int],
+    mesh: MeshConfig,
+    nbytes: Mapping[str, float],
 ) -> float:
     """Seconds that rings over each axis of a mesh take in an order of devices [devices]: bytes of the axis times the
     slowest neighbours' seconds [from, to].
@@ -147,7 +156,9 @@ def _typical(far: np.ndarray, inner: Blocks, outer: Blocks) -> float:
     return float(np.nanmedian(among)) if np.isfinite(among).any() else math.inf
 
 
-def _line(sizes: Sequence[int], seconds: np.ndarray, pairs: np.ndarray) -> tuple[float, float]:
+def _line(
+    sizes: Sequence[int], seconds: np.ndarray, pairs: np.ndarray
+) -> tuple[float, float]:
     """(latency, bandwidth) through the middle of the smallest and the largest messages of some pairs [from, to]."""
     small, large = (float(np.nanmedian(seconds[i][pairs])) for i in (0, -1))
     a_byte = max(large - small, 1e-3 * large) / (sizes[-1] - sizes[0])

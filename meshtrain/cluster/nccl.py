@@ -74,7 +74,13 @@ PROTOCOLS = (
         (87.7e9, 19e9),
     ),
     Protocol(
-        "LL128", 14e-6, 14e-6, (1.9 / 3.4, 4 / 14), (1.25 / 3.4, 8.5 / 14), 0.92, (7 / 9, 120 / 128)
+        "LL128",
+        14e-6,
+        14e-6,
+        (1.9 / 3.4, 4 / 14),
+        (1.25 / 3.4, 8.5 / 14),
+        0.92,
+        (7 / 9, 120 / 128),
     ),
     Protocol("Simple", 8.4e-6, 8.4e-6, (1.0, 1.0), (4 / 3.4, 1.0), 1.0, (1.0, 1.0)),
 )
@@ -92,10 +98,15 @@ def costs(passes: int, group: Group, nbytes: float) -> Iterator[tuple[str, float
     for p in PROTOCOLS:
         bandwidth = min(rate * p.ring_share, p.most[between])
         latency = sum(s * h.latency * p.ring_latency[_is_between(h)] for s, h in steps)
-        yield f"ring {p.name}", p.ring_start + passes * (latency + nbytes * (n - 1) / n / bandwidth)
+        yield (
+            f"ring {p.name}",
+            p.ring_start + passes * (latency + nbytes * (n - 1) / n / bandwidth),
+        )
         if passes == 2:
             bandwidth = min(rate * TREE * p.tree_share[between], p.most[between])
-            latency = sum(s * h.latency * p.tree_latency[_is_between(h)] for s, h in depths)
+            latency = sum(
+                s * h.latency * p.tree_latency[_is_between(h)] for s, h in depths
+            )
             yield f"tree {p.name}", p.tree_start + 2 * (latency + nbytes / bandwidth)
     if passes == 2 and group.hops[0].sums:
         yield _summed(group, nbytes)
@@ -115,7 +126,9 @@ def _summed(group: Group, nbytes: float) -> tuple[str, float]:
     if not outer:
         return "NVLS", SUM_SECONDS + nbytes / (SUMMED * inner.bytes_per_second)
     machines = math.prod(h.fan for h in outer)
-    network = min(h.bytes_per_second * h.members for h in outer) / (1 if machines == 2 else 2)
+    network = min(h.bytes_per_second * h.members for h in outer) / (
+        1 if machines == 2 else 2
+    )
     latency = 2 * sum(math.log2(h.fan) * h.latency for h in outer)
     return "NVLS tree", SUM_BETWEEN_SECONDS + latency + nbytes / min(
         SUMMED * inner.bytes_per_second, network
@@ -140,4 +153,6 @@ def _ring_steps(group: Group) -> tuple[tuple[int, Hop], ...]:
 @functools.lru_cache(maxsize=4096)
 def _tree_depths(group: Group) -> tuple[tuple[float, Hop], ...]:
     """Returns how much of a tree's depth goes over each level: a chain in a machine, a binary tree of machines."""
-    return tuple((math.log2(h.fan) if _is_between(h) else h.fan - 1, h) for h in group.hops)
+    return tuple(
+        (math.log2(h.fan) if _is_between(h) else h.fan - 1, h) for h in group.hops
+    )

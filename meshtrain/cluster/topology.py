@@ -52,13 +52,22 @@ ONE_WAY = "GB/s that one device sends in one direction (400 Gbit/s are 50)"
 class Link:
     """One level of the network, seen from one device."""
 
-    devices: int = key(0, "devices in a block of this level; 0: there is no such level", least=0)
-    latency: float = key(0.0, "seconds for the first byte", least=0.0, most=0.01, unit=SECONDS)
+    devices: int = key(
+        0, "devices in a block of this level; 0: there is no such level", least=0
+    )
+    latency: float = key(
+        0.0, "seconds for the first byte", least=0.0, most=0.01, unit=SECONDS
+    )
     bandwidth: float = key(
-        0.0, "GB/s that one device can send (one direction)", least=0.01, most=5000.0, unit=ONE_WAY
+        0.0,
+        "GB/s that one device can send (one direction)",
+        least=0.01,
+        most=5000.0,
+        unit=ONE_WAY,
     )
     sums: bool = key(
-        False, "its switches sum, as NVLink SHARP does: NCCL's all-reduces in a machine are cheaper"
+        False,
+        "its switches sum, as NVLink SHARP does: NCCL's all-reduces in a machine are cheaper",
     )
     oversubscription: float = key(
         1.0,
@@ -78,9 +87,15 @@ class Link:
 class Cable(Link):
     """A level between machines: the world is some 0.1 s wide, and a device has network cards for 1.6 Tbit/s at most."""
 
-    latency: float = key(0.0, "seconds for the first byte", least=0.0, most=0.1, unit=SECONDS)
+    latency: float = key(
+        0.0, "seconds for the first byte", least=0.0, most=0.1, unit=SECONDS
+    )
     bandwidth: float = key(
-        0.0, "GB/s that one device can send (one direction)", least=0.001, most=200.0, unit=ONE_WAY
+        0.0,
+        "GB/s that one device can send (one direction)",
+        least=0.001,
+        most=200.0,
+        unit=ONE_WAY,
     )
 
 
@@ -151,8 +166,12 @@ class Run(NamedTuple):
         as lie between two partners send over the wire in their middle, and half of them where it is as near the other
         way around.
         """
-        distances = [self.apart << step for step in range(self.members.bit_length() - 1)]
-        return [(d, d / 2 if self.closed and 2 * d == self.length else d) for d in distances]
+        distances = [
+            self.apart << step for step in range(self.members.bit_length() - 1)
+        ]
+        return [
+            (d, d / 2 if self.closed and 2 * d == self.length else d) for d in distances
+        ]
 
 
 @dataclass(frozen=True)
@@ -211,7 +230,9 @@ class Torus:
         runs = self.runs(size, stride)
         links = sum(run.links for run in runs)
         partners = [partner for run in runs for partner in run.partners]
-        halved = sum(shared / 2 ** (step + 1) for step, (_, shared) in enumerate(partners))
+        halved = sum(
+            shared / 2 ** (step + 1) for step, (_, shared) in enumerate(partners)
+        )
         depths = [math.ceil(math.log2(run.members)) / run.links for run in runs]
         folds = any(run.members.bit_count() > 1 for run in runs)
         edges = (
@@ -222,7 +243,10 @@ class Torus:
         hops = sum(distance for distance, _ in partners)
         return Paths(
             share=links / self.links,
-            ring=Load(sum((run.members - 1) * run.ring_hops for run in runs), (size - 1) / size),
+            ring=Load(
+                sum((run.members - 1) * run.ring_hops for run in runs),
+                (size - 1) / size,
+            ),
             butterfly=None if folds else Load(hops, halved * links / max(1, len(runs))),
             tree=Load(hops, max(depths, default=0.0) * links),
             permute=Load(edges[0], max((run.apart for run in runs), default=1) * links),
@@ -263,7 +287,8 @@ class Hop:
     latency: float
     bytes_per_second: float
     members: (
-        int  # devices of the group in one of the blocks that meet: they share the work of crossing
+        # Devices of the group in one of the blocks that meet: they share the work of crossing
+        int
     )
     sums: bool = False
     paths: Paths | None = None  # on a torus; bytes_per_second is then what rings reach
@@ -297,11 +322,15 @@ class Group:
         """Returns what one device can send while all of the group send, members of a block sharing its way out
         evenly.
         """
-        return min((h.bytes_per_second * h.members for h in self.hops), default=math.inf)
+        return min(
+            (h.bytes_per_second * h.members for h in self.hops), default=math.inf
+        )
 
 
 @functools.lru_cache(maxsize=4096)
-def group(levels: Levels, reached: float, network: Network, library: str, legs: Legs) -> Group:
+def group(
+    levels: Levels, reached: float, network: Network, library: str, legs: Legs
+) -> Group:
     """The group of devices that legs span; `reached`: share of a link's bandwidth."""
     size = math.prod(n for n, _ in legs)
     stride = min(apart for _, apart in legs)
@@ -312,29 +341,43 @@ def group(levels: Levels, reached: float, network: Network, library: str, legs: 
         members = math.prod(max(1, min(n, link.devices // apart)) for n, apart in legs)
         if members > inside:
             fan = math.ceil(members / inside)
-            hop = Hop(name, fan, link.latency, link.reached * 1e9 * reached, inside, link.sums)
+            hop = Hop(
+                name, fan, link.latency, link.reached * 1e9 * reached, inside, link.sums
+            )
             hops.append(_shape_hop(hop, levels, network, block, stride))
             inside = members
         block = link.devices
-    return Group(size, tuple(hops), network.topology if not network.torus else "", library)
+    return Group(
+        size, tuple(hops), network.topology if not network.torus else "", library
+    )
 
 
-def _shape_hop(hop: Hop, levels: Levels, network: Network, block: int, stride: int) -> Hop:
+def _shape_hop(
+    hop: Hop, levels: Levels, network: Network, block: int, stride: int
+) -> Hop:
     """The hop with what the network's shape does to it. `block`: devices of each of the blocks that meet there."""
     if network.torus and hop.level == network.torus_level:
         paths = network.torus.paths(hop.fan, max(1, stride // block))
-        return replace(hop, bytes_per_second=hop.bytes_per_second * paths.share, paths=paths)
+        return replace(
+            hop, bytes_per_second=hop.bytes_per_second * paths.share, paths=paths
+        )
     if network.topology == DRAGONFLY and hop.level == levels[-1][0]:
         # To one other group lead one of g - 1 parts of a group's links, or by way of third groups all of them, twice
         # (Valiant's routing; Kim et al. 2008, section 4.2).
         narrower = min(max(levels[-1][1].devices // block - 1, 1), 2)
         return replace(hop, bytes_per_second=hop.bytes_per_second / narrower)
     # A group that keeps to one number in each node keeps to its rail.
-    if network.topology == RAILS and hop.level == "rail" and stride % network.devices_per_node:
+    if (
+        network.topology == RAILS
+        and hop.level == "rail"
+        and stride % network.devices_per_node
+    ):
         links = dict(levels)
         if network.between_rails == "node":
             slower = max(1.0, links["rail"].reached / links["node"].reached)
             return replace(hop, detour=links["node"].latency, slower=slower)
         detour = max(0.0, links["spine"].latency - hop.latency)
-        return replace(hop, detour=detour, slower=links["rail"].reached / links["spine"].reached)
+        return replace(
+            hop, detour=detour, slower=links["rail"].reached / links["spine"].reached
+        )
     return hop

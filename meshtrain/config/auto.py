@@ -56,7 +56,10 @@ def schedule(config: Any) -> str:
 
     One chunk where the default is more comes from a schedule that somebody named: then nothing follows.
     """
-    if config.mesh.pipeline > 1 and config.parallel.virtual_stages == 1 < default_chunks(config):
+    if (
+        config.mesh.pipeline > 1
+        and config.parallel.virtual_stages == 1 < default_chunks(config)
+    ):
         return AUTO
     if pairs_may_hide(config):
         return Followed(planned_schedule(config)[0])
@@ -109,7 +112,9 @@ def sends_parts(config: Any) -> bool:
     """All-to-all sends each tensor rank's own part of a sequence where that is split, to experts over tensor too."""
     mesh = config.mesh
     splits_sequence = config.parallel.sequence_parallel and mesh.tensor > 1
-    return splits_sequence and config.model.moe.experts % (mesh.expert * mesh.tensor) == 0
+    return (
+        splits_sequence and config.model.moe.experts % (mesh.expert * mesh.tensor) == 0
+    )
 
 
 def node_problems(config: Any) -> Iterator[str]:

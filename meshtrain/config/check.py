@@ -28,7 +28,12 @@ from meshtrain.schedule.table import MAX_ENTRIES
 from meshtrain.sources import MIXTURE, SOURCES, has_documents
 
 # The keys that take addresses of object stores.
-AT_STORES = ("data.source", "data.validation_source", "model.weights", "checkpoint.resume")
+AT_STORES = (
+    "data.source",
+    "data.validation_source",
+    "model.weights",
+    "checkpoint.resume",
+)
 MOST_TOKENS = 2**31 - 1  # of a step: they are counted as int32
 PADDED = "train.uneven_batch: pad"  # the way out of a batch that a mesh does not divide
 
@@ -73,7 +78,9 @@ def hooks(config: Config) -> dict[str, Any]:
         return {}
     named = importing().named
     return {
-        key.partition(".")[2]: named(key, text) for key, text in keys.items() if text is not None
+        key.partition(".")[2]: named(key, text)
+        for key, text in keys.items()
+        if text is not None
     }
 
 
@@ -160,15 +167,19 @@ def _prediction_problems(config: Config) -> Iterator[str]:
     if not model.mtp:
         return
     others = {
-        f"train.objective {config.train.objective}": config.train.objective != "next_token",
+        f"train.objective {config.train.objective}": config.train.objective
+        != "next_token",
         f"lora.rank {config.lora.rank}": config.lora.rank > 0,
         f"model.dropout {model.dropout}": model.dropout > 0,
-        f"parallel.sync.every {config.parallel.sync.every}": config.parallel.sync.every > 0,
+        f"parallel.sync.every {config.parallel.sync.every}": config.parallel.sync.every
+        > 0,
     }
     for other in (name for name, given in others.items() if given):
         yield f"model.mtp is {model.mtp}, which has no form with {other}; leave one of them out."
     if 2 * model.d_model % config.mesh.tensor:
-        twice = f"twice model.d_model {model.d_model}, which model.mtp {model.mtp} needs"
+        twice = (
+            f"twice model.d_model {model.d_model}, which model.mtp {model.mtp} needs"
+        )
         yield f"mesh.tensor {config.mesh.tensor} does not divide {twice}; legal are {listed_divisors(model.d_model)}."
 
 
@@ -203,7 +214,11 @@ def _length_problems(config: Config, length: int) -> Iterator[str]:
     linear = LINEAR in config.model.pattern
     parts = 2 * context if zigzag or linear else context
     if length % parts:
-        way = "which gives each rank two chunks of a row" if zigzag or linear else "with ulysses"
+        way = (
+            "which gives each rank two chunks of a row"
+            if zigzag or linear
+            else "with ulysses"
+        )
         yield f"mesh.context {context}, {way}, needs rows of a multiple of {parts} tokens, but a row has {length}."
     reach = config.model.linear.conv - 1
     if linear and context > 1 and length // parts < reach:
@@ -239,10 +254,10 @@ def _batch_problems(config: Config) -> Iterator[str]:
         yield f"{uneven}; legal are {listed_divisors(batch)}, or set {PADDED}."
     if own % microbatches:
         sequences = "1 sequence" if own == 1 else f"{own} sequences"
-        of_rank = (
-            f"each data rank gets {sequences} (train.global_batch_size {batch} / mesh.data {data})"
+        of_rank = f"each data rank gets {sequences} (train.global_batch_size {batch} / mesh.data {data})"
+        uneven = (
+            f"{of_rank}, which parallel.microbatches {microbatches} does not divide"
         )
-        uneven = f"{of_rank}, which parallel.microbatches {microbatches} does not divide"
         yield f"{uneven}; legal are {listed_divisors(own)}, or set {PADDED}."
 
 
@@ -306,9 +321,7 @@ def _size_problems(config: Config) -> Iterator[str]:
         f" x parallel.virtual_stages {chunks}" if chunks > 1 else ""
     )
     if parts > layers and split is None:
-        legal = (
-            f"legal are at most {layers} in all, unless parallel.layer_split says which have none"
-        )
+        legal = f"legal are at most {layers} in all, unless parallel.layer_split says which have none"
         yield f"{what} makes {parts} stages, more than model.layers {layers}; {legal}."
     if stages * (chunks * microbatches + stages) > MAX_ENTRIES:
         most = (MAX_ENTRIES // stages - stages) // chunks
@@ -316,9 +329,7 @@ def _size_problems(config: Config) -> Iterator[str]:
             legal = f"{most} microbatches"
         else:
             legal = f"{math.isqrt(MAX_ENTRIES // 2)} stages"
-        too_many = (
-            f"parallel.microbatches {microbatches} with {what} is more than a schedule can have"
-        )
+        too_many = f"parallel.microbatches {microbatches} with {what} is more than a schedule can have"
         yield f"{too_many}; legal are at most {legal}."
     if split is not None and (len(split) != parts or sum(split) != layers):
         yield (
@@ -345,7 +356,12 @@ def _address_problems(config: Config) -> Iterator[str]:
         yield f"data.source is {short(config.data.source)}, but images are read from files; give a directory."
     for path, key in keys(type(config)).items():
         value = value_of(config, path)
-        if key.path and path not in AT_STORES and isinstance(value, str) and is_address(value):
+        if (
+            key.path
+            and path not in AT_STORES
+            and isinstance(value, str)
+            and is_address(value)
+        ):
             yield f"{path} is {short(value)}, but is read from files; copy it, and give its path."
 
 
@@ -364,12 +380,16 @@ def _data_problems(config: Config) -> Iterator[str]:
         numbers = len(data.weights)
         sources = len(data.mixture)
         yield f"data.weights has {numbers} numbers for the {sources} sources of data.mixture; give one each."
-    if unmixable := [name for name in data.mixture if name == MIXTURE or not has_documents(name)]:
+    if unmixable := [
+        name for name in data.mixture if name == MIXTURE or not has_documents(name)
+    ]:
         words = ", ".join(filter(has_documents, SOURCES))
         yield f"data.mixture names {min(unmixable)}; it takes {words}, text and prepared shards."
     if not has_documents(data.source):
         if data.validation_source is not None:
-            with_source = f"with data.source {data.source} the held-out tokens are drawn too"
+            with_source = (
+                f"with data.source {data.source} the held-out tokens are drawn too"
+            )
             yield f"data.validation_source is given, but {with_source}; leave it out."
         if data.format != "text":
             but = f"which holds no conversations, but data.format is {data.format}"
@@ -389,13 +409,22 @@ def _batching_problems(config: Config) -> Iterator[str]:
     if by_length and config.mesh.context > 1:
         of = f"data.batching {data.batching} makes rows of any multiple of data.length_multiple"
         yield from (
-            f"{of}: {sentence}" for sentence in _length_problems(config, data.length_multiple)
+            f"{of}: {sentence}"
+            for sentence in _length_problems(config, data.length_multiple)
         )
-    if by_length and config.parallel.sequence_parallel and data.length_multiple % tensor:
+    if (
+        by_length
+        and config.parallel.sequence_parallel
+        and data.length_multiple % tensor
+    ):
         odd = f"mesh.tensor {tensor} does not divide data.length_multiple {data.length_multiple}"
-        needs = f"as parallel.sequence_parallel needs with data.batching {data.batching}"
+        needs = (
+            f"as parallel.sequence_parallel needs with data.batching {data.batching}"
+        )
         yield f"{odd}, {needs}; give a multiple of {tensor}."
-    uneven = config.train.uneven_batch == "refuse" and data.rows_multiple % row_shards(config)
+    uneven = config.train.uneven_batch == "refuse" and data.rows_multiple % row_shards(
+        config
+    )
     if data.batching == "budget" and (uneven or data.rows_multiple > batch):
         yield (
             f"data.rows_multiple is {data.rows_multiple}; it must be a multiple of mesh.data x parallel.microbatches "
@@ -408,16 +437,16 @@ def _remat_problems(config: Config) -> Iterator[str]:
     for name in ("remat_keep", "remat_offload"):
         activations = getattr(parallel, name)
         if activations and parallel.remat != "names":
-            but = (
-                f"but parallel.remat is {parallel.remat}; it counts only with parallel.remat: names"
-            )
+            but = f"but parallel.remat is {parallel.remat}; it counts only with parallel.remat: names"
             yield f"parallel.{name} is given, {but}."
         for activation in activations:
             if activation not in ACTIVATIONS:
                 ending = nearest(activation, ACTIVATIONS) or "."
                 yield f"parallel.{name} has {short(repr(activation))}; legal are {', '.join(ACTIVATIONS)}{ending}"
     if both := [
-        activation for activation in parallel.remat_keep if activation in parallel.remat_offload
+        activation
+        for activation in parallel.remat_keep
+        if activation in parallel.remat_offload
     ]:
         yield f"parallel.remat_keep and parallel.remat_offload both have {both[0]}; name it in one of them."
     if parallel.remat_offload and runs_table(config):
@@ -462,7 +491,9 @@ def _tuning_problems(config: Config) -> Iterator[str]:
             plain = f"train.objective {train.objective} takes plain log-probabilities"
             yield f"train.{name} is {value}, but {plain}; leave it out."
     if is_dpo != (data.format == "pairs"):
-        objective = f"train.objective is {train.objective}, but data.format is {data.format}"
+        objective = (
+            f"train.objective is {train.objective}, but data.format is {data.format}"
+        )
         yield f"{objective}; dpo learns from pairs, and pairs are for dpo."
     if config.eval.patience and not config.eval.every:
         patience = f"eval.patience is {config.eval.patience} evaluations"

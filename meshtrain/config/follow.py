@@ -88,7 +88,9 @@ def put(config: AnyConfig, **sections: Any) -> AnyConfig:
 def _put_values(section: Any, values: Mapping[str, Any]) -> Any:
     before = vars(section)
     # A dict is for a section: no key takes one. Any mapping's class would be asked for a third of the time.
-    inner = {n: _put_values(before[n], v) for n, v in values.items() if isinstance(v, dict)}
+    inner = {
+        n: _put_values(before[n], v) for n, v in values.items() if isinstance(v, dict)
+    }
     return type(section)(**{**before, **values, **inner})
 
 
@@ -108,14 +110,17 @@ def value_of(config: Any, path: str) -> Any:
     return operator.attrgetter(path)(config)
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
     """Yields (key path, old, new) of the keys that both configs have and that differ."""
     for name in (name for name in new if name in old):
         before = old[name]
         after = new[name]
         if isinstance(before, Mapping) and isinstance(after, Mapping):
             yield from (
-                (f"{name}.{inner}", *values) for inner, *values in differences(before, after)
+                (f"{name}.{inner}", *values)
+                for inner, *values in differences(before, after)
             )
             continue
         # tuples and lists are the same
@@ -169,7 +174,12 @@ def loss_chunk(config: Config, tokens: int, rows: int) -> int | None:
 
 
 def expert_room(
-    experts: ExpertsConfig, ranks: int, local: int, tokens: int, top_k: int, nodes: int = 1
+    experts: ExpertsConfig,
+    ranks: int,
+    local: int,
+    tokens: int,
+    top_k: int,
+    nodes: int = 1,
 ) -> int:
     """Returns how many rows a rank with `local` experts has room for in a round, of `tokens` tokens on each of the
     `ranks` ranks of its node: so many times an even load as `ExpertsConfig.room` says. all_to_all has equal room for
@@ -184,7 +194,9 @@ def expert_room(
 
 def runs_table(config: Config) -> bool:
     """Returns whether the microbatches go by a schedule's table, and do not just follow one another."""
-    return has_table(config.parallel.schedule, config.mesh.pipeline, config.parallel.microbatches)
+    return has_table(
+        config.parallel.schedule, config.mesh.pipeline, config.parallel.microbatches
+    )
 
 
 def skips_idle_work(config: Config, platform: str) -> bool:

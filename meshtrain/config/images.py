@@ -109,7 +109,9 @@ def _source_problems(data: Any) -> Iterator[str]:
         and SOURCES[data.source].rows is not None
         and data.validation_source is not None
     ):
-        with_source = f"with data.source {data.source} the held-out images are drawn too"
+        with_source = (
+            f"with data.source {data.source} the held-out images are drawn too"
+        )
         yield f"data.validation_source is given, but {with_source}; leave it out."
     # Keys of text alone, and their defaults.
     for name, default in (

@@ -65,7 +65,11 @@ def plugins() -> tuple[str, ...]:
     """
     loaded = []
     for entry in metadata.entry_points(group=PLUGINS):
-        of = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown distribution"
+        of = (
+            f"{entry.dist.name} {entry.dist.version}"
+            if entry.dist
+            else "an unknown distribution"
+        )
         try:
             found = entry.load()
             if not isinstance(found, ModuleType):
@@ -82,7 +86,9 @@ def plugins() -> tuple[str, ...]:
     return tuple(loaded)
 
 
-def take(entries: Sequence[str], named_by: Path | None, run: Path | None = None) -> tuple[str, ...]:
+def take(
+    entries: Sequence[str], named_by: Path | None, run: Path | None = None
+) -> tuple[str, ...]:
     """Imports what is not imported yet, and returns the entries with files by their absolute paths.
 
     `named_by`: the file that lists them, which must be the user's own or trusted; None: the command line, or Python.
@@ -94,7 +100,9 @@ def take(entries: Sequence[str], named_by: Path | None, run: Path | None = None)
             raise NotImported(entry)
     if named_by is not None:
         root = run or named_by.absolute().parent
-        for path in dict.fromkeys((named_by, root / "config.yaml" if run else named_by)):
+        for path in dict.fromkeys(
+            (named_by, root / "config.yaml" if run else named_by)
+        ):
             _refuse_others(path, root)
     folder = Path.cwd() if named_by is None else named_by.absolute().parent
     return tuple(
@@ -135,7 +143,9 @@ def left_out(named_by: Path) -> str | None:
 def is_trusted(path: Path) -> bool:
     """Returns whether a path lies in a trusted directory, where links lead to too."""
     trusted = [
-        Path(folder).resolve() for folder in os.environ.get(TRUST, "").split(os.pathsep) if folder
+        Path(folder).resolve()
+        for folder in os.environ.get(TRUST, "").split(os.pathsep)
+        if folder
     ]
     return any(path.resolve().is_relative_to(folder) for folder in trusted)
 
@@ -164,7 +174,9 @@ def _fault(path: Path) -> str | None:
         return None  # whoever reads it reports what is wrong
     if info.st_uid not in (os.geteuid(), 0):
         return f"{short(path)} belongs to another user"
-    if stat.S_ISLNK(info.st_mode) or (stat.S_ISDIR(info.st_mode) and info.st_mode & stat.S_ISVTX):
+    if stat.S_ISLNK(info.st_mode) or (
+        stat.S_ISDIR(info.st_mode) and info.st_mode & stat.S_ISVTX
+    ):
         return None  # in a sticky directory each entry is its owner's
     if info.st_mode & stat.S_IWOTH:
         return f"{short(path)} can be written by everyone"
@@ -188,7 +200,9 @@ def _take_module(name: str) -> str:
         first = name.partition(".")[0]
         if first not in sys.modules:
             _refuse_others_module(first)
-        _TAKEN[name] = _Taken(_guarded(name, "", lambda: importlib.import_module(name)), None, "")
+        _TAKEN[name] = _Taken(
+            _guarded(name, "", lambda: importlib.import_module(name)), None, ""
+        )
     return name
 
 
@@ -203,13 +217,17 @@ def _refuse_others_module(name: str) -> None:
         for folder in {*sysconfig.get_paths().values(), sys.base_prefix, sys.prefix}
     ]
     for place in filter(os.path.exists, filter(None, places)):
-        if not any(Path(place).resolve().is_relative_to(folder) for folder in installed):
+        if not any(
+            Path(place).resolve().is_relative_to(folder) for folder in installed
+        ):
             _refuse_others(Path(place), Path(place).absolute().parent)
 
 
 def _take_file(entry: str, folder: Path, run: Path | None) -> str:
     path = _found(entry, folder, run).absolute()
-    text = read_text(path, "Python file", "run.imports takes Python files", (".py",), LARGEST)
+    text = read_text(
+        path, "Python file", "run.imports takes Python files", (".py",), LARGEST
+    )
     name = path.stem
     if (taken := _TAKEN.get(name)) is not None:
         if taken.text != text:
@@ -224,7 +242,9 @@ def _take_file(entry: str, folder: Path, run: Path | None) -> str:
     module = ModuleType(f"meshtrain_imports_{name}")
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
-    _guarded(entry, str(path), lambda: exec(compile(text, str(path), "exec"), vars(module)))
+    _guarded(
+        entry, str(path), lambda: exec(compile(text, str(path), "exec"), vars(module))
+    )
     _TAKEN[name] = _Taken(module, path, text)
     return str(path)
 
@@ -331,7 +351,9 @@ def keep(entries: Sequence[str], run_directory: Path) -> None:
     for name, text in files(entries).items():
         copy = run_directory / COPIES / name
         if copy.exists() and copy.read_bytes() != text.encode():
-            say(f"{name} has changed since this run was last started; it goes on with the new one.")
+            say(
+                f"{name} has changed since this run was last started; it goes on with the new one."
+            )
         copy.parent.mkdir(exist_ok=True)
         write_atomically(copy, text.encode())
 

@@ -27,7 +27,8 @@ class FaultKind:
     name: str
     number: int  # in the catalogue of faults
     does: str
-    where: Literal["trainer", "supervisor", "start"]  # who does it: start is before the run
+    # Who does it: start is before the run
+    where: Literal["trainer", "supervisor", "start"]
     moment: Moment | None = None  # of a training process at which it does it
     always: bool = False  # in every process that comes so far, not once a request
 
@@ -117,7 +118,9 @@ def claimed(done: Path, request: FaultRequest) -> bool:
         return True
     try:
         done.mkdir(exist_ok=True)
-        os.close(os.open(done / request.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        os.close(
+            os.open(done / request.name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        )
     except FileExistsError:
         return False
     return True

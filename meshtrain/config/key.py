@@ -97,7 +97,9 @@ class Resume(Enum):
         "another function goes on, and says so; back to the built-in part it is refused, unless "
         "checkpoint.allow names the key"
     )
-    ADAPTERS = "it is refused; weights alone are taken from where there are no adapters yet"
+    ADAPTERS = (
+        "it is refused; weights alone are taken from where there are no adapters yet"
+    )
     CONTENT = "it is refused, unless checkpoint.allow names the key; the digest of the data follows from it"
     TOKENS = (
         "it is refused, unless checkpoint.allow names the key; and with the weights alone too, which mean "
@@ -152,7 +154,8 @@ def keys(kind: type) -> dict[str, Key]:
     for declared in fields(kind):
         if isinstance(declared.type, type) and is_dataclass(declared.type):
             entries |= {
-                f"{declared.name}.{name}": rules for name, rules in keys(declared.type).items()
+                f"{declared.name}.{name}": rules
+                for name, rules in keys(declared.type).items()
             }
         elif "key" in declared.metadata:
             entries[declared.name] = declared.metadata["key"]
@@ -166,5 +169,7 @@ def known(values: Mapping[str, Any], kind: type) -> dict[str, Any]:
         if declared.name in values:
             value = values[declared.name]
             of_section = isinstance(declared.type, type) and is_dataclass(declared.type)
-            entries[declared.name] = known(value, declared.type) if of_section else value  # type: ignore[arg-type]
+            if of_section:
+                value = known(value, declared.type)  # type: ignore[arg-type]
+            entries[declared.name] = value
     return entries

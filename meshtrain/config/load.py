@@ -42,7 +42,9 @@ from meshtrain.schedule.table import Table
 
 IMPORTS = "run.imports"
 BASE = "base"
-BASE_KEY = Key(None, "the config that this one changes, a YAML file or one that comes along")
+BASE_KEY = Key(
+    None, "the config that this one changes, a YAML file or one that comes along"
+)
 MAX_BYTES = 256 * 1024  # PyYAML reads so much in a few seconds
 MAX_BITS = 2**13  # of a whole number that is written in decimals
 GIVEN = "the given values"
@@ -87,7 +89,9 @@ def load(
         config = put(config, run={"imports": _take(config.run.imports, None)})
     # What a run has written may be of an older version.
     if not (
-        reading and isinstance(source, str | os.PathLike) and Path(source).name == "config.yaml"
+        reading
+        and isinstance(source, str | os.PathLike)
+        and Path(source).name == "config.yaml"
     ):
         _refuse_secrets(config)
     if left_out is not None:
@@ -103,7 +107,9 @@ def _check_overrides(overrides: Any) -> None:
     listed = isinstance(overrides, Sequence) and not isinstance(overrides, str)
     if not listed or not all(isinstance(override, str) for override in overrides):
         legal = "a list of texts, such as ['mesh.data=2']"
-        raise ConfigError(f"the overrides are {short(repr(overrides))}; they must be {legal}.")
+        raise ConfigError(
+            f"the overrides are {short(repr(overrides))}; they must be {legal}."
+        )
 
 
 def _read_source(source: Any, reading: bool) -> tuple[dict[str, Any], str | None]:
@@ -132,7 +138,9 @@ def _refuse_secrets(config: Config) -> None:
             ):
                 continue
             url = text.removeprefix("webhook:")
-            if masked(url) != url or (url != text and url[:1] != "$" and holds_secret(url)):
+            if masked(url) != url or (
+                url != text and url[:1] != "$" and holds_secret(url)
+            ):
                 way = (
                     "write webhook:$VARIABLE, and the address"
                     if url != text
@@ -167,13 +175,16 @@ class _Dumper(yaml.SafeDumper):
         if isinstance(data, int) and data.bit_length() > MAX_BITS:
             data = hex(
                 data
-            )  # Python writes no decimals of so many digits; where it stands it is refused
+                # Python writes no decimals of so many digits; where it stands it is refused
+            )
         return super().represent_data(data)
 
 
 def _changed(section: Any) -> Iterator[str]:
     return (
-        path for path, key in keys(type(section)).items() if value_of(section, path) != key.default
+        path
+        for path, key in keys(type(section)).items()
+        if value_of(section, path) != key.default
     )
 
 
@@ -182,7 +193,9 @@ def _flatten(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     by_path: dict[str, Any] = {}
     for name, inner in values.items():
         path = before + name
-        by_path |= _flatten(inner, f"{path}.") if isinstance(inner, Mapping) else {path: inner}
+        by_path |= (
+            _flatten(inner, f"{path}.") if isinstance(inner, Mapping) else {path: inner}
+        )
     return by_path
 
 
@@ -206,7 +219,11 @@ def _fill_from_weights(config: Config, model_keys: Set[str]) -> Config:
             f"the model in {short(weights)}: {str(error).removeprefix(f'{GIVEN}: ')}"
         ) from None
     # what no weight depends on may be otherwise
-    free = {path for path, key in keys(type(config.model)).items() if key.resume is Resume.REPORTED}
+    free = {
+        path
+        for path, key in keys(type(config.model)).items()
+        if key.resume is Resume.REPORTED
+    }
     for path, wanted in _flatten(theirs).items():
         if path in model_keys & free:
             continue
@@ -259,13 +276,19 @@ def _read_config(
         if reading and (here := imports.left_out(path)):
             run = here
         else:
-            written = {name.value for name, _ in node.value}  # a run writes all sections
+            # A run writes all sections
+            written = {name.value for name, _ in node.value}
             of_run = imports.is_of_run(path) or (
-                path.name == "config.yaml" and set(typing.get_type_hints(Config)) <= written
+                path.name == "config.yaml"
+                and set(typing.get_type_hints(Config)) <= written
             )
-            entries = imports.take(entries, path, path.absolute().parent if of_run else None)
+            entries = imports.take(
+                entries, path, path.absolute().parent if of_run else None
+            )
     with names_accepted(run) if run else contextlib.nullcontext():
-        own = placed(_section(Config, node, "", source, "config"), keys(Config), path.parent)
+        own = placed(
+            _section(Config, node, "", source, "config"), keys(Config), path.parent
+        )
     inherited = values.get("run", {}).get("imports", ())
     merged = _merge(values, own)
     return _add_imports(merged, tuple(dict.fromkeys((*inherited, *entries)))), run
@@ -286,7 +309,9 @@ def config_files(file: str | Path) -> list[str | Path]:
         files.append(base)
 
 
-def _base(node: yaml.Node, source: str, folder: Path, above: Sequence[str]) -> str | Path | None:
+def _base(
+    node: yaml.Node, source: str, folder: Path, above: Sequence[str]
+) -> str | Path | None:
     """Takes the base out of the root of a config in `folder`, and returns its file.
 
     ConfigError for one of the files `above` it, which would lead in a circle.
@@ -326,7 +351,9 @@ def _imports(config: yaml.Node, source: str) -> tuple[str, ...]:
     node: yaml.Node | None = config
     for name in IMPORTS.split("."):
         pairs = node.value if isinstance(node, yaml.MappingNode) else ()
-        node = next((inner for key_node, inner in pairs if key_node.value == name), None)
+        node = next(
+            (inner for key_node, inner in pairs if key_node.value == name), None
+        )
     if node is None:
         return ()
     hint = typing.get_type_hints(RunConfig)["imports"]
@@ -375,7 +402,9 @@ def to_yaml(config: Config) -> str:
 
     def bare(value: Any) -> Any:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return {f.name: bare(getattr(value, f.name)) for f in dataclasses.fields(value)}
+            return {
+                f.name: bare(getattr(value, f.name)) for f in dataclasses.fields(value)
+            }
         if isinstance(value, tuple):
             return [bare(v) for v in value]
         return value
@@ -383,7 +412,9 @@ def to_yaml(config: Config) -> str:
     return yaml.dump(bare(config), Dumper=_Dumper, sort_keys=False, width=120)
 
 
-def read_section(kind: type, path: str | Path, what: str, flag: str, example: str) -> Any:
+def read_section(
+    kind: type, path: str | Path, what: str, flag: str, example: str
+) -> Any:
     """Reads a dataclass of `schema.key` fields from a YAML file of its own; `what`, `flag` and `example` are for its
     errors.
     """
@@ -401,7 +432,9 @@ def filled(base: Any, values: Mapping[str, Any]) -> Any:
     return dataclasses.replace(base, **changed)
 
 
-def read_given(kind: type, path: str | Path, what: str, flag: str, example: str) -> dict[str, Any]:
+def read_given(
+    kind: type, path: str | Path, what: str, flag: str, example: str
+) -> dict[str, Any]:
     """Returns the checked values that a YAML file gives to a dataclass's keys, and nothing that it leaves out; a
     section is a dict.
     """
@@ -409,7 +442,9 @@ def read_given(kind: type, path: str | Path, what: str, flag: str, example: str)
     return _section(kind, node, "", source, what)
 
 
-def _composed(path: str | Path, what: str, flag: str, example: str) -> tuple[yaml.Node, str]:
+def _composed(
+    path: str | Path, what: str, flag: str, example: str
+) -> tuple[yaml.Node, str]:
     """Returns the root of a YAML file, and the file as sentences name it."""
     text = read_text(
         path, f"{what} file", f"{flag} takes a YAML file", (".yaml", ".yml"), MAX_BYTES
@@ -427,7 +462,9 @@ def _composed(path: str | Path, what: str, flag: str, example: str) -> tuple[yam
     return node, source
 
 
-def _section(kind: Any, node: yaml.Node, prefix: str, source: str, what: str) -> dict[str, Any]:
+def _section(
+    kind: Any, node: yaml.Node, prefix: str, source: str, what: str
+) -> dict[str, Any]:
     if not isinstance(node, yaml.MappingNode):
         shown = f"section {prefix[:-1]!r}" if prefix else f"a {what}"
         raise ConfigError(
@@ -438,7 +475,9 @@ def _section(kind: Any, node: yaml.Node, prefix: str, source: str, what: str) ->
     for key_node, value_node in node.value:
         where = _locate(source, key_node)
         if not isinstance(key_node, yaml.ScalarNode):
-            raise ConfigError(f"{where}: a key is {shape(key_node)}; keys are single words.")
+            raise ConfigError(
+                f"{where}: a key is {shape(key_node)}; keys are single words."
+            )
         name = key_node.value
         if name not in hints:
             raise ConfigError(f"{where}: {_unknown(kind, prefix, name)}")
@@ -464,7 +503,9 @@ def _section(kind: Any, node: yaml.Node, prefix: str, source: str, what: str) ->
     return values
 
 
-def _sections(kind: Any, node: yaml.Node, name: str, source: str, what: str) -> tuple[Any, ...]:
+def _sections(
+    kind: Any, node: yaml.Node, name: str, source: str, what: str
+) -> tuple[Any, ...]:
     if not isinstance(node, yaml.SequenceNode):
         raise ConfigError(
             f"{_locate(source, node)}: {name} is {shape(node)}; it must be a list of mappings."
@@ -491,7 +532,9 @@ def _override(config: Config, text: str) -> Config:
         raise ConfigError(f"{source}: {_unknown(kind, prefix, name)}")
     if dataclasses.is_dataclass(hints[name]):
         inner = ", ".join(typing.get_type_hints(hints[name]))
-        raise ConfigError(f"{source}: {path} is a section; give one of its keys, {inner}.")
+        raise ConfigError(
+            f"{source}: {path} is a section; give one of its keys, {inner}."
+        )
     node = None
     # all other values are the text as it is, # and : included
     if new.startswith(("[", "{", "'", '"')):
@@ -500,7 +543,10 @@ def _override(config: Config, text: str) -> Config:
     return put(
         config,
         **nested(
-            path, value(hints[name], keys(kind)[name], node or plain(new), f"{source}: {path}")
+            path,
+            value(
+                hints[name], keys(kind)[name], node or plain(new), f"{source}: {path}"
+            ),
         ),
     )
 
@@ -514,7 +560,9 @@ def _find_section(sections: list[str], source: str) -> tuple[type, str]:
         if hint is None:
             raise ConfigError(f"{source}: {_unknown(kind, prefix, section)}")
         if not dataclasses.is_dataclass(hint):
-            raise ConfigError(f"{source}: {prefix}{section} is a key and has none of its own.")
+            raise ConfigError(
+                f"{source}: {prefix}{section} is a key and has none of its own."
+            )
         kind = typing.cast(type, hint)
         prefix = f"{prefix}{section}."
     return kind, prefix
@@ -523,7 +571,9 @@ def _find_section(sections: list[str], source: str) -> tuple[type, str]:
 def _unknown(kind: type, prefix: str, name: str) -> str:
     hints = typing.get_type_hints(kind)
     if names_secret(name):
-        secret = "put a secret into an environment variable, which no file of a run records"
+        secret = (
+            "put a secret into an environment variable, which no file of a run records"
+        )
         return f"there is no key {prefix}{short(name)}; {secret}."
     if path := meant(name):
         return f"there is no key {prefix}{short(name)}; did you mean {path}?"

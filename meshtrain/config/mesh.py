@@ -186,7 +186,9 @@ def problems(mesh: MeshConfig) -> Iterator[str]:
     ranks = mesh.data // mesh.islands
     if mesh.folds_experts and (mesh.expert % mesh.context or ranks % mesh.ways(EXPERT)):
         of_island = (
-            f"the {ranks} data ranks of an island" if mesh.islands > 1 else f"mesh.data {ranks}"
+            f"the {ranks} data ranks of an island"
+            if mesh.islands > 1
+            else f"mesh.data {ranks}"
         )
         legal = listed_divisors(ranks)
         if mesh.context > 1:

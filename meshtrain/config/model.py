@@ -50,7 +50,9 @@ def _query_scalar(config: Any) -> float:
     """As published for latent attention, yarn makes scores larger and not cos and sin (DeepSeek-V2, section 3.1.4)."""
     model = config.model
     stretched = model.mla.kv_rank and model.rope_scaling == "yarn"
-    return float(model.head_dim / (yarn_amplitude(model.rope_factor) ** 4 if stretched else 1.0))
+    return float(
+        model.head_dim / (yarn_amplitude(model.rope_factor) ** 4 if stretched else 1.0)
+    )
 
 
 _of_images = _family_default("images")
@@ -66,7 +68,9 @@ def _is_latent(config: Any) -> bool:
 
 def patches_of(model: "ModelConfig") -> tuple[int, int]:
     """Returns (N, P): patches of an image, and numbers of a patch."""
-    return (model.image_size // model.patch_size) ** 2, model.patch_size**2 * model.channels
+    return (
+        model.image_size // model.patch_size
+    ) ** 2, model.patch_size**2 * model.channels
 
 
 def positions_of(model: "ModelConfig") -> int:
@@ -105,7 +109,11 @@ def problems(model: "ModelConfig") -> Iterator[str]:
         if getattr(model, name):
             but = f"but {family.name} reads patches, and has no embedding of tokens"
             yield f"model.{name} is true, {but}; leave it out."
-    if family.images and family.positions == "learned" and model.max_positions != positions:
+    if (
+        family.images
+        and family.positions == "learned"
+        and model.max_positions != positions
+    ):
         but = f"but an image has {positions} positions"
         yield f"model.max_positions is {model.max_positions}, {but}; leave it out, and it follows."
 
@@ -119,7 +127,9 @@ def _latent_problems(model: "ModelConfig") -> Iterator[str]:
         return
     if not family.rotary or family.biases or family.biased_out or family.sinks:
         yield f"model.mla.kv_rank is {mla.kv_rank}, which model.family {family.name} has no form of; leave it out."
-    if missing := [name for name in ("nope", "rope", "value") if not getattr(mla, name)]:
+    if missing := [
+        name for name in ("nope", "rope", "value") if not getattr(mla, name)
+    ]:
         yield f"model.mla.kv_rank is {mla.kv_rank}, but model.mla.{missing[0]} is 0; give it at least 1."
     if mla.rope % 2:
         yield f"model.mla.rope is {mla.rope}; rotary positions turn pairs of numbers, so it must be even."
@@ -220,7 +230,9 @@ def _linear_problems(model: "ModelConfig") -> Iterator[str]:
     linear = model.linear
     family = FAMILIES[model.family]
     if not family.causal or not family.rotary:
-        legal = ", ".join(name for name, other in FAMILIES.items() if other.causal and other.rotary)
+        legal = ", ".join(
+            name for name, other in FAMILIES.items() if other.causal and other.rotary
+        )
         reads = "has learned positions" if family.causal else "reads in both directions"
         yield f"model.pattern has linear, but model.family {family.name} {reads}; legal are {legal}."
     if linear.value_heads % linear.key_heads:

@@ -3,7 +3,12 @@
 from collections.abc import Iterator
 
 from meshtrain.config import reduce
-from meshtrain.config.auto import AUTO, pairs_may_hide, planned_schedule, planned_strategy
+from meshtrain.config.auto import (
+    AUTO,
+    pairs_may_hide,
+    planned_schedule,
+    planned_strategy,
+)
 from meshtrain.config.follow import followed, padded_batch_size, value_of
 from meshtrain.config.key import keys
 from meshtrain.config.schema import Config, ParallelConfig
@@ -11,7 +16,8 @@ from meshtrain.errors import short
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 
 WORTH_SAYING = (
-    1.25  # times what a table takes without lockstep; no schedule of our own takes so much more
+    # Times what a table takes without lockstep; no schedule of our own takes so much more
+    1.25
 )
 
 
@@ -21,10 +27,13 @@ def notes(config: Config) -> list[str]:
     """
     sentences = [*_notes(config), *reduce.notes(config)]
     unused = [
-        path for path in _unused(config) if not any(path in sentence for sentence in sentences)
+        path
+        for path in _unused(config)
+        if not any(path in sentence for sentence in sentences)
     ]
     return sentences + [
-        f"{path} has no use here: nothing depends on it, as the other keys are." for path in unused
+        f"{path} has no use here: nothing depends on it, as the other keys are."
+        for path in unused
     ]
 
 
@@ -71,8 +80,16 @@ def _notes(config: Config) -> Iterator[str]:
     if mesh.islands > 1 and parallel.zero_stage and mesh.shards == 1:
         each = f"each of the {mesh.islands} islands is one data rank, and has all of the state"
         yield f"parallel.zero_stage {parallel.zero_stage} shards nothing: {each}."
-    uncompressed = (parallel.reduce.algorithm, parallel.reduce.compression) == ("psum", "none")
-    if mesh.islands > 1 and not parallel.zero_stage and uncompressed and not parallel.sync.every:
+    uncompressed = (parallel.reduce.algorithm, parallel.reduce.compression) == (
+        "psum",
+        "none",
+    )
+    if (
+        mesh.islands > 1
+        and not parallel.zero_stage
+        and uncompressed
+        and not parallel.sync.every
+    ):
         why = "every data rank has all of the state, and gradients are summed over all of data at once"
         yield f"mesh.islands {mesh.islands} has no use with parallel.zero_stage 0: {why}."
 
@@ -83,7 +100,10 @@ def _policy_notes(config: Config) -> Iterator[str]:
         return
     other = "its reference" if objective == "dpo" else "what draws its answers"
     why = f"the policy drops nothing, as {other} does not"
-    for section, rate in (("model", config.model.dropout), ("lora", config.lora.dropout)):
+    for section, rate in (
+        ("model", config.model.dropout),
+        ("lora", config.lora.dropout),
+    ):
         if rate:
             yield f"{section}.dropout {rate:g} has no use with train.objective {objective}: {why}."
 
@@ -95,8 +115,14 @@ def _stage_notes(parallel: ParallelConfig) -> Iterator[str]:
             parallel.virtual_stages != (legal_chunks(parallel.schedule) or 1),
             "the microbatches are plain gradient accumulation",
         ),
-        "schedule": (parallel.schedule.endswith(".csv"), "a table is for several stages"),
-        "layer_split": (parallel.layer_split is not None, "all layers are on one stage"),
+        "schedule": (
+            parallel.schedule.endswith(".csv"),
+            "a table is for several stages",
+        ),
+        "layer_split": (
+            parallel.layer_split is not None,
+            "all layers are on one stage",
+        ),
     }
     for name, (given, why) in unused.items():
         if given:
@@ -124,14 +150,17 @@ def _pipeline_notes(config: Config) -> Iterator[str]:
         # The table of a file is for one number of microbatches.
         if schedule in SCHEDULES:
             better = f"{4 * stages} would bring that to {idle(4 * stages)}"
-        few = f"parallel.microbatches {microbatches} is fewer than mesh.pipeline {stages}"
+        few = (
+            f"parallel.microbatches {microbatches} is fewer than mesh.pipeline {stages}"
+        )
         yield f"{few}: every stage idles {idle(microbatches)} of the step; {better}."
     # What one program for all stages costs a table of one's own; the named schedules are made for it.
     if is_made_for_it:
         return
     table = make_table(schedule, stages, microbatches, chunks)
     lockstep, alone = (
-        simulate(table, execution=execution).makespan for execution in ("lockstep", "asynchronous")
+        simulate(table, execution=execution).makespan
+        for execution in ("lockstep", "asynchronous")
     )
     if lockstep >= WORTH_SAYING * alone:
         yield (
@@ -163,5 +192,7 @@ def chosen(config: Config) -> list[str]:
             + (f": {why}" if why else "")
         )
     if config.mesh.context > 1 and followed(config, "parallel.context_strategy"):
-        sentences.append("context: {} -> {}: {}".format(AUTO, *planned_strategy(config)))
+        sentences.append(
+            "context: {} -> {}: {}".format(AUTO, *planned_strategy(config))
+        )
     return sentences

@@ -14,7 +14,8 @@ from meshtrain.errors import ConfigError, nearest, refusal, short
 from meshtrain.files import is_address, refuse_passing
 from meshtrain.sources import DATASET, MIXTURE, SOURCES, is_dataset
 
-CONFIGS = Path(__file__).parents[1] / "configs"  # in a checkout a link to those of the repository
+# In a checkout a link to those of the repository
+CONFIGS = Path(__file__).parents[1] / "configs"
 WORDS = ("", "auto", "never", "byte", MIXTURE)  # that keys of paths take besides
 BOTH = "neither beside the config that names it nor in the working directory"
 
@@ -37,7 +38,9 @@ def config_file(source: str | os.PathLike[str]) -> str | Path:
         raise ConfigError(
             f"there is no config file {short(source)}; did you mean {stem}, which ships with meshtrain?"
         )
-    ending = nearest(source, names) or f"; give a YAML file, or one of {', '.join(names)}."
+    ending = (
+        nearest(source, names) or f"; give a YAML file, or one of {', '.join(names)}."
+    )
     raise ConfigError(f"there is no config {short(source)}{ending}")
 
 

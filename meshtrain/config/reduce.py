@@ -16,7 +16,8 @@ MOST_RATIO = 0.5
 
 def _feedback(config: Any) -> bool:
     return (
-        COMPRESSIONS[config.parallel.reduce.compression].fed_back and not config.parallel.sync.every
+        COMPRESSIONS[config.parallel.reduce.compression].fed_back
+        and not config.parallel.sync.every
     )
 
 
@@ -84,14 +85,18 @@ def gathers_at_use(config: Any) -> bool:
     `parallel.zero`).
     """
     return (
-        config.parallel.zero_stage == 3 and config.mesh.shards > 1 and not config.parallel.zero_hold
+        config.parallel.zero_stage == 3
+        and config.mesh.shards > 1
+        and not config.parallel.zero_hold
     )
 
 
 def scatters_at_use(config: Any) -> bool:
     """Returns whether gradients are scattered where they are made, in the backward: ZeRO-2 and 3 without holding."""
     return (
-        config.parallel.zero_stage >= 2 and config.mesh.shards > 1 and not config.parallel.zero_hold
+        config.parallel.zero_stage >= 2
+        and config.mesh.shards > 1
+        and not config.parallel.zero_hold
     )
 
 
@@ -103,7 +108,9 @@ def overlaps_reduce_scatter(config: Any) -> bool:
     has to wait for the first, and XLA then hides neither.
     """
     scatters = (
-        config.parallel.zero_stage > 0 and config.mesh.shards > 1 and config.mesh.islands == 1
+        config.parallel.zero_stage > 0
+        and config.mesh.shards > 1
+        and config.mesh.islands == 1
     )
     return (
         scatters
@@ -121,7 +128,12 @@ def sends_by_table(config: Any) -> bool:
     """
     chunked = config.mesh.pipeline > 1 and config.parallel.virtual_stages > 1
     gathers = not config.lora.rank or config.parallel.zero_stage == 3
-    return chunked and gathers and overlaps_reduce_scatter(config) and not has_reference(config)
+    return (
+        chunked
+        and gathers
+        and overlaps_reduce_scatter(config)
+        and not has_reference(config)
+    )
 
 
 def sums_in_place(config: Any) -> bool:
@@ -132,7 +144,11 @@ def sums_in_place(config: Any) -> bool:
     parallel = config.parallel
     by_table = has_table(parallel.schedule, config.mesh.pipeline, parallel.microbatches)
     several = parallel.microbatches > 1 and not by_table
-    return several and config.precision.gradient_sums != "float32" and not scatters_at_use(config)
+    return (
+        several
+        and config.precision.gradient_sums != "float32"
+        and not scatters_at_use(config)
+    )
 
 
 def keeps_feedback(config: Any) -> bool:
@@ -159,9 +175,7 @@ def _algorithm_problems(config: Any) -> Iterator[str]:
     if reduce.algorithm == "psum" or mesh.data == 1:
         return
     if reduce.compression != "none":
-        other = (
-            f"parallel.reduce.compression {reduce.compression}, which has an exchange of its own"
-        )
+        other = f"parallel.reduce.compression {reduce.compression}, which has an exchange of its own"
         yield f"{named}, and {other}; leave one of them out."
     if algorithm.by_levels and mesh.islands == 1:
         yield f"{named}, which sums in islands first, but mesh.islands is 1; give mesh.islands, or algorithm ring."
@@ -184,8 +198,15 @@ def _compression_problems(config: Any) -> Iterator[str]:
     reduce = config.parallel.reduce
     zero = config.parallel.zero_stage
     named = f"parallel.reduce.compression {reduce.compression}"
-    if reduce.compression != "none" and reduce.over == "data" and config.mesh.data > 1 and not zero:
-        islands = ", or parallel.reduce.over to islands" if config.mesh.islands > 1 else ""
+    if (
+        reduce.compression != "none"
+        and reduce.over == "data"
+        and config.mesh.data > 1
+        and not zero
+    ):
+        islands = (
+            ", or parallel.reduce.over to islands" if config.mesh.islands > 1 else ""
+        )
         scattered = "for gradients that ZeRO scatters, but parallel.zero_stage is 0"
         yield f"{named} over data is {scattered}; set it to 1, 2 or 3{islands}."
     # What keeps something of a gradient needs the whole of it, once a step; across islands its shard is enough.
@@ -220,7 +241,9 @@ def _sync_problems(config: Any) -> Iterator[str]:
         late = f"parallel.sync.delay {sync.delay} is not less than parallel.sync.every {sync.every}"
         yield f"{late}: what is sent must arrive before it is sent again; legal are at most {sync.every - 1}."
     if sync.fragments > (most := min(sync.every, layers)):
-        more = f"more than parallel.sync.every {sync.every} steps or model.layers {layers}"
+        more = (
+            f"more than parallel.sync.every {sync.every} steps or model.layers {layers}"
+        )
         own = "each has a step and a layer of its own"
         yield f"parallel.sync.fragments {sync.fragments} is {more}: {own}; legal are at most {most}."
     if reduce.compression != "none" and (
@@ -241,7 +264,9 @@ def notes(config: Any) -> Iterator[str]:
     no_use = f"parallel.reduce.compression {reduce.compression} has no use"
     if reduce.compression != "none" and mesh.data == 1:
         yield f"{no_use} with mesh.data 1: no gradients are sent."
-    elif reduce.compression != "none" and reduce.over == "islands" and mesh.islands == 1:
+    elif (
+        reduce.compression != "none" and reduce.over == "islands" and mesh.islands == 1
+    ):
         yield f"{no_use} over islands with mesh.islands 1: none is far from another."
     if not sync.every:
         return

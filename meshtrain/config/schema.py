@@ -26,7 +26,8 @@ REFUSED = Resume.REFUSED
 CONTENT = Resume.CONTENT
 TOKENS = Resume.TOKENS
 
-MOST_FAKE_DEVICES = 1024  # JAX starts so many CPU devices in 5 s; 4096 take more than a minute
+# JAX starts so many CPU devices in 5 s; 4096 take more than a minute
+MOST_FAKE_DEVICES = 1024
 
 
 # A key keeps together what it says.

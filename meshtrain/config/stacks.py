@@ -49,7 +49,9 @@ def kinds_of_layers(model: Model) -> list[str]:
 
 
 def _kinds(layers: int, pattern: tuple[str, ...]) -> list[str]:
-    return [(pattern or (FULL,))[layer % (len(pattern) or 1)] for layer in range(layers)]
+    return [
+        (pattern or (FULL,))[layer % (len(pattern) or 1)] for layer in range(layers)
+    ]
 
 
 def is_uniform(model: Any) -> bool:
@@ -71,12 +73,18 @@ def stack_of_layers(model: Any) -> tuple[str, ...]:
 
 # A search asks millions of times: a few numbers are hashed sooner than a model.
 @functools.lru_cache(maxsize=256)
-def _stacks(layers: int, dense_layers: int, pattern: tuple[str, ...]) -> tuple[str, ...]:
-    kinds = [(layer < dense_layers, kind) for layer, kind in enumerate(_kinds(layers, pattern))]
+def _stacks(
+    layers: int, dense_layers: int, pattern: tuple[str, ...]
+) -> tuple[str, ...]:
+    kinds = [
+        (layer < dense_layers, kind)
+        for layer, kind in enumerate(_kinds(layers, pattern))
+    ]
     if len(set(kinds)) == 1:
         return (BLOCKS,) * layers
     return tuple(
-        f"{DENSE}_" * dense + f"{mixer}_" * (mixer != FULL) + BLOCKS for dense, mixer in kinds
+        f"{DENSE}_" * dense + f"{mixer}_" * (mixer != FULL) + BLOCKS
+        for dense, mixer in kinds
     )
 
 
@@ -99,7 +107,9 @@ def model_of_stack(model: Model, stack: str) -> Model:
     if set(stack_of_layers(model)) == {stack}:
         return model
     dense, kind = is_dense(stack), stack.removeprefix(f"{DENSE}_").removesuffix(BLOCKS)
-    alike: Model = replace(model, dense_layers=0, pattern=(kind.removesuffix("_"),) if kind else ())
+    alike: Model = replace(
+        model, dense_layers=0, pattern=(kind.removesuffix("_"),) if kind else ()
+    )
     layers = layers_of_stacks(model)[stack]
     if everywhere := count_global(model, layers):
         alike = replace(alike, global_every=round(len(layers) / everywhere))
@@ -129,7 +139,11 @@ def is_dense(stack: str) -> bool:
 
 def expert_layers(model: Any) -> list[int]:
     """Returns the layers that have experts, of a model that has any."""
-    return [layer for layer, stack in enumerate(stack_of_layers(model)) if not is_dense(stack)]
+    return [
+        layer
+        for layer, stack in enumerate(stack_of_layers(model))
+        if not is_dense(stack)
+    ]
 
 
 def kind_of(model: Any) -> str:

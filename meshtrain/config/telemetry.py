@@ -30,7 +30,8 @@ _SERVICES = re.compile(
     r"(^|\.)((hooks?|webhooks?)\.|(slack|discord|discordapp|telegram|office|zapier|pagerduty|opsgenie)\.[a-z]+$|"
     r"logic\.azure\.com$|chat\.googleapis\.com$)"
 )
-ADDRESSED: tuple[AlertKind, ...] = ("webhook", "command")  # followed by a colon, and by where to
+# Followed by a colon, and by where to
+ADDRESSED: tuple[AlertKind, ...] = ("webhook", "command")
 
 
 # A key keeps together what it says.
@@ -106,10 +107,14 @@ def alert_target(text: str) -> AlertTarget:
         return AlertTarget(cast(AlertKind, name))
     where = f"telemetry.alerts has {short(repr(f'{name}:…' if holds_secret(address) else text))}"
     if name in PLAIN:
-        raise ConfigError(f"{where}; {name} takes nothing after it, so write {name} alone.")
+        raise ConfigError(
+            f"{where}; {name} takes nothing after it, so write {name} alone."
+        )
     if name not in ADDRESSED:
         legal = "legal are log, file, webhook:URL and command:WORDS"
-        raise ConfigError(f"{where}; {legal}{nearest(name, (*PLAIN, *ADDRESSED)) or '.'}")
+        raise ConfigError(
+            f"{where}; {legal}{nearest(name, (*PLAIN, *ADDRESSED)) or '.'}"
+        )
     if (
         name == "webhook"
         and not VARIABLE.fullmatch(address)
@@ -122,7 +127,9 @@ def alert_target(text: str) -> AlertTarget:
         try:
             words = shlex.split(address)
         except ValueError:
-            raise ConfigError(f"{where}; a quotation mark of the command is not closed.") from None
+            raise ConfigError(
+                f"{where}; a quotation mark of the command is not closed."
+            ) from None
         if not words or not words[0]:
             raise ConfigError(
                 f"{where}; a command is missing after the colon, as in command:mail -s alert me."

@@ -43,7 +43,8 @@ def _sample_problems(config: Any) -> Iterator[str]:
         return
     reasons = {
         "eval.every is 0, so that there are no evaluations": not config.eval.every,
-        f"train.objective is {config.train.objective}": config.train.objective != "next_token",
+        f"train.objective is {config.train.objective}": config.train.objective
+        != "next_token",
         f"model.family {config.model.family} cannot go on with a text": not FAMILIES[
             config.model.family
         ].causal,

@@ -25,10 +25,18 @@ BOOL = "tag:yaml.org,2002:bool"
 MAX_DEPTH = 8  # a config is 4 deep: section, key, list, entry
 TOO_DEEP = f"it is nested more than {MAX_DEPTH} deep"
 # what the parser says of a tab, and what a person would
-TAB = ("found character '\\t' that cannot start any token", "a tab cannot indent YAML; use spaces")
+TAB = (
+    "found character '\\t' that cannot start any token",
+    "a tab cannot indent YAML; use spaces",
+)
 TRUE = {"true", "yes", "on"}
 FALSE = {"false", "no", "off"}
-NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}
+NAMES = {
+    int: "a whole number",
+    float: "a finite number",
+    bool: "true or false",
+    str: "a text",
+}
 MAX_CHARACTERS = 1024  # of a text: what every system allows a path
 MAX_DIGITS = 40  # of a whole number: more are too large for every key
 
@@ -36,7 +44,9 @@ MAX_DIGITS = 40  # of a whole number: more are too large for every key
 _UNIMPORTED: ContextVar[str | None] = ContextVar("_UNIMPORTED", default=None)
 
 _WHOLE = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
-_FRACTION = re.compile(r"[-+]?(?=\.?[0-9])([0-9]+(_[0-9]+)*)?(\.[0-9]*)?([eE][-+]?[0-9]+)?")
+_FRACTION = re.compile(
+    r"[-+]?(?=\.?[0-9])([0-9]+(_[0-9]+)*)?(\.[0-9]*)?([eE][-+]?[0-9]+)?"
+)
 _LEADING_ZERO = re.compile(r"[-+]?0_?[0-9][0-9_]*")
 
 
@@ -110,7 +120,9 @@ def as_text(value: object) -> str:
     return str(value)
 
 
-def value(hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str] = ()) -> Any:
+def value(
+    hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str] = ()
+) -> Any:
     """Returns the value of a node, as a `hint` within the bounds of its `key` or one of the `words` that may stand for
     one. Raises ConfigError, which begins with `where`.
     """
@@ -119,7 +131,9 @@ def value(hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str]
     return _value(hint, key, node, where, words)
 
 
-def _value(hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str] = ()) -> Any:
+def _value(
+    hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str] = ()
+) -> Any:
     """Returns the value of a node, or of a list's item, of which none is null."""
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
@@ -127,9 +141,14 @@ def _value(hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str
         if node.tag == NULL and type(None) in args:
             return None
         words = [
-            word for a in args if typing.get_origin(a) is Literal for word in typing.get_args(a)
+            word
+            for a in args
+            if typing.get_origin(a) is Literal
+            for word in typing.get_args(a)
         ]
-        return _value(next(a for a in args if a is not type(None)), key, node, where, words)
+        return _value(
+            next(a for a in args if a is not type(None)), key, node, where, words
+        )
     if origin is tuple:
         return _list(args[0], key, node, where)
     return _scalar(hint, key, node, where, words)
@@ -142,18 +161,26 @@ def _list(item: Any, key: Key, node: yaml.Node, where: str) -> tuple:
         if isinstance(node, yaml.ScalarNode) and node.value:
             given = node.value
         example = short(given) if item is str else "2, 3"
-        raise ConfigError(f"{where} is {shape(node)}; it must be a list, such as [{example}].")
-    return tuple(_value(item, key, inner, f"{where}[{i}]") for i, inner in enumerate(node.value))
+        raise ConfigError(
+            f"{where} is {shape(node)}; it must be a list, such as [{example}]."
+        )
+    return tuple(
+        _value(item, key, inner, f"{where}[{i}]") for i, inner in enumerate(node.value)
+    )
 
 
-def _scalar(hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str]) -> Any:
+def _scalar(
+    hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str]
+) -> Any:
     """Returns the value of a node that is neither a list nor a mapping."""
     # the legal values by their text, where they are counted out
     listed: Iterable[Any] = key.one_of or ()
     if typing.get_origin(hint) is Literal:
         listed = typing.get_args(hint)
     choices = {str(choice): choice for choice in listed}
-    legal = " or ".join((*words, takes(hint, key, _range(hint, key) if hint in LARGEST else "")))
+    legal = " or ".join(
+        (*words, takes(hint, key, _range(hint, key) if hint in LARGEST else ""))
+    )
     if not isinstance(node, yaml.ScalarNode):
         raise ConfigError(f"{where} is {shape(node)}; it must be {legal}.")
     text = str(node.value)
@@ -186,16 +213,22 @@ def takes(hint: Any, key: Key, bounds: str | None = None) -> str:
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join("null" if a is type(None) else takes(a, key, bounds) for a in args)
+        return " or ".join(
+            "null" if a is type(None) else takes(a, key, bounds) for a in args
+        )
     if origin is tuple:
         return f"a list, of which each is {takes(args[0], key, bounds)}"
-    if choices := [str(choice) for choice in (args if origin is Literal else key.one_of or ())]:
+    if choices := [
+        str(choice) for choice in (args if origin is Literal else key.one_of or ())
+    ]:
         if len(choices) > 1:
             return f"one of {', '.join(choices)}"
         return choices[0]
     if bounds is None and hint in LARGEST:
         bounds = _range(hint, key).removesuffix(
-            f"at most {LARGEST[hint]:g}" if hint is float else f"at most {LARGEST[hint]}"
+            f"at most {LARGEST[hint]:g}"
+            if hint is float
+            else f"at most {LARGEST[hint]}"
         )
         bounds = bounds.removesuffix(" and ")
     if bounds:
@@ -209,7 +242,9 @@ def _text(node: yaml.ScalarNode, where: str, wrong: str) -> str:
         raise ConfigError(f"{where} is empty; it must be a text.")
     if node.tag == BOOL and node.style is None:
         quoted = f"if the text is meant, write '{text}' in quotes"
-        raise ConfigError(f"{where} is {text}, which YAML takes for true or false; {quoted}.")
+        raise ConfigError(
+            f"{where} is {text}, which YAML takes for true or false; {quoted}."
+        )
     if any(unicodedata.category(c) in ("Cc", "Cs") for c in text):
         raise ConfigError(f"{wrong} in UTF-8, without control characters.")
     if len(text) > MAX_CHARACTERS:
@@ -249,7 +284,9 @@ def _number(hint: type, key: Key, text: str, where: str, wrong: str) -> int | fl
 def _nearest_integer(text: str) -> str:
     """Returns the ending of the sentence that asks for a whole number: 1e3 and 0x3e8 mean one."""
     try:
-        number = int(text, 0) if re.fullmatch("[-+]?0[xXoObB].{1,8}", text) else float(text)
+        number = (
+            int(text, 0) if re.fullmatch("[-+]?0[xXoObB].{1,8}", text) else float(text)
+        )
     except ValueError:
         return "."
     small = abs(number) <= LARGEST[int]

@@ -20,7 +20,15 @@ from itertools import chain
 from pathlib import Path
 from typing import get_args
 
-from meshtrain.cli import DONE, FAILED, STOPPED, Parser, command, number_from, whole_number
+from meshtrain.cli import (
+    DONE,
+    FAILED,
+    STOPPED,
+    Parser,
+    command,
+    number_from,
+    whole_number,
+)
 from meshtrain.data import show
 from meshtrain.data.cache import stdlib_files
 from meshtrain.data.documents import documents
@@ -28,7 +36,13 @@ from meshtrain.data.formats import wanted_for
 from meshtrain.data.hub_datasets import files_of
 from meshtrain.data.input_files import InputFile, find
 from meshtrain.data.manifest import SPLITS, Contents, ShardManifest, read_manifest
-from meshtrain.data.prepare import SKIPPED, describe_skipped, last_change, prepare, refusal_at
+from meshtrain.data.prepare import (
+    SKIPPED,
+    describe_skipped,
+    last_change,
+    prepare,
+    refusal_at,
+)
 from meshtrain.data.shards import open_corpus
 from meshtrain.data.tokenizer import load_tokenizer
 from meshtrain.data.tokenizer_file import train_bpe
@@ -48,7 +62,10 @@ def _stop(*_: object) -> None:
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser().parse_args(arguments)
-    before = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {
+        number: signal.signal(number, _stop)
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
     try:
         chosen.run(chosen)
     except KeyboardInterrupt:
@@ -76,7 +93,11 @@ def _writing(output: Path) -> Iterator[None]:
     except OSError as error:
         raise Failed(
             f"{short(str(output))} cannot be written: {refusal_at(error)}; "
-            + ("make room there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "mend that")
+            + (
+                "make room there"
+                if error.errno in (errno.ENOSPC, errno.EDQUOT)
+                else "mend that"
+            )
             + " and run the same command again, which goes on from what is finished, or give another --output."
         ) from None
 
@@ -85,7 +106,9 @@ def parser() -> Parser:
     parser = Parser(prog="python -m meshtrain.data", description=__doc__)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    prepares = commands.add_parser("prepare", help="turns text or conversations into token shards")
+    prepares = commands.add_parser(
+        "prepare", help="turns text or conversations into token shards"
+    )
     _add_input(prepares)
     prepares.add_argument(
         "--format", choices=get_args(Contents), default="text", help="as data.format"
@@ -96,18 +119,27 @@ def parser() -> Parser:
     )
     workers = os.cpu_count() or 1
     prepares.add_argument(
-        "--workers", type=whole_number, default=workers, help="processes (default: all cores)"
+        "--workers",
+        type=whole_number,
+        default=workers,
+        help="processes (default: all cores)",
     )
     share = "share of the documents held out"
     prepares.add_argument(
-        "--validation", type=number_from(0, 0.5), default=PrepareOptions.validation, help=share
+        "--validation",
+        type=number_from(0, 0.5),
+        default=PrepareOptions.validation,
+        help=share,
     )
     bad = "what to do with documents that are empty, damaged, not UTF-8 or without text"
-    prepares.add_argument("--bad", choices=("skip", "refuse"), default=PrepareOptions.bad, help=bad)
+    prepares.add_argument(
+        "--bad", choices=("skip", "refuse"), default=PrepareOptions.bad, help=bad
+    )
     prepares.set_defaults(run=_prepare)
 
     shows = commands.add_parser(
-        "show", help="shows a conversation, with the tokens that count in the loss in colour"
+        "show",
+        help="shows a conversation, with the tokens that count in the loss in colour",
     )
     shows.add_argument(
         "--input",
@@ -116,9 +148,13 @@ def parser() -> Parser:
         metavar="PATH",
         help="files or folders of conversations",
     )
-    shows.add_argument("--format", choices=("chat", "pairs"), default="chat", help="as data.format")
+    shows.add_argument(
+        "--format", choices=("chat", "pairs"), default="chat", help="as data.format"
+    )
     _add_tokenizer(shows)
-    shows.add_argument("--number", type=whole_number, default=1, help="which example, from 1")
+    shows.add_argument(
+        "--number", type=whole_number, default=1, help="which example, from 1"
+    )
     length = "as train.sequence_length: how much of the example fits into a row"
     shows.add_argument("--length", type=whole_number, help=length)
     shows.add_argument("--json", action="store_true", help="prints JSON, for programs")
@@ -129,12 +165,19 @@ def parser() -> Parser:
     )
     _add_input(trains)
     trains.add_argument(
-        "--vocab-size", required=True, type=whole_number, help="ids, the end of document among them"
+        "--vocab-size",
+        required=True,
+        type=whole_number,
+        help="ids, the end of document among them",
     )
-    trains.add_argument("--output", required=True, type=Path, help="the tokenizer.json to write")
+    trains.add_argument(
+        "--output", required=True, type=Path, help="the tokenizer.json to write"
+    )
     trains.set_defaults(run=_train_tokenizer)
 
-    verifies = commands.add_parser("verify", help="compares prepared shards with their manifest")
+    verifies = commands.add_parser(
+        "verify", help="compares prepared shards with their manifest"
+    )
     verifies.add_argument("directory", type=Path)
     verifies.add_argument(
         "--json",
@@ -146,10 +189,10 @@ def parser() -> Parser:
 
 
 def _add_input(parser: argparse.ArgumentParser) -> None:
-    kinds = (
-        "files or folders: text, Markdown, source, JSON Lines, each also .gz or .zst; .parquet; "
+    kinds = "files or folders: text, Markdown, source, JSON Lines, each also .gz or .zst; .parquet; "
+    kinds += (
+        "hf:NAME[:SPLIT[:COLUMN]], a Hugging Face dataset, from the hub or on disk; "
     )
-    kinds += "hf:NAME[:SPLIT[:COLUMN]], a Hugging Face dataset, from the hub or on disk; "
     kinds += "stdlib, the source of Python's standard library"
     parser.add_argument("--input", required=True, nargs="+", metavar="PATH", help=kinds)
     field = "field of a JSON Lines record, or column of Parquet, that holds the text"
@@ -169,12 +212,16 @@ def _add_tokenizer(parser: argparse.ArgumentParser) -> None:
 
 def _directory(text: str) -> Path:
     if os.path.isfile(text):
-        raise argparse.ArgumentTypeError(f"{short(text)} is a file; the output is a directory")
+        raise argparse.ArgumentTypeError(
+            f"{short(text)} is a file; the output is a directory"
+        )
     return Path(text)
 
 
 def _find(
-    inputs: Sequence[str], contents: Contents = "text", text_field: str = PrepareOptions.text_field
+    inputs: Sequence[str],
+    contents: Contents = "text",
+    text_field: str = PrepareOptions.text_field,
 ) -> list[InputFile]:
     if list(inputs) == ["stdlib"] and contents == "text":
         result = stdlib_files()
@@ -224,11 +271,15 @@ def _prepare(chosen: argparse.Namespace) -> None:
             "share and another --output, or train with eval.every=0, or name other text as data.validation_source."
         )
     if manifest.skipped:
-        print(f"{describe_skipped(manifest.skipped)}; named in {short(str(output / SKIPPED))}")
+        print(
+            f"{describe_skipped(manifest.skipped)}; named in {short(str(output / SKIPPED))}"
+        )
     print(
         f"{short(str(output))}: tokenizer {manifest.tokenizer}, digest {manifest.digest[:16]}, {seconds:.1f} s"
     )
-    boundaries = load_tokenizer(chosen.tokenizer, begin=chosen.begin, end=chosen.end).boundaries
+    boundaries = load_tokenizer(
+        chosen.tokenizer, begin=chosen.begin, end=chosen.end
+    ).boundaries
     if chosen.format == "text":
         print(boundaries.describe())
     for note in boundaries.notes:
@@ -254,7 +305,12 @@ def _progress_bar() -> Iterator[Callable[[int, int], None]]:
     )
 
     console = Console(stderr=True)
-    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("preparing", total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -295,7 +351,8 @@ def _train_tokenizer(chosen: argparse.Namespace) -> None:
     first = next(good := texts(), None)
     if first is None:
         raise ConfigError(
-            "the input has no documents" + (f": {describe_skipped(skipped)}." if skipped else ".")
+            "the input has no documents"
+            + (f": {describe_skipped(skipped)}." if skipped else ".")
         )
     with _writing(chosen.output):
         train_bpe(chain([first], good), chosen.vocab_size, chosen.output)

@@ -107,9 +107,13 @@ class BatchesOfRows:
     def batch_shape(self, k: int) -> tuple[int, int]:
         return self.shapes[0]
 
-    def batch(self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None) -> Batch:
+    def batch(
+        self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None
+    ) -> Batch:
         portions, count = self._portions(k, rows)
-        parts = [read_part(portion.rows, portion.places, columns) for portion in portions]
+        parts = [
+            read_part(portion.rows, portion.places, columns) for portion in portions
+        ]
         if len(portions[0].at) == count:
             return parts[0]
         batch = {}
@@ -147,8 +151,12 @@ class BatchesOfRows:
             own = sources == number
             places = source.locate(items[own])
             ends = np.cumsum(own.sum(1)).tolist()
-            for portions, mask, first, last in zip(batches, own, [0, *ends], ends, strict=False):
-                portions.append(Portion(source, places[first:last], np.flatnonzero(mask)))
+            for portions, mask, first, last in zip(
+                batches, own, [0, *ends], ends, strict=False
+            ):
+                portions.append(
+                    Portion(source, places[first:last], np.flatnonzero(mask))
+                )
         filled = []
         for portions in batches:
             nonempty = [portion for portion in portions if len(portion.at)]
@@ -193,8 +201,10 @@ class SplitBatches:
 
     batches: GlobalBatches
     source: str
-    digest: str  # of what each source holds for this split, joined by +, wherever it lies; empty if nothing is read
-    multiple: int = field(default=1, kw_only=True)  # rows are padded to a multiple of this
+    # Of what each source holds for this split, joined by +, wherever it lies; empty if nothing is read
+    digest: str
+    # Rows are padded to a multiple of this
+    multiple: int = field(default=1, kw_only=True)
     notes: tuple[str, ...] = field(
         default=(), kw_only=True
     )  # on what is learned and what is left out
@@ -202,7 +212,9 @@ class SplitBatches:
     def __repr__(self) -> str:
         return self.describe()
 
-    def batch(self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None) -> Batch:
+    def batch(
+        self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None
+    ) -> Batch:
         """These rows of global batch k, or these places of each, ascending.
 
         A pure function of (seed, k): the whole state of the data is k.
@@ -235,7 +247,8 @@ class SplitBatches:
     def shapes(self) -> tuple[tuple[int, int], ...]:
         """Every (rows, T) that a batch can have."""
         return tuple(
-            (round_up(rows, self.multiple), length) for rows, length in self.batches.shapes
+            (round_up(rows, self.multiple), length)
+            for rows, length in self.batches.shapes
         )
 
     @property
@@ -275,7 +288,9 @@ class SplitBatches:
 
 def few(size: int) -> tuple[str, ...]:
     """The note on training data that fills no batch: leaving out what is not full would leave nothing."""
-    return (f"it fills no batch of train.global_batch_size {size}, so that one is padded",)
+    return (
+        f"it fills no batch of train.global_batch_size {size}, so that one is padded",
+    )
 
 
 def resolve_epochs(config: Config, batches: int) -> Config:
@@ -298,7 +313,9 @@ def resolve_epochs(config: Config, batches: int) -> Config:
     return replaced(config, train={"steps": steps})
 
 
-def digests(config: Config, data: SplitBatches, validation: SplitBatches | None) -> dict[str, str]:
+def digests(
+    config: Config, data: SplitBatches, validation: SplitBatches | None
+) -> dict[str, str]:
     """The digests by which a checkpoint knows its data; none of random tokens, nor of validation text that is a share
     of the source.
     """

@@ -50,9 +50,14 @@ def companion_files(tokenizer: Path) -> dict[str, Path]:
 
     A copy of config.json is called otherwise, since it would make a Hugging Face directory of where it lies.
     """
-    paths = (tokenizer.parent / name for name in (IMPORTED, CONFIG, SPECIAL, GENERATION, MODEL))
+    paths = (
+        tokenizer.parent / name
+        for name in (IMPORTED, CONFIG, SPECIAL, GENERATION, MODEL)
+    )
     beside = {
-        IMPORTED if path.name == MODEL else path.name: path for path in paths if path.is_file()
+        IMPORTED if path.name == MODEL else path.name: path
+        for path in paths
+        if path.is_file()
     }
     return {TOKENIZER: tokenizer} | beside
 
@@ -89,7 +94,11 @@ class Boundaries:
             return f"a text begins with nothing, {end}"
         begins = f"a text begins with {' '.join(map(str, self.begin))}"
         source = self.begin[0].source
-        return f"{begins}, {end}" if source == self.end.source else f"{begins}, of {source}; {end}"
+        return (
+            f"{begins}, {end}"
+            if source == self.end.source
+            else f"{begins}, of {source}; {end}"
+        )
 
 
 class Spelled(Protocol):
@@ -133,7 +142,9 @@ def read_boundaries(
         (m for m in chain(ends, behind, usual) if m.text), None
     )
     if mark is None:
-        mark = Mark(size, "", "no file, so that it is one id more than the tokenizer has")
+        mark = Mark(
+            size, "", "no file, so that it is one id more than the tokenizer has"
+        )
         notes.append(
             f"no file beside {short(path)} says what ends a document, so that it is the id {size}, one more than the "
             "tokenizer has; data.end names another"
@@ -180,8 +191,14 @@ def _marks(
         for value in given if isinstance(given, list) else [given]:
             if key.endswith("_token"):
                 text = value.get("content") if isinstance(value, dict) else value
-                number = tokenizer.token_to_id(text) if isinstance(text, str) and text else None
-                legal = f"a token of {TOKENIZER}, as a text or an object with its content"
+                number = (
+                    tokenizer.token_to_id(text)
+                    if isinstance(text, str) and text
+                    else None
+                )
+                legal = (
+                    f"a token of {TOKENIZER}, as a text or an object with its content"
+                )
             else:
                 number = next(iter(numbers_of(value)), None)
                 text = None if number is None else tokenizer.id_to_token(number) or ""
@@ -214,7 +231,9 @@ def _put_around(tokenizer: Any) -> tuple[list[Mark], list[Mark]]:
     encoding = processor.process(one, None, True)
     special = list(zip(encoding.ids, encoding.special_tokens_mask, strict=True))
     before = list(takewhile(lambda pair: pair[1], special))
-    behind = list(takewhile(lambda pair: pair[1], reversed(special[len(before) :])))[::-1]
+    behind = list(takewhile(lambda pair: pair[1], reversed(special[len(before) :])))[
+        ::-1
+    ]
     marks = [
         [Mark(i, tokenizer.id_to_token(i) or "", PROCESSOR) for i, _ in pairs]
         for pairs in (before, behind)
@@ -266,14 +285,18 @@ def _named(key: str, text: str | None, tokenizer: Any) -> Mark | None:
             if token.special
         ]
         legal = f"{NONE}, or a token of it" if key == "begin" else "a token of it"
-        ending = nearest(text, special) or (f", such as {special[0]}." if special else ".")
+        ending = nearest(text, special) or (
+            f", such as {special[0]}." if special else "."
+        )
         raise ConfigError(
             f"data.{key} is {short(repr(text))}, which data.tokenizer does not have; give {legal}{ending}"
         )
     return Mark(number, text, f"data.{key}")
 
 
-def end_of_turn(write: Callable[[list[dict[str, Any]]], str], tokenizer: Spelled) -> Mark | None:
+def end_of_turn(
+    write: Callable[[list[dict[str, Any]]], str], tokenizer: Spelled
+) -> Mark | None:
     """Returns the special token behind an answer, by which a model says that it has ended; None if the template writes
     none there.
 
@@ -288,7 +311,9 @@ def end_of_turn(write: Callable[[list[dict[str, Any]]], str], tokenizer: Spelled
     except ConfigError:
         return None
     special = [
-        (at, -len(word), word) for word in tokenizer.special if (at := behind.find(word)) >= 0
+        (at, -len(word), word)
+        for word in tokenizer.special
+        if (at := behind.find(word)) >= 0
     ]
     if not special or not answer:
         return None

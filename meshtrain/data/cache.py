@@ -13,7 +13,13 @@ from meshtrain.config.schema import DataConfig
 from meshtrain.data.formats import wanted_for
 from meshtrain.data.input_files import InputFiles, find
 from meshtrain.data.manifest import MANIFEST
-from meshtrain.data.prepare import SKIPPED, describe_skipped, fingerprint, prepare, refusal_at
+from meshtrain.data.prepare import (
+    SKIPPED,
+    describe_skipped,
+    fingerprint,
+    prepare,
+    refusal_at,
+)
 from meshtrain.data.shards import Source, open_shards
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.data.unit import PrepareOptions
@@ -26,13 +32,18 @@ INLINE_BYTES = (
 )  # text up to this is prepared in this process: starting workers would take longer
 SILENCE = 10  # seconds of preparing between two log records on how far it is
 STDLIB_VALIDATION = (
-    0.05  # of a few hundred files one in a hundred would be too little to measure a loss on
+    # Of a few hundred files one in a hundred would be too little to measure a loss on
+    0.05
 )
 log = logging.getLogger(__name__)
 
 
 def open_files(
-    inputs: InputFiles, name: str, options: PrepareOptions, tokenizer: Tokenizer, data: DataConfig
+    inputs: InputFiles,
+    name: str,
+    options: PrepareOptions,
+    tokenizer: Tokenizer,
+    data: DataConfig,
 ) -> Source:
     """Opens the cached shards of these files, made now if they are not there, and again if they are damaged."""
     key = hashlib.sha256(
@@ -65,7 +76,9 @@ def open_files(
     return open_shards(directory, name, data, tokenizer)
 
 
-def open_path(path: Path | str, name: str, data: DataConfig, tokenizer: Tokenizer) -> Source:
+def open_path(
+    path: Path | str, name: str, data: DataConfig, tokenizer: Tokenizer
+) -> Source:
     """Opens a file or directory of text or conversations, by the keys of section data."""
     assert data.format != IMAGES, "they are opened elsewhere"
     options = PrepareOptions(
@@ -78,10 +91,14 @@ def open_path(path: Path | str, name: str, data: DataConfig, tokenizer: Tokenize
         data.begin,
         data.end,
     )
-    return open_files(find([str(path)], wanted_for(data.format)), name, options, tokenizer, data)
+    return open_files(
+        find([str(path)], wanted_for(data.format)), name, options, tokenizer, data
+    )
 
 
-def _prepare(inputs: InputFiles, directory: Path, name: str, options: PrepareOptions) -> None:
+def _prepare(
+    inputs: InputFiles, directory: Path, name: str, options: PrepareOptions
+) -> None:
     log.info(
         "preparing %s (%d files, %.1f MB) in %s",
         name,
@@ -92,7 +109,9 @@ def _prepare(inputs: InputFiles, directory: Path, name: str, options: PrepareOpt
     if inputs.left_out:
         log.warning("%s: left out: %s", name, inputs.describe_left_out())
     workers = 1 if inputs.size <= INLINE_BYTES else os.cpu_count() or 1
-    manifest = prepare(inputs.files, directory, options, workers, logged_progress("prepared", name))
+    manifest = prepare(
+        inputs.files, directory, options, workers, logged_progress("prepared", name)
+    )
     if manifest.skipped:
         # That a file is empty surprises nobody: the standard library has some.
         level = logging.DEBUG if set(manifest.skipped) == {"empty"} else logging.WARNING
@@ -131,4 +150,6 @@ def open_stdlib(data: DataConfig, tokenizer: Tokenizer) -> Source:
 def stdlib_files() -> InputFiles:
     """The files of the standard library, without its tests and without what was installed beside it."""
     without = ("site-packages", "dist-packages", "test", "tests", "idle_test")
-    return find([sysconfig.get_paths()["stdlib"]], lambda name: name.endswith(".py"), without)
+    return find(
+        [sysconfig.get_paths()["stdlib"]], lambda name: name.endswith(".py"), without
+    )

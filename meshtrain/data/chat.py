@@ -50,7 +50,8 @@ QUESTIONS = ("question", "query")
 ANSWERS = ("response", "answer")
 SYSTEMS = ("system", "system_prompt")
 SIDES = (("chosen", "rejected"), ("chosen_response", "rejected_response"))
-REPEATED = 20  # characters of a prompt that both answers begin with, from which on it is the prompt and no chance
+# Characters of a prompt that both answers begin with, from which on it is the prompt and no chance
+REPEATED = 20
 DIALOGUE = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 
 Fields = Mapping[str, Any]
@@ -127,7 +128,8 @@ def conversation(record: Any) -> Conversation:
     if not shapes:
         if _sides(fields):
             raise Unfit(
-                "no conversation", "(it has chosen and rejected, which data.format pairs reads)"
+                "no conversation",
+                "(it has chosen and rejected, which data.format pairs reads)",
             )
         raise Unfit("no conversation", _unknown(fields))
     turns, before = shapes[0].read(fields)
@@ -188,7 +190,10 @@ def _count_shared(first: list[Message], second: list[Message]) -> int:
         raise Unfit("no pair", "(chosen and rejected are the same)")
     differ = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     shared = next(differ, min(len(first), len(second)))
-    if any(shared < len(side) and side[shared]["role"] != ASSISTANT for side in (first, second)):
+    if any(
+        shared < len(side) and side[shared]["role"] != ASSISTANT
+        for side in (first, second)
+    ):
         raise Unfit("no pair", "(chosen and rejected answer different prompts)")
     return shared
 
@@ -206,7 +211,12 @@ def _first(fields: Fields, names: Iterable[str]) -> str | None:
 
 def _sides(fields: Fields) -> tuple[str, str] | None:
     return next(
-        (names for names in SIDES if all(fields.get(name) is not None for name in names)), None
+        (
+            names
+            for names in SIDES
+            if all(fields.get(name) is not None for name in names)
+        ),
+        None,
     )
 
 
@@ -217,7 +227,9 @@ def _refuse_foreign(fields: Fields, marked: bool) -> None:
     for foreign in FOREIGN:
         told = all(fields.get(name) is not None for name in foreign.fields)
         if told and (
-            foreign.why == KTO or not marked or not any(shape.fits(fields) for shape in CHATS)
+            foreign.why == KTO
+            or not marked
+            or not any(shape.fits(fields) for shape in CHATS)
         ):
             kind = "no conversation" if marked else "no pair"
             raise Unfit(kind, f"(it has {' and '.join(foreign.fields)}: {foreign.why})")
@@ -227,13 +239,20 @@ def _unknown(fields: Fields) -> str:
     known = sorted({name for shape in CHATS for group in shape.needs for name in group})
     seen = short(", ".join(map(str, fields))) or "nothing"
     near = next(
-        filter(None, (nearest(str(name), known) for name in fields if name not in known)), ""
+        filter(
+            None, (nearest(str(name), known) for name in fields if name not in known)
+        ),
+        "",
     )
-    shapes = ", nor ".join(" and ".join(group[0] for group in shape.needs) for shape in CHATS)
+    shapes = ", nor ".join(
+        " and ".join(group[0] for group in shape.needs) for shape in CHATS
+    )
     return f"(it has neither {shapes}, but {seen}{near})"
 
 
-def _agree(stated: Sequence[Turn], turns: Sequence[Turn], name: str, other: str) -> None:
+def _agree(
+    stated: Sequence[Turn], turns: Sequence[Turn], name: str, other: str
+) -> None:
     """Unfit where what a user says in one field of a record stands nowhere in the other."""
     there = [text_of(turn.message["content"]).strip() for turn in turns]
     for turn in stated:
@@ -244,7 +263,9 @@ def _agree(stated: Sequence[Turn], turns: Sequence[Turn], name: str, other: str)
             raise Unfit("ambiguous", f"(its {name} is not what its {other} says)")
 
 
-def _add_system(fields: Fields, turns: list[Turn], stated: Sequence[str] = ()) -> list[Turn]:
+def _add_system(
+    fields: Fields, turns: list[Turn], stated: Sequence[str] = ()
+) -> list[Turn]:
     """The turns behind the record's own system prompt, which may be `stated` elsewhere, or stand as their first message
     already.
     """
@@ -253,7 +274,11 @@ def _add_system(fields: Fields, turns: list[Turn], stated: Sequence[str] = ()) -
         return turns
     if not all(isinstance(text, str) for text in texts):
         raise Unfit("no conversation", "(its system is not text)")
-    first = text_of(turns[0].message["content"]) if turns[0].message["role"] == SYSTEM else None
+    first = (
+        text_of(turns[0].message["content"])
+        if turns[0].message["role"] == SYSTEM
+        else None
+    )
     if len({text.strip() for text in texts + ([] if first is None else [first])}) > 1:
         raise Unfit("ambiguous", "(it has two system prompts, which differ)")
     return turns if first is not None else [said(SYSTEM, texts[0]), *turns]
@@ -266,17 +291,24 @@ def _learning(turns: Sequence[Turn], before: int, fields: Fields) -> Conversatio
     messages = [turn.message for turn in turns]
     if not any(message["role"] == USER for message in messages):
         raise Unfit("without a user's turn")
-    answers = [i for i in range(before, len(messages)) if messages[i]["role"] == ASSISTANT]
+    answers = [
+        i for i in range(before, len(messages)) if messages[i]["role"] == ASSISTANT
+    ]
     if any(
-        not text_of(messages[i]["content"]).strip() and not messages[i].get("tool_calls")
+        not text_of(messages[i]["content"]).strip()
+        and not messages[i].get("tool_calls")
         for i in answers
     ):
         raise Unfit("with an empty answer")
     learned = tuple(i for i in answers if turns[i].marked is not False)
     if not learned:
         raise Unfit("without an answer")
-    others = sum(bool(turn.marked) and turn.message["role"] != ASSISTANT for turn in turns)
-    return Conversation(tuple(messages), learned, _tools(fields, messages), _values(fields), others)
+    others = sum(
+        bool(turn.marked) and turn.message["role"] != ASSISTANT for turn in turns
+    )
+    return Conversation(
+        tuple(messages), learned, _tools(fields, messages), _values(fields), others
+    )
 
 
 def _tools(fields: Fields, messages: Sequence[Message]) -> list[Any] | None:
@@ -311,7 +343,9 @@ def _values(fields: Fields) -> dict[str, Any]:
 
 
 def _messages(fields: Fields) -> Turns:
-    (name, turns), *others = ((name, turns_of(fields[name], name)) for name in _lists(fields))
+    (name, turns), *others = (
+        (name, turns_of(fields[name], name)) for name in _lists(fields)
+    )
     for other, theirs in others:
         if not _same(theirs, turns):
             raise Unfit("ambiguous", f"(its {other} is not what its {name} says)")
@@ -329,13 +363,19 @@ def _instruction(fields: Fields) -> list[Turn]:
     if not isinstance(history, list) or not all(
         isinstance(turn, list) and len(turn) == 2 for turn in history
     ):
-        raise Unfit("no conversation", "(its history is not a list of questions and answers)")
+        raise Unfit(
+            "no conversation", "(its history is not a list of questions and answers)"
+        )
     turns = [
         said(role, text)
         for turn in history
         for role, text in zip((USER, ASSISTANT), turn, strict=True)
     ]
-    parts = [fields["instruction"], fields.get("input") or "", fields.get("context") or ""]
+    parts = [
+        fields["instruction"],
+        fields.get("input") or "",
+        fields.get("context") or "",
+    ]
     if not all(isinstance(part, str) for part in parts):
         raise Unfit("no conversation", "(its instruction or input is not text)")
     return [*turns, said(USER, "\n".join(filter(None, parts)))]
@@ -370,7 +410,9 @@ def _completed(fields: Fields) -> Turns:
 
 
 def _answered(fields: Fields) -> Turns:
-    question, answer = (fields[str(_first(fields, names))] for names in (QUESTIONS, ANSWERS))
+    question, answer = (
+        fields[str(_first(fields, names))] for names in (QUESTIONS, ANSWERS)
+    )
     return [said(USER, question), said(ASSISTANT, answer)], 0
 
 
@@ -441,7 +483,9 @@ def _continued(
     if _same(before[-len(sides[0]) :], sides[0]):
         before = before[: -len(sides[0])]
     if not before or before[-1].message["role"] == ASSISTANT:
-        raise Unfit("ambiguous", f"(its {name} ends on an answer, which is not the chosen one)")
+        raise Unfit(
+            "ambiguous", f"(its {name} ends on an answer, which is not the chosen one)"
+        )
     for other, turns in others:
         _agree(turns, before, other, name)
     texts = [fields[side] for side in names]

@@ -56,11 +56,15 @@ def _originals(config: Config) -> Iterator[tuple[str, Path]]:
     data = config.data
     if data.tokenizer != "byte":
         tokenizer = Path(data.tokenizer).expanduser()
-        files = companion_files(tokenizer) | {name: tokenizer.parent / name for name in FORMS}
+        files = companion_files(tokenizer) | {
+            name: tokenizer.parent / name for name in FORMS
+        }
         if config.model.weights is not None:
             files[IMPORTED] = local(config.model.weights, config.data.cache_gib) / MODEL
         more = tokenizer.parent / TEMPLATES
-        files |= {f"{TEMPLATES}/{path.name}": path for path in sorted(more.glob("*.jinja"))}
+        files |= {
+            f"{TEMPLATES}/{path.name}": path for path in sorted(more.glob("*.jinja"))
+        }
         yield from (
             (name, path)
             for name, path in files.items()

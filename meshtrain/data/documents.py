@@ -25,11 +25,14 @@ from meshtrain.data.input_files import InputFile
 from meshtrain.errors import refusal, short
 from meshtrain.files import UNREAD, refuse_passing, retried
 
-RULES = 3  # raised when the same input gives other documents than before, so that no old shards are taken for new ones
+# Raised when the same input gives other documents than before, so that no old shards are taken for new ones
+RULES = 3
 COMPRESSION_RATIO = (
-    4  # compressed text is about this much larger once unpacked; only used to size the units
+    # Compressed text is about this much larger once unpacked; only used to size the units
+    4
 )
-UNIT_COUNT = 256  # about as many units as this, so that the shards of a large corpus stay few
+# About as many units as this, so that the shards of a large corpus stay few
+UNIT_COUNT = 256
 # bytes of input
 LEAST_UNIT = 4 << 20
 MOST_UNIT = 1 << 30
@@ -67,7 +70,8 @@ def units(files: Sequence[InputFile]) -> list[tuple[Part, ...]]:
     file.
     """
     weights = [
-        file.size * (COMPRESSION_RATIO if file.compression or file.parquet else 1) for file in files
+        file.size * (COMPRESSION_RATIO if file.compression or file.parquet else 1)
+        for file in files
     ]
     size = min(max(sum(weights) // UNIT_COUNT, LEAST_UNIT), MOST_UNIT)
     cut: list[tuple[Part, ...]] = []
@@ -75,7 +79,9 @@ def units(files: Sequence[InputFile]) -> list[tuple[Part, ...]]:
     room = size
     for file, weight in zip(files, weights, strict=True):
         cuttable = file.json_lines and not file.compression and file.size > size
-        pieces = [(begin, min(begin + size, file.size)) for begin in range(0, file.size, size)]
+        pieces = [
+            (begin, min(begin + size, file.size)) for begin in range(0, file.size, size)
+        ]
         for begin, end in pieces if cuttable else [(0, file.size)]:
             if unit and room < min(weight, size):
                 cut.append(tuple(unit))
@@ -98,7 +104,11 @@ def read(
     file = part.file
     try:
         if file.json_lines:
-            take = _whole_record if text_field is None else partial(_record, text_field=text_field)
+            take = (
+                _whole_record
+                if text_field is None
+                else partial(_record, text_field=text_field)
+            )
             yield from _lines(part, take, check)
         elif text_field is None:
             yield from _row_records(file, check) if file.parquet else _entries(file)
@@ -129,7 +139,9 @@ def _whole(name: str, data: bytes) -> Document:
     if data.startswith(b"%PDF-"):  # which may have no NUL
         return Document(name, "", "not text", "but a PDF")
     if (at := data.find(b"\0", 0, HEAD)) >= 0:
-        return Document(name, "", "not text", f"in UTF-8 but binary data (a NUL at byte {at})")
+        return Document(
+            name, "", "not text", f"in UTF-8 but binary data (a NUL at byte {at})"
+        )
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -144,7 +156,8 @@ def _lines(
     file = part.file
     if file.compression:
         with open_plain(file.path) as stream:
-            while stream.read(1 << 20):  # to its checksum at the end, before a line of it is taken
+            # To its checksum at the end, before a line of it is taken
+            while stream.read(1 << 20):
                 check()
     with open_plain(file.path) as stream:
         at = part.begin
@@ -156,14 +169,18 @@ def _lines(
             if not line:
                 return
             if not line.isspace():
-                yield take(f"{file.name}#{at}", line.removeprefix(BOM) if at == 0 else line)
+                yield take(
+                    f"{file.name}#{at}", line.removeprefix(BOM) if at == 0 else line
+                )
             at += len(line)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     record = dict(pairs)
     if len(record) < len(pairs):
-        twice = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
+        twice = next(
+            name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i])
+        )
         raise _Ambiguous(f"(the field '{short(twice)}' stands twice)")
     return record
 
@@ -196,10 +213,14 @@ def _record(name: str, line: bytes, text_field: str) -> Document:
     def take(text: str) -> Document:
         value = FIELDS.decode(text)
         texts = (
-            [text for key, text in value if key == text_field] if isinstance(value, tuple) else []
+            [text for key, text in value if key == text_field]
+            if isinstance(value, tuple)
+            else []
         )
         if len(texts) > 1:
-            raise _Ambiguous(f"(the field '{short(text_field)}' stands {len(texts)} times)")
+            raise _Ambiguous(
+                f"(the field '{short(text_field)}' stands {len(texts)} times)"
+            )
         return _field(name, texts[0] if texts else None, text_field)
 
     return _decoded(name, line, take)
@@ -247,14 +268,21 @@ def _field(name: str, text: Any, text_field: str) -> Document:
     return Document(name, text, "" if text else "empty")
 
 
-def _rows(file: InputFile, text_field: str, check: Callable[[], None]) -> Iterator[Document]:
+def _rows(
+    file: InputFile, text_field: str, check: Callable[[], None]
+) -> Iterator[Document]:
     try:
-        for _ in parquet_column(file.path, text_field):  # to its end, before a row of it is taken
+        # To its end, before a row of it is taken
+        for _ in parquet_column(file.path, text_field):
             check()
     except KeyError:
-        yield Document(file.name, "", "without text", f"in a column '{short(text_field)}'")
+        yield Document(
+            file.name, "", "without text", f"in a column '{short(text_field)}'"
+        )
         return
-    for number, data in enumerate(chain.from_iterable(parquet_column(file.path, text_field))):
+    for number, data in enumerate(
+        chain.from_iterable(parquet_column(file.path, text_field))
+    ):
         name = f"{file.name}#{number}"
         try:
             yield _field(name, data if data is None else data.decode(), text_field)
@@ -271,5 +299,7 @@ def _row_records(file: InputFile, check: Callable[[], None]) -> Iterator[Documen
     for number, record in enumerate(parquet_records(file.path)):
         # A column of times or bytes is none of a conversation's; as text it can be passed on.
         yield Document(
-            f"{file.name}#{number}", "", record=json.loads(json.dumps(record, default=str))
+            f"{file.name}#{number}",
+            "",
+            record=json.loads(json.dumps(record, default=str)),
         )

@@ -51,7 +51,10 @@ from meshtrain.errors import short
 THOUGHTS = "answers without the thought that they have, or that the template opens"
 UNWRITTEN = "messages that the template does not write"
 PASSED_OVER = "messages marked as learned that are no answers"
-UNREAD = {field: f"conversations with {field}, which the template does not read" for field in READ}
+UNREAD = {
+    field: f"conversations with {field}, which the template does not read"
+    for field in READ
+}
 NOTED = (THOUGHTS, UNWRITTEN, PASSED_OVER, *UNREAD.values())
 
 # How a thought is opened: by a mark.
@@ -77,13 +80,17 @@ Example = tuple[LearnedText, ...]
 class Examples:
     """Makes examples of records, with one template and one tokenizer, and counts what is in them."""
 
-    def __init__(self, contents: Contents, template: ChatTemplate, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, contents: Contents, template: ChatTemplate, tokenizer: Tokenizer
+    ) -> None:
         self.contents = contents
         self.template = template
         self.tokenizer = tokenizer
         # The longest first, of which others are the beginning.
         special = sorted(tokenizer.special, key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, special))) if special else None
+        self._special = (
+            re.compile("|".join(map(re.escape, special))) if special else None
+        )
 
     def read(self, document: Document, counts: Counter[str]) -> list[Example]:
         """Returns the examples of a record; Unfit if it is none. ConfigError for what the template does."""
@@ -98,18 +105,28 @@ class Examples:
             examples: list[Example] = [tuple(side[0] for side in texts)]
         else:
             sides = (conversation(document.record),)
-            examples = [(text,) for text in self._texts(sides[0], document.name, counts)]
+            examples = [
+                (text,) for text in self._texts(sides[0], document.name, counts)
+            ]
             counts[APART] += len(examples) > 1
         if self._special is not None:
-            contents = [text_of(message["content"]) for side in sides for message in side.messages]
+            contents = [
+                text_of(message["content"])
+                for side in sides
+                for message in side.messages
+            ]
             counts[SPECIAL] += sum(
                 self._special.search(content) is not None for content in contents
             )
         counts[EXAMPLES] += len(examples)
-        counts[ANSWERS] += sum(len(text.learned) for example in examples for text in example)
+        counts[ANSWERS] += sum(
+            len(text.learned) for example in examples for text in example
+        )
         return examples
 
-    def encode(self, examples: Sequence[Example], counts: Counter[str]) -> list[np.ndarray]:
+    def encode(
+        self, examples: Sequence[Example], counts: Counter[str]
+    ) -> list[np.ndarray]:
         """Returns the tokens of each example as they are stored: uint32, with LEARNED and REJECTED in their bits."""
         texts = [text for example in examples for text in example]
         encoded = iter(
@@ -124,18 +141,27 @@ class Examples:
                 ids, learned = next(encoded)
                 counts[TOKENS] += int(learned.sum())
                 tokens.append(
-                    ids.astype(np.uint32) | np.where(learned, LEARNED, np.uint32(0)) | bit
+                    ids.astype(np.uint32)
+                    | np.where(learned, LEARNED, np.uint32(0))
+                    | bit
                 )
             stored.append(np.concatenate(tokens))
         return stored
 
-    def _texts(self, talk: Conversation, name: str, counts: Counter[str]) -> list[LearnedText]:
+    def _texts(
+        self, talk: Conversation, name: str, counts: Counter[str]
+    ) -> list[LearnedText]:
         marks = self.template.compiled(talk.tools).marks
         noted: Counter[str] = Counter()
-        texts = self._marked(talk, name, noted) if marks else self._differenced(talk, name, noted)
+        texts = (
+            self._marked(talk, name, noted)
+            if marks
+            else self._differenced(talk, name, noted)
+        )
         noted[PASSED_OVER] += talk.passed_over
         noted += Counter(
-            UNREAD[field] for field in self.template.unread(talk.messages, talk.tools, talk.values)
+            UNREAD[field]
+            for field in self.template.unread(talk.messages, talk.tools, talk.values)
         )
         # Of a record that is refused nothing is counted.
         counts += noted
@@ -146,11 +172,19 @@ class Examples:
     ) -> tuple[list[str], list[tuple[int, int]]]:
         return self.template.render(talk.messages, talk.tools, cuts, name, talk.values)
 
-    def _marked(self, talk: Conversation, name: str, counts: Counter[str]) -> list[LearnedText]:
+    def _marked(
+        self, talk: Conversation, name: str, counts: Counter[str]
+    ) -> list[LearnedText]:
         (text,), spans = self._render(talk, [(len(talk.messages), False)], name)
-        answers = [i for i, message in enumerate(talk.messages) if message["role"] == ASSISTANT]
+        answers = [
+            i for i, message in enumerate(talk.messages) if message["role"] == ASSISTANT
+        ]
         if len(answers) == len(spans):
-            spans = [span for i, span in zip(answers, spans, strict=True) if i in talk.learned]
+            spans = [
+                span
+                for i, span in zip(answers, spans, strict=True)
+                if i in talk.learned
+            ]
             for i, (begin, end) in zip(talk.learned, spans, strict=True):
                 counts[THOUGHTS] += self._check(talk.messages[i], text[begin:end])
         elif len(answers) != len(talk.learned):
@@ -187,9 +221,9 @@ class Examples:
             end = end_of_answer(text_of(talk.messages[i]["content"]).rstrip(), upto)
             if end <= begin:
                 raise Unfit("without an answer", "in what the template makes of it")
-            counts[THOUGHTS] += self._check(talk.messages[i], upto[begin:end]) or begin < len(
-                before
-            )
+            counts[THOUGHTS] += self._check(
+                talk.messages[i], upto[begin:end]
+            ) or begin < len(before)
             answers.append((upto, (begin, end)))
         counts[UNWRITTEN] += unwritten(talk, whole)
         if all(whole.startswith(upto) for upto, _ in answers):
@@ -243,14 +277,18 @@ def common_beginning(closed: str, before: str, upto: str) -> int | None:
     if opened is not None and before[shared:].lstrip().startswith(f"</{opened[1]}>"):
         shared = opened.start()
     return (
-        shared if before[len(closed) : shared].strip() and OPENED.match(before[shared:]) else None
+        shared
+        if before[len(closed) : shared].strip() and OPENED.match(before[shared:])
+        else None
     )
 
 
 def unwritten(talk: Conversation, text: str) -> int:
     """Counts the messages of others than the model of which the template leaves something out."""
     contents = (
-        text_of(message["content"]) for message in talk.messages if message["role"] != ASSISTANT
+        text_of(message["content"])
+        for message in talk.messages
+        if message["role"] != ASSISTANT
     )
     return sum(
         content.strip() not in text

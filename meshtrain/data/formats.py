@@ -30,7 +30,9 @@ HEAD = 8000  # bytes of a file of which a NUL means binary data, as in git
 
 def compression(name: str) -> str:
     """.gz, .zst or nothing."""
-    return next((suffix for suffix in (GZIP, ZSTD) if name.lower().endswith(suffix)), "")
+    return next(
+        (suffix for suffix in (GZIP, ZSTD) if name.lower().endswith(suffix)), ""
+    )
 
 
 def suffix(name: str) -> str:
@@ -58,7 +60,9 @@ def require_libraries(name: str) -> None:
     for ending, library in LIBRARIES.items():
         if name.lower().endswith(ending) and importlib.util.find_spec(library) is None:
             what = "compressed with Zstandard" if ending == ZSTD else "a Parquet file"
-            raise not_installed(f"{name} is {what} and needs the {library} library", "data")
+            raise not_installed(
+                f"{name} is {what} and needs the {library} library", "data"
+            )
 
 
 def open_plain(path: str) -> IO[bytes]:
@@ -88,7 +92,10 @@ def _zstandard(path: str) -> Iterator[bytes]:
         while data := file.read(1 << 14):
             while data:
                 decoder = (
-                    decoder or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+                    decoder
+                    or zstandard.ZstdDecompressor(
+                        max_window_size=1 << 31
+                    ).decompressobj()
                 )
                 try:
                     yield decoder.decompress(data)
@@ -133,7 +140,9 @@ def parquet_column(path: str, field: str) -> Iterator[list[bytes | None]]:
             parquet.ParquetFile(stream, page_checksum_verification=True) as file,
         ):
             names = file.schema_arrow.names
-            kind = file.schema_arrow.field(field).type if names.count(field) == 1 else None
+            kind = (
+                file.schema_arrow.field(field).type if names.count(field) == 1 else None
+            )
             if kind is not None and types.is_dictionary(kind):
                 kind = kind.value_type
             strings = (types.is_string, types.is_large_string, types.is_binary)
@@ -141,7 +150,9 @@ def parquet_column(path: str, field: str) -> Iterator[list[bytes | None]]:
                 raise KeyError(field)
             for batch in file.iter_batches(batch_size=1024, columns=[field]):
                 # As bytes: a string that is not UTF-8 is one bad row.
-                yield batch.column(0).cast(kind).cast(pyarrow.large_binary()).to_pylist()
+                yield (
+                    batch.column(0).cast(kind).cast(pyarrow.large_binary()).to_pylist()
+                )
     except pyarrow.ArrowException as error:
         raise OSError(str(error)) from None
 
@@ -165,5 +176,7 @@ def parquet_records(path: str) -> Iterator[dict[str, Any]]:
 def present(value: Any) -> Any:
     """The value without fields that are null: in a column every message has all fields that any has."""
     if isinstance(value, dict):
-        return {name: present(field) for name, field in value.items() if field is not None}
+        return {
+            name: present(field) for name, field in value.items() if field is not None
+        }
     return [present(entry) for entry in value] if isinstance(value, list) else value

@@ -18,7 +18,14 @@ from functools import reduce
 from itertools import product
 from typing import Any, NamedTuple
 
-from meshtrain.data.messages import SYSTEM, TOOL, Message, function_of, is_parts, text_of
+from meshtrain.data.messages import (
+    SYSTEM,
+    TOOL,
+    Message,
+    function_of,
+    is_parts,
+    text_of,
+)
 from meshtrain.errors import ConfigError
 
 MOST_FORMS = 32
@@ -52,7 +59,9 @@ def spoken(messages: Sequence[Message], words: set[str]) -> list[Message]:
 
 
 def _thinking(message: Message) -> Message:
-    thought = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
+    thought = next(
+        (message[name] for name in THOUGHTS if message.get(name) is not None), None
+    )
     # As transformers does from 5.24 on.
     return (
         message
@@ -71,7 +80,9 @@ def best(first: Form, render: Callable[[Form], str]) -> Form:
     # The names of some are missing: functions may stand where the template does not look.
     if rare and (found is None or _misses(found[1], first)):
         again, _ = _most(_combined(first, usual + rare)[1:], first, render)
-        found = max(filter(None, (found, again)), key=lambda each: each[0], default=None)
+        found = max(
+            filter(None, (found, again)), key=lambda each: each[0], default=None
+        )
     if found is None:
         assert failed is not None
         raise failed
@@ -128,7 +139,8 @@ def _axes(first: Form) -> tuple[list[list[Change]], list[list[Change]]]:
 def _combined(first: Form, axes: Sequence[Sequence[Change]]) -> list[Form]:
     """The forms of the same messages, the one in which they stand first, then those with fewest changes."""
     choices = sorted(
-        product(*([None, *axis] for axis in axes)), key=lambda choice: sum(map(bool, choice))
+        product(*([None, *axis] for axis in axes)),
+        key=lambda choice: sum(map(bool, choice)),
     )
     return [
         reduce(lambda form, change: change(form) if change else form, choice, first)
@@ -158,7 +170,9 @@ def _points(text: str, form: Form) -> tuple[int, ...]:
     decides.
     """
     functions = [
-        function_of(call) for message in form.messages for call in message.get("tool_calls") or ()
+        function_of(call)
+        for message in form.messages
+        for call in message.get("tool_calls") or ()
     ]
     arguments = [_parsed(function.get("arguments")) for function in functions]
     contents = [message["content"] for message in form.messages]
@@ -218,7 +232,10 @@ def _each_call(change: Callable[[Message], Message]) -> Change:
     def changed(form: Form) -> Form:
         return form._replace(
             messages=[
-                {**message, "tool_calls": [change(call) for call in message["tool_calls"]]}
+                {
+                    **message,
+                    "tool_calls": [change(call) for call in message["tool_calls"]],
+                }
                 if message.get("tool_calls")
                 else message
                 for message in form.messages
@@ -229,13 +246,17 @@ def _each_call(change: Callable[[Message], Message]) -> Change:
 
 
 def _each_tool(change: Callable[[Message], Message]) -> Change:
-    return lambda form: form._replace(tools=form.tools and [change(tool) for tool in form.tools])
+    return lambda form: form._replace(
+        tools=form.tools and [change(tool) for tool in form.tools]
+    )
 
 
 def _each_content(change: Callable[[Message], Any]) -> Change:
     def changed(form: Form) -> Form:
         return form._replace(
-            messages=[{**message, "content": change(message)} for message in form.messages]
+            messages=[
+                {**message, "content": change(message)} for message in form.messages
+            ]
         )
 
     return changed
@@ -268,7 +289,11 @@ def _flat(call: Message) -> Message:
     if not isinstance(call.get("function"), dict):
         return call
     return {
-        **{name: value for name, value in call.items() if name not in ("function", "type")},
+        **{
+            name: value
+            for name, value in call.items()
+            if name not in ("function", "type")
+        },
         **call["function"],
     }
 
@@ -286,15 +311,25 @@ def _filled(message: Message) -> Any:
 
 
 def _emptied(message: Message) -> Any:
-    return None if message["content"] == "" and message.get("tool_calls") else message["content"]
+    return (
+        None
+        if message["content"] == "" and message.get("tool_calls")
+        else message["content"]
+    )
 
 
 def _joined(message: Message) -> Any:
-    return text_of(message["content"]) if is_parts(message["content"]) else message["content"]
+    return (
+        text_of(message["content"])
+        if is_parts(message["content"])
+        else message["content"]
+    )
 
 
 def _write_json(message: Message) -> Any:
     content = message["content"]
     return (
-        text_of(content) if isinstance(content, dict | list) and not is_parts(content) else content
+        text_of(content)
+        if isinstance(content, dict | list) and not is_parts(content)
+        else content
     )

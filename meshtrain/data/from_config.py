@@ -26,13 +26,16 @@ def open_data(config: Config) -> tuple[SplitBatches, SplitBatches | None]:
     _check_vocabulary(config, tokenizer)
     if not has_documents(data.source):
         opens = SOURCES[data.source].rows
-        assert opens is not None, f"{data.source} is registered without a function that opens it"
+        assert opens is not None, (
+            f"{data.source} is registered without a function that opens it"
+        )
         rows = (
             RowBatches(opens(config, split), config.train.global_batch_size, pad=False)
             for split in SPLITS
         )
         train, validation = (
-            TextBatches(b, data.source, "", tokenizer, multiple=row_multiple(config)) for b in rows
+            TextBatches(b, data.source, "", tokenizer, multiple=row_multiple(config))
+            for b in rows
         )
         return train, validation
     from meshtrain.data.mixture import open_documents
@@ -44,7 +47,9 @@ def _check_vocabulary(config: Config, tokenizer: Tokenizer) -> None:
     size = config.model.vocab_size
     if tokenizer.vocab_size > size:
         ends = tokenizer.vocab_size == size + 1 == tokenizer.end_of_document + 1
-        way_out = ", or name the token that ends a document with data.end" if ends else ""
+        way_out = (
+            ", or name the token that ends a document with data.end" if ends else ""
+        )
         raise ConfigError(
             f"model.vocab_size {size} is less than the {tokenizer.vocab_size} tokens of data.tokenizer "
             f"{config.data.tokenizer}; give at least {tokenizer.vocab_size}{way_out}."

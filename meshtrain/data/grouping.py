@@ -48,7 +48,8 @@ def choose_lengths(counts: np.ndarray, most: int, multiple: int) -> tuple[int, .
     # cost[i, j]: tokens of all pieces longer than choice i and at most choice j, padded to choice j
     cost = (upto[None, :] - upto[:, None]) * choices[None, :].astype(float)
     cost[np.tril_indices(len(choices))] = np.inf
-    best = cost[0].copy()  # with one length: the least cost of covering the pieces up to choice j
+    # With one length: the least cost of covering the pieces up to choice j
+    best = cost[0].copy()
     taken = []
     for _ in range(min(most, len(choices) - 1) - 1):
         through = best[:, None] + cost
@@ -101,7 +102,11 @@ class Grouped:
     """
 
     def __init__(
-        self, corpus: Corpus, pieces: DocumentPieces, groups: Sequence[LengthGroup], seed: int
+        self,
+        corpus: Corpus,
+        pieces: DocumentPieces,
+        groups: Sequence[LengthGroup],
+        seed: int,
     ) -> None:
         self.corpus = corpus
         self.pieces = pieces
@@ -111,7 +116,9 @@ class Grouped:
         self._ends = np.cumsum(batches)
         self._starts = self._ends - batches
         self._places = lru_cache(maxsize=2)(self._make_places)
-        self.batches_per_epoch = self.batches_once = int(self._ends[-1]) if len(groups) else 0
+        self.batches_per_epoch = self.batches_once = (
+            int(self._ends[-1]) if len(groups) else 0
+        )
 
     @property
     def tokens_per_batch(self) -> float:
@@ -137,7 +144,9 @@ class Grouped:
         group, _ = self._place(k)
         return self.groups[group].rows, self.groups[group].length
 
-    def batch(self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None) -> Batch:
+    def batch(
+        self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None
+    ) -> Batch:
         return read_part(self, self._stretches(k, rows), columns)
 
     def tokens(self, k: int) -> int:
@@ -165,7 +174,11 @@ class Grouped:
         return int(groups[index]), int(indices[index])
 
     def _make_places(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        epochs, indices = np.divmod(block * AHEAD + np.arange(AHEAD), self.batches_per_epoch)
-        at = permute(indices, self.batches_per_epoch, keys_of(epochs, self.seed, "batches"))
+        epochs, indices = np.divmod(
+            block * AHEAD + np.arange(AHEAD), self.batches_per_epoch
+        )
+        at = permute(
+            indices, self.batches_per_epoch, keys_of(epochs, self.seed, "batches")
+        )
         groups = np.searchsorted(self._ends, at, side="right")
         return groups, at - self._starts[groups]

@@ -44,9 +44,13 @@ class HubDataset:
         """Returns the parts of a source; ConfigError if it has others."""
         name, *rest = source.removeprefix(SCHEME).split(":")
         if not name or len(rest) > 2 or not all(rest):
-            raise ConfigError(f"the source {short(source)} is no dataset; write {FORM}.")
+            raise ConfigError(
+                f"the source {short(source)} is no dataset; write {FORM}."
+            )
         if name.startswith((".", "~", "/")) and not Path(name).expanduser().is_dir():
-            raise ConfigError(f"the source {short(source)} names no directory that is there.")
+            raise ConfigError(
+                f"the source {short(source)} names no directory that is there."
+            )
         return cls(source, name, *rest)
 
     @property
@@ -70,7 +74,9 @@ def files_of(source: str, contents: str, text_field: str) -> str:
             f"{short(source)} names a column, but pairs are made of several; leave it out."
         )
     field = text_field if contents == "text" else "messages"
-    slug = "-".join(filter(None, (os.path.basename(dataset.name.rstrip("/")), dataset.split)))
+    slug = "-".join(
+        filter(None, (os.path.basename(dataset.name.rstrip("/")), dataset.split))
+    )
     to = cache_directory() / "datasets" / _key(dataset, contents, field) / slug
     to.mkdir(parents=True, exist_ok=True)
     with locked(to.parent):
@@ -93,20 +99,28 @@ def _key(dataset: HubDataset, contents: str, field: str) -> str:
 
 
 def _listing(directory: Path) -> list[tuple[Path, os.stat_result]]:
-    return [(path, path.stat()) for path in sorted(directory.rglob("*")) if path.is_file()]
+    return [
+        (path, path.stat()) for path in sorted(directory.rglob("*")) if path.is_file()
+    ]
 
 
 def _copy(dataset: HubDataset, column: str | None, field: str, to: Path) -> None:
     done = sorted(to.glob("*.jsonl"))
     rows = _open(dataset)
     if column is not None:
-        _check_column(dataset, column, rows.column_names or next(_rows(dataset, rows), {}))
+        _check_column(
+            dataset, column, rows.column_names or next(_rows(dataset, rows), {})
+        )
         rows = rows.select_columns([column])
     taken = sum(_lines(path) for path in done)
     lines = (_line(row, column, field) for row in _rows(dataset, rows.skip(taken)))
     # The time that chat templates see: of a directory its own, so that its copy makes the same shards on any day.
     directory = dataset.directory
-    stamp = max((s.st_mtime_ns for _, s in _listing(directory)), default=0) if directory else 0
+    stamp = (
+        max((s.st_mtime_ns for _, s in _listing(directory)), default=0)
+        if directory
+        else 0
+    )
     for number, content in enumerate(_parts(lines), len(done)):
         path = to / f"{number:05d}.jsonl"
         write_atomically(path, content)
@@ -122,7 +136,10 @@ def _lines(path: Path) -> int:
 def _line(row: dict[str, Any], column: str | None, field: str) -> bytes:
     record = present(row) if column is None else {field: row[column]}
     return (
-        json.dumps(record, ensure_ascii=False, default=str).encode(errors="surrogatepass") + b"\n"
+        json.dumps(record, ensure_ascii=False, default=str).encode(
+            errors="surrogatepass"
+        )
+        + b"\n"
     )
 
 
@@ -152,11 +169,15 @@ def _open(dataset: HubDataset) -> Any:
     directory = dataset.directory
     try:
         if directory is not None and (directory / "dataset_info.json").is_file():
-            return _iterable({"train": datasets.load_from_disk(str(directory))}, dataset)
+            return _iterable(
+                {"train": datasets.load_from_disk(str(directory))}, dataset
+            )
         if directory is not None and (directory / "dataset_dict.json").is_file():
             return _iterable(datasets.load_from_disk(str(directory)), dataset)
         if directory is not None:
-            return _iterable(datasets.load_dataset(str(directory), streaming=True), dataset)
+            return _iterable(
+                datasets.load_dataset(str(directory), streaming=True), dataset
+            )
         owner, *parts = dataset.name.split("/")
         repository, _, revision = "/".join([owner, *parts[:1]]).partition("@")
         how = {"revision": revision or None, "streaming": True}

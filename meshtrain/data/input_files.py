@@ -101,7 +101,9 @@ def find(
             search.add(path)
     except OSError as error:
         refuse_passing(error.filename, error)
-        raise ConfigError(f"{short(error.filename)} cannot be read: {refusal(error)}.") from None
+        raise ConfigError(
+            f"{short(error.filename)} cannot be read: {refusal(error)}."
+        ) from None
     result = search.result
     if not result.files:
         left_out = result.describe_left_out()
@@ -109,7 +111,9 @@ def find(
             left_out = f"files of other kinds ({result.describe_ignored()})" + (
                 f"; {left_out}" if left_out else ""
             )
-            left_out += "; name a file itself to have it read as text" if what == "text" else ""
+            left_out += (
+                "; name a file itself to have it read as text" if what == "text" else ""
+            )
         raise ConfigError(
             f"{short(' '.join(inputs))} contains no {what}: {left_out or 'it has no files'}."
         )
@@ -129,7 +133,9 @@ class _Search:
 
     def add(self, path: str) -> None:
         if not path:
-            raise ConfigError("the name of a file or directory to read text from is empty.")
+            raise ConfigError(
+                "the name of a file or directory to read text from is empty."
+            )
         if is_address(path):
             self._objects(path)
             return
@@ -243,13 +249,20 @@ def _objects_under(address: str) -> list[InputFile]:
     base = root.rpartition("/")[2]
     entries = stores.listing(root)
     if not entries:
-        raise ConfigError(f"there is no object under {short(address)} to read text from.")
+        raise ConfigError(
+            f"there is no object under {short(address)} to read text from."
+        )
     if are_prepared(entries):
         raise ConfigError(f"{short(address)} holds prepared shards, no text.")
     return [
         InputFile(
-            f"{root}/{name}".rstrip("/"), f"{base}/{name}".rstrip("/"), entry.size, entry.modified
+            f"{root}/{name}".rstrip("/"),
+            f"{base}/{name}".rstrip("/"),
+            entry.size,
+            entry.modified,
         )
         for name, entry in entries.items()
-        if not any(part.startswith(".") or part == "__pycache__" for part in name.split("/"))
+        if not any(
+            part.startswith(".") or part == "__pycache__" for part in name.split("/")
+        )
     ]

@@ -76,7 +76,15 @@ SHALLOW_TESTS = (
     "filter",
     "test",
 )
-SLOW_FILTERS = ("urlize", "striptags", "wordwrap", "pprint", "xmlattr", "wordcount", "title")
+SLOW_FILTERS = (
+    "urlize",
+    "striptags",
+    "wordwrap",
+    "pprint",
+    "xmlattr",
+    "wordcount",
+    "title",
+)
 ANY_NUMBER = ("default", "d", "int", "float", "abs")
 WIDE_FORMAT = re.compile(r"\d{5}|\*|\{[^{}]*\{")
 
@@ -141,7 +149,9 @@ class Limits:
             or isinstance(value, BuiltinMethodType | functools.partial)
             or (callable(value) and not isinstance(value, jinja2.Undefined))
         ):
-            raise SecurityError("the spelling of a function, which differs from run to run")
+            raise SecurityError(
+                "the spelling of a function, which differs from run to run"
+            )
         return self.weigh(value)
 
     def pieces(self, text: Any, count: int, what: str) -> None:
@@ -157,7 +167,11 @@ def size(value: Any) -> int:
     """Returns the work of taking a value in hand, without what is in it."""
     if isinstance(value, str | bytes):
         return len(value) + 1
-    return ENTRY * (len(value) + 1) if isinstance(value, list | tuple | dict | range) else ENTRY
+    return (
+        ENTRY * (len(value) + 1)
+        if isinstance(value, list | tuple | dict | range)
+        else ENTRY
+    )
 
 
 class Spending(NodeTransformer):
@@ -187,13 +201,22 @@ class Spending(NodeTransformer):
         self.generic_visit(node)
         for operand in node.ops:
             if not isinstance(operand.expr, nodes.Const):
-                constant = isinstance(node.expr, nodes.Const) and operand.op not in ("in", "notin")
-                operand.expr = operand.expr if constant else _filtered(operand.expr, "_weighed")
+                constant = isinstance(node.expr, nodes.Const) and operand.op not in (
+                    "in",
+                    "notin",
+                )
+                operand.expr = (
+                    operand.expr if constant else _filtered(operand.expr, "_weighed")
+                )
         return node
 
 
 def _filtered(node: nodes.Expr, name: str) -> nodes.Expr:
-    return node if isinstance(node, nodes.Const) else nodes.Filter(node, name, [], [], None, None)
+    return (
+        node
+        if isinstance(node, nodes.Const)
+        else nodes.Filter(node, name, [], [], None, None)
+    )
 
 
 def _step(characters: int) -> nodes.Expr:
@@ -223,9 +246,12 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def limit(self) -> None:
         """Puts all filters and tests, once they are there, under the limits."""
         self.filters = {
-            name: self._limited(name, function) for name, function in self.filters.items()
+            name: self._limited(name, function)
+            for name, function in self.filters.items()
         }
-        self.tests = {name: self._limited_test(name, test) for name, test in self.tests.items()}
+        self.tests = {
+            name: self._limited_test(name, test) for name, test in self.tests.items()
+        }
         # With a context, so that nothing of it is computed while a template is compiled.
         self.filters["_step"] = self._spend_step
         self.filters["_shown"] = jinja2.pass_context(
@@ -246,7 +272,9 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.limits.spend(size(value))
         return value
 
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+    def _parse(
+        self, source: str, name: str | None, filename: str | None
+    ) -> nodes.Template:
         tree = Spending().visit(super()._parse(source, name, filename))
         tree.set_lineno(1)
         return tree.set_environment(self)
@@ -276,7 +304,9 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         owner = getattr(method, "__self__", None)
         name = getattr(method, "__name__", "")
         self.limits.spend(CALL)
-        if isinstance(owner, str | bytes | int | float | list | tuple | dict) or owner in (
+        if isinstance(
+            owner, str | bytes | int | float | list | tuple | dict
+        ) or owner in (
             dict,
             str,
             int,
@@ -344,7 +374,9 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif name == "format":
             limits.format(value)
         elif name == "join" and texts:
-            limits.pieces(texts[0], len(value) if hasattr(value, "__len__") else 0, "a join")
+            limits.pieces(
+                texts[0], len(value) if hasattr(value, "__len__") else 0, "a join"
+            )
         elif (
             name == "sum"
             and any(
@@ -358,7 +390,9 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif name == "tojson" or name == "indent":
             for text in texts:
                 limits.pieces(
-                    text, str(value).count("\n") + 1 if name == "indent" else size(value), name
+                    text,
+                    str(value).count("\n") + 1 if name == "indent" else size(value),
+                    name,
                 )
         if name in SLOW_FILTERS and isinstance(value, str) and len(value) > SLOW:
             raise TooMuch(f"{name} of more than {SLOW:,} characters")
@@ -368,7 +402,10 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         def tested(*args: Any, **named: Any) -> Any:
             self.limits.spend(STEP)
             if name not in SHALLOW_TESTS:
-                for each in (*args[bool(hasattr(function, "jinja_pass_arg")) :], *named.values()):
+                for each in (
+                    *args[bool(hasattr(function, "jinja_pass_arg")) :],
+                    *named.values(),
+                ):
                     self.limits.weigh(each)
             return function(*args, **named)
 

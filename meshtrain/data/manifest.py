@@ -36,7 +36,8 @@ EXAMPLES, ANSWERS, TOKENS, APART, SPECIAL = COUNTED = (
     "conversations of which each answer is an example",
     "messages that hold special tokens",
 )
-OF_CHATS = ("contents", "template_digest", "counts")  # fields of a manifest of conversations alone
+# Fields of a manifest of conversations alone
+OF_CHATS = ("contents", "template_digest", "counts")
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,10 @@ class Shard:
         tokens = directory / f"{self.name}.tokens"
         offsets = directory / f"{self.name}.offsets"
         sizes = self.tokens * token_bytes, (self.documents + 1) * 8
-        return [(tokens, sizes[0], self.tokens_digest), (offsets, sizes[1], self.offsets_digest)]
+        return [
+            (tokens, sizes[0], self.tokens_digest),
+            (offsets, sizes[1], self.offsets_digest),
+        ]
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,8 @@ class ShardManifest:
     )  # of conversations: by what is counted (examples.COUNTED)
     begin: tuple[
         int, ...
-    ] = ()  # what each document begins with; an older manifest does not say so, and has nothing
+        # What each document begins with; an older manifest does not say so, and has nothing
+    ] = ()
 
     def count(self, split: str, what: str) -> int:
         return sum(getattr(shard, what) for shard in self.shards[split])
@@ -93,7 +98,9 @@ class ShardManifest:
     def digest_of(self, *splits: str) -> str:
         """Names what these splits hold and nothing else: equal digests, equal documents in the same order."""
         shards = [
-            (s.tokens_digest, s.offsets_digest) for split in splits for s in self.shards[split]
+            (s.tokens_digest, s.offsets_digest)
+            for split in splits
+            for s in self.shards[split]
         ]
         return hashlib.sha256(
             json.dumps([self.tokenizer_digest, self.dtype, shards]).encode()
@@ -102,7 +109,9 @@ class ShardManifest:
     def to_json(self) -> str:
         values = asdict(self)
         if self.contents == "text":
-            values = {name: value for name, value in values.items() if name not in OF_CHATS}
+            values = {
+                name: value for name, value in values.items() if name not in OF_CHATS
+            }
         if not self.begin:
             del values["begin"]
         return json.dumps(values, indent=1) + "\n"
@@ -118,12 +127,16 @@ def is_preparation(directory: Path) -> bool:
     if not path.is_file():
         return False
     with path.open("rb") as stream:
-        return b'"tokenizer_digest"' in stream.read(4096) or any(directory.glob("*.tokens"))
+        return b'"tokenizer_digest"' in stream.read(4096) or any(
+            directory.glob("*.tokens")
+        )
 
 
 def are_prepared(names: Collection[str]) -> bool:
     """Returns whether names of objects are those of prepared shards, finished or not."""
-    return (MANIFEST in names or RECIPE in names) and any(name.endswith(STORED) for name in names)
+    return (MANIFEST in names or RECIPE in names) and any(
+        name.endswith(STORED) for name in names
+    )
 
 
 def read_manifest(directory: Path) -> ShardManifest:
@@ -140,7 +153,8 @@ def read_manifest(directory: Path) -> ShardManifest:
                 f"{path} has format {values['format']}; this version reads {FORMAT}: prepare the text again."
             )
         shards = {
-            split: tuple(Shard(**shard) for shard in values["shards"][split]) for split in SPLITS
+            split: tuple(Shard(**shard) for shard in values["shards"][split])
+            for split in SPLITS
         }
         manifest = ShardManifest(
             **{**values, "shards": shards, "begin": tuple(values.get("begin", ()))}
@@ -149,7 +163,10 @@ def read_manifest(directory: Path) -> ShardManifest:
             raise ValueError(f"dtype is {manifest.dtype!r}")
         if manifest.contents not in get_args(Contents):
             raise ValueError(f"contents is {manifest.contents!r}")
-        if not all(type(number) is int for number in (manifest.end_of_document, *manifest.begin)):
+        if not all(
+            type(number) is int
+            for number in (manifest.end_of_document, *manifest.begin)
+        ):
             raise ValueError(
                 f"begin is {manifest.begin!r}, end_of_document {manifest.end_of_document!r}"
             )

@@ -96,15 +96,24 @@ def turns_of(entries: Any, name: str) -> list[Turn]:
     if len(entries) % 2 == 0 and all(isinstance(entry, str) for entry in entries):
         return [
             said(role, text)
-            for role, text in zip((USER, ASSISTANT) * (len(entries) // 2), entries, strict=True)
+            for role, text in zip(
+                (USER, ASSISTANT) * (len(entries) // 2), entries, strict=True
+            )
         ]
     turns: list[Turn] = []
     calling = False
     for entry in entries:
         if not isinstance(entry, dict):
             raise Unfit("no conversation", "(a message is not a JSON object)")
-        if "input" in entry and "output" in entry and not {"role", "from"} & entry.keys():
-            turns += [said(USER, entry["input"]), said(ASSISTANT, entry["output"], _marked(entry))]
+        if (
+            "input" in entry
+            and "output" in entry
+            and not {"role", "from"} & entry.keys()
+        ):
+            turns += [
+                said(USER, entry["input"]),
+                said(ASSISTANT, entry["output"], _marked(entry)),
+            ]
             continue
         turn = _turn(entry)
         called_before = calling
@@ -188,23 +197,31 @@ def calls_of(value: Any, what: str) -> list[dict[str, Any]]:
         if not isinstance(call.get("name"), str) or not isinstance(
             call.get("arguments"), str | dict
         ):
-            raise Unfit("no conversation", f"(a {what} is not JSON with name and arguments)")
+            raise Unfit(
+                "no conversation", f"(a {what} is not JSON with name and arguments)"
+            )
     return [
-        {"type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+        {
+            "type": "function",
+            "function": {"name": call["name"], "arguments": call["arguments"]},
+        }
         for call in calls
     ]
 
 
 def _turn(entry: Mapping[str, Any]) -> Turn:
     role = _speaker(entry)
-    others = {name: value for name, value in entry.items() if name not in (*SPELT, *MARKS)}
+    others = {
+        name: value for name, value in entry.items() if name not in (*SPELT, *MARKS)
+    }
     content = _either(entry, "content", "value")
     if role in CALLING:
         calls = calls_of(content, CALL)
         if not calls:
             raise Unfit("no conversation", f"(a {CALL} calls nothing)")
         return Turn(
-            {"role": ASSISTANT, "content": None, "tool_calls": calls, **others}, _marked(entry)
+            {"role": ASSISTANT, "content": None, "tool_calls": calls, **others},
+            _marked(entry),
         )
     calls = _calls(entry)
     known = SPEAKERS.get(role, role)
@@ -246,7 +263,8 @@ def _calls(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     if (
         calls
         and legacy
-        and [function_of(call)["name"] for call in calls] != [legacy[0]["function"]["name"]]
+        and [function_of(call)["name"] for call in calls]
+        != [legacy[0]["function"]["name"]]
     ):
         raise Unfit("ambiguous", f"(a message has tool_calls and {CALL}, which differ)")
     return calls or legacy

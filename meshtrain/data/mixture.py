@@ -55,25 +55,35 @@ WAYS_OUT = {
 }
 
 
-def open_documents(config: Config, tokenizer: Tokenizer) -> tuple[TextBatches, TextBatches | None]:
+def open_documents(
+    config: Config, tokenizer: Tokenizer
+) -> tuple[TextBatches, TextBatches | None]:
     """Opens training and validation batches of the documents of one source, or of the mixture; None if nothing is held
     out.
     """
     data = config.data
-    names, weights = (data.mixture, data.weights) if data.mixture else ((data.source,), (1.0,))
+    names, weights = (
+        (data.mixture, data.weights) if data.mixture else ((data.source,), (1.0,))
+    )
     key = "data.mixture" if data.mixture else "data.source"
     sources = [_open_source(key, name, data, tokenizer) for name in names]
     train = _open_batches(config, tokenizer, sources, weights, "train")
     split = "validation"
     if data.validation_source is not None:
         split = "all"
-        sources = [_open_source("data.validation_source", data.validation_source, data, tokenizer)]
+        sources = [
+            _open_source(
+                "data.validation_source", data.validation_source, data, tokenizer
+            )
+        ]
         weights = (1.0,)
     try:
         return train, _open_batches(config, tokenizer, sources, weights, split)
     except ConfigError as error:
         if config.eval.every:
-            raise ConfigError(f"eval.every is {config.eval.every}, but {error}") from None
+            raise ConfigError(
+                f"eval.every is {config.eval.every}, but {error}"
+            ) from None
         return train, None
 
 
@@ -87,7 +97,9 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
     path = Path(os.path.expanduser(name))
     try:
         if is_dataset(name):
-            return open_path(files_of(name, data.format, data.text_field), name, data, tokenizer)
+            return open_path(
+                files_of(name, data.format, data.text_field), name, data, tokenizer
+            )
         if is_address(name):
             if are_prepared(listing(name)):
                 return open_stored(name, data, tokenizer)
@@ -98,7 +110,9 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
             return open_path(path, name, data, tokenizer)
     except OSError as error:
         refuse_passing(error.filename or name, error)
-        raise ConfigError(f"{key} {short(name)} cannot be read: {refusal(error)}.") from None
+        raise ConfigError(
+            f"{key} {short(name)} cannot be read: {refusal(error)}."
+        ) from None
     words = (
         [*filter(has_text, SOURCES), MIXTURE]
         if key == "data.source"
@@ -141,7 +155,12 @@ def _open_batches(
     digest = "+".join(source.digest(split)[:16] for source, _, _ in pairs)
     name = " + ".join(source.name for source in sources)
     return TextBatches(
-        batches, name, digest, tokenizer, multiple=row_multiple(config), notes=tuple(notes)
+        batches,
+        name,
+        digest,
+        tokenizer,
+        multiple=row_multiple(config),
+        notes=tuple(notes),
     )
 
 
@@ -159,7 +178,11 @@ def _corpora(
         name = " + ".join(source.name for source in sources)
         raise ConfigError(f"{name} has no documents{purpose}{WAYS_OUT[split]}")
     length = config.train.sequence_length
-    drops = config.data.batching == "window" and config.data.last == "drop" and split == "train"
+    drops = (
+        config.data.batching == "window"
+        and config.data.last == "drop"
+        and split == "train"
+    )
     for source, corpus, _ in pairs:
         if corpus.labels == corpus.documents * (1 + len(source.manifest.begin)):
             raise ConfigError(
@@ -180,7 +203,8 @@ class Draw:
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         exact = np.asarray(weights) / sum(weights) * BLOCK
         self.quotas = np.maximum(np.floor(exact), 1).astype(np.int64)
-        short = np.argsort(self.quotas - exact, kind="stable")  # the furthest below its share first
+        # The furthest below its share first
+        short = np.argsort(self.quotas - exact, kind="stable")
         while self.quotas.sum() < BLOCK:
             self.quotas[short[: BLOCK - self.quotas.sum()]] += 1
         self.quotas[self.quotas.argmax()] -= self.quotas.sum() - BLOCK
@@ -202,10 +226,13 @@ class Draw:
     def comes_again(self, counts: Sequence[int]) -> int:
         """The first number whose item has been there before, where sources have so many items each."""
         numbers = []
-        for source, (count, quota) in enumerate(zip(counts, self.quotas.tolist(), strict=True)):
+        for source, (count, quota) in enumerate(
+            zip(counts, self.quotas.tolist(), strict=True)
+        ):
             block, rank = divmod(count, quota)
             numbers.append(
-                block * BLOCK + int(np.flatnonzero(self._block(block)[0] == source)[rank])
+                block * BLOCK
+                + int(np.flatnonzero(self._block(block)[0] == source)[rank])
             )
         return min(numbers)
 
@@ -225,7 +252,11 @@ class MixedRows(BatchesOfRows):
     """Batches whose rows are drawn from several sources of the same kind; weights count rows."""
 
     def __init__(
-        self, sources: Sequence[EpochRows], weights: Sequence[float], size: int, seed: int
+        self,
+        sources: Sequence[EpochRows],
+        weights: Sequence[float],
+        size: int,
+        seed: int,
     ) -> None:
         super().__init__(sources, size)
         self.draw = Draw(weights, seed)
@@ -237,7 +268,11 @@ class MixedRows(BatchesOfRows):
 
     @property
     def batches_once(self) -> int:
-        return max(self.draw.comes_again([source.count for source in self.sources]) // self.size, 1)
+        return max(
+            self.draw.comes_again([source.count for source in self.sources])
+            // self.size,
+            1,
+        )
 
     @property
     def tokens_per_batch(self) -> float:
@@ -251,10 +286,14 @@ class MixedRows(BatchesOfRows):
 class MixedGroups:
     """Batches of several grouped sources, each batch of one source; weights count batches."""
 
-    def __init__(self, sources: Sequence[Grouped], weights: Sequence[float], seed: int) -> None:
+    def __init__(
+        self, sources: Sequence[Grouped], weights: Sequence[float], seed: int
+    ) -> None:
         self.sources = list(sources)
         self.draw = Draw(weights, seed)
-        self.shapes = tuple(dict.fromkeys(shape for source in sources for shape in source.shapes))
+        self.shapes = tuple(
+            dict.fromkeys(shape for source in sources for shape in source.shapes)
+        )
 
     @property
     def batches_per_epoch(self) -> int:
@@ -264,18 +303,24 @@ class MixedGroups:
 
     @property
     def batches_once(self) -> int:
-        return self.draw.comes_again([source.batches_per_epoch for source in self.sources])
+        return self.draw.comes_again(
+            [source.batches_per_epoch for source in self.sources]
+        )
 
     @property
     def tokens_per_batch(self) -> float:
         return float(
-            np.average([s.tokens_per_batch for s in self.sources], weights=self.draw.quotas)
+            np.average(
+                [s.tokens_per_batch for s in self.sources], weights=self.draw.quotas
+            )
         )
 
     @property
     def places_per_batch(self) -> float:
         return float(
-            np.average([s.places_per_batch for s in self.sources], weights=self.draw.quotas)
+            np.average(
+                [s.places_per_batch for s in self.sources], weights=self.draw.quotas
+            )
         )
 
     def _place(self, k: int) -> tuple[Grouped, int]:
@@ -290,7 +335,9 @@ class MixedGroups:
         source, index = self._place(k)
         return source.tokens(index)
 
-    def batch(self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None) -> Batch:
+    def batch(
+        self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None
+    ) -> Batch:
         source, index = self._place(k)
         return source.batch(index, rows, columns)
 
@@ -360,7 +407,9 @@ def _build_groups(
     else:
         rows = [budget_rows(size * length, n, data.rows_multiple) for n in lengths]
     sources = [
-        Grouped(corpus, pieces, make_groups(pieces, lengths, rows, pad), config.run.seed)
+        Grouped(
+            corpus, pieces, make_groups(pieces, lengths, rows, pad), config.run.seed
+        )
         for corpus, pieces in zip(corpora, tables, strict=True)
     ]
     if len(sources) == 1:

@@ -35,7 +35,8 @@ def pack(counts: np.ndarray, size: int) -> list[RowKind]:
     """Kinds of row of `size` that hold counts[l] pieces of each length l (counts [size + 1]), by best fit, the longest
     first.
     """
-    by_room: dict[int, list[RowKind]] = {}  # kinds by the room that their rows have left
+    # Kinds by the room that their rows have left
+    by_room: dict[int, list[RowKind]] = {}
     rooms: list[int] = []  # its keys, ascending
 
     def put(room: int, kind: RowKind) -> None:
@@ -57,7 +58,9 @@ def pack(counts: np.ndarray, size: int) -> list[RowKind]:
                     del by_room[room], rooms[tightest]
             copies = min(room // length, left)
             rows = min(kind.rows, left // copies)
-            put(room - length * copies, RowKind(rows, (*kind.content, (length, copies))))
+            put(
+                room - length * copies, RowKind(rows, (*kind.content, (length, copies)))
+            )
             if kind.content and rows < kind.rows:
                 put(room, RowKind(kind.rows - rows, kind.content))
             left -= rows * copies
@@ -67,7 +70,9 @@ def pack(counts: np.ndarray, size: int) -> list[RowKind]:
 class Packed:
     """The rows of an epoch: every piece of every document in exactly one of them."""
 
-    def __init__(self, corpus: Corpus, pieces: DocumentPieces, length: int, seed: int) -> None:
+    def __init__(
+        self, corpus: Corpus, pieces: DocumentPieces, length: int, seed: int
+    ) -> None:
         self.corpus = corpus
         self.pieces = pieces
         self.length = length
@@ -101,8 +106,12 @@ class Packed:
             :, np.repeat(self._slot_starts[kind], counts) + within(counts)
         ]
         of_length = bases + np.repeat(row - self._row_starts[kind], counts) * strides
-        keys = np.repeat(keys_of(epochs, self.seed, "pieces"), counts) + lengths.astype(np.uint64)
-        numbers = self.pieces.ends[lengths - 1] + permute(of_length, self._of_length[lengths], keys)
+        keys = np.repeat(keys_of(epochs, self.seed, "pieces"), counts) + lengths.astype(
+            np.uint64
+        )
+        numbers = self.pieces.ends[lengths - 1] + permute(
+            of_length, self._of_length[lengths], keys
+        )
         return arrange_rows(
             self.length, counts, self.pieces.first[numbers].astype(np.int64), lengths
         )

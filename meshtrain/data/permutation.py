@@ -21,7 +21,9 @@ _HALF = np.uint64(32)
 def key_of(*parts: int | str) -> np.uint64:
     """A 64-bit key that depends on every part, the same on every machine."""
     text = "\0".join(map(str, parts)).encode()
-    return np.uint64(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little"))
+    return np.uint64(
+        int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+    )
 
 
 def keys_of(epochs: np.ndarray, *parts: int | str) -> np.ndarray:
@@ -31,7 +33,9 @@ def keys_of(epochs: np.ndarray, *parts: int | str) -> np.ndarray:
     return np.array(keys, np.uint64)[which]
 
 
-def permute(index: np.ndarray, size: int | np.ndarray, key: np.uint64 | np.ndarray) -> np.ndarray:
+def permute(
+    index: np.ndarray, size: int | np.ndarray, key: np.uint64 | np.ndarray
+) -> np.ndarray:
     """Returns where the indices [N] (0 <= index < size < 2^52) go in the order of `key`, int64 [N]; size and key may
     also be arrays [N].
     """

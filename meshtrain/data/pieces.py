@@ -87,7 +87,8 @@ def open_pieces(corpus: Corpus, longest: int, path: Path) -> DocumentPieces:
                     table = _make(corpus, longest, path)
                     if damaged:
                         log.warning(
-                            "the table of document lengths %s is damaged; it is made again.", path
+                            "the table of document lengths %s is damaged; it is made again.",
+                            path,
                         )
     except OSError as error:
         refuse_passing(path, error)
@@ -110,7 +111,9 @@ def _read(path: Path) -> np.ndarray | None:
 
 def _digest(file: io.FileIO, path: Path) -> bytes:
     file.seek(DIGEST)
-    return hashlib.file_digest(file, lambda: hashlib.sha256(path.name.encode())).digest()
+    return hashlib.file_digest(
+        file, lambda: hashlib.sha256(path.name.encode())
+    ).digest()
 
 
 def _map(file: io.FileIO) -> np.ndarray:
@@ -164,7 +167,9 @@ def _write(corpus: Corpus, longest: int, file: io.FileIO) -> None:
         rows = lengths // longest
         rests = lengths % longest
         full = np.repeat(starts, rows)
-        full += longest * (np.arange(len(full)) - np.repeat(np.cumsum(rows) - rows, rows))
+        full += longest * (
+            np.arange(len(full)) - np.repeat(np.cumsum(rows) - rows, rows)
+        )
         put(full, free[longest])
         free[longest] += len(full)
         order = np.argsort(rests, kind="stable")
@@ -184,7 +189,9 @@ def _documents(corpus: Corpus, longest: int) -> Iterator[tuple[np.ndarray, np.nd
             lengths[lengths > longest] = 0
         elif corpus.contents == "chat":
             (long,) = np.nonzero(lengths > longest)
-            for at in np.array_split(long, -(-len(long) * longest // LABELS_AT_ONCE) or 1):
+            for at in np.array_split(
+                long, -(-len(long) * longest // LABELS_AT_ONCE) or 1
+            ):
                 _, labels = corpus.read(starts[at], np.full(len(at), longest))
                 learned = ((labels & LEARNED) > 0).reshape(len(at), longest).any(1)
                 lengths[at] = np.where(learned, longest, 0)

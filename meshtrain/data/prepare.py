@@ -29,7 +29,14 @@ from meshtrain.data.boundaries import companion_files
 from meshtrain.data.documents import RULES, Part, units
 from meshtrain.data.examples import NOTED
 from meshtrain.data.input_files import InputFile
-from meshtrain.data.manifest import COUNTED, MANIFEST, RECIPE, SPLITS, UNITS, ShardManifest
+from meshtrain.data.manifest import (
+    COUNTED,
+    MANIFEST,
+    RECIPE,
+    SPLITS,
+    UNITS,
+    ShardManifest,
+)
 from meshtrain.data.template import JINJA, OF_TOOLS, find_template
 from meshtrain.data.tokenizer import Tokenizer, use_one_thread
 from meshtrain.data.unit import (
@@ -69,10 +76,14 @@ def fingerprint(
         "rules of reading": str(RULES),
     }
     if (begin, tokenizer.end_of_document) != ((), tokenizer.usual_end):
-        recipe["beginning and end of documents"] = json.dumps([begin, tokenizer.end_of_document])
+        recipe["beginning and end of documents"] = json.dumps(
+            [begin, tokenizer.end_of_document]
+        )
     if options.contents != "text":
         template = find_template(options.template, options.tokenizer)
-        recipe["chat template"] = json.dumps([template.digest, template.special], sort_keys=True)
+        recipe["chat template"] = json.dumps(
+            [template.digest, template.special], sort_keys=True
+        )
     return recipe
 
 
@@ -105,7 +116,8 @@ def prepare(
         # Hashing releases the interpreter's lock.
         with ThreadPoolExecutor() as pool:
             before = pool.map(
-                lambda i: read_record(output, i, encoder.dtype, verify=True), range(len(parts))
+                lambda i: read_record(output, i, encoder.dtype, verify=True),
+                range(len(parts)),
             )
             todo = [i for i, record in enumerate(before) if record is None]
         done = sum(sizes) - sum(sizes[i] for i in todo)
@@ -119,7 +131,9 @@ def prepare(
         records = [read_record(output, i, encoder.dtype) for i in range(len(parts))]
         if options.validation and (again := _choose_held_out(records)) is not None:
             number, share = again
-            Unit(number, output, replace(options, validation=share), encoder).run(parts[number])
+            Unit(number, output, replace(options, validation=share), encoder).run(
+                parts[number]
+            )
             records[number] = read_record(output, number, encoder.dtype)
         return _finish(output, records, options, encoder)
 
@@ -137,14 +151,20 @@ def _choose_held_out(records: Sequence[UnitRecord | None]) -> tuple[int, float] 
         for place in record.first
     )
     # The only one is to be learned.
-    return (first[0][1], math.nextafter(first[0][0] / 2**64, 1)) if len(first) > 1 else None
+    return (
+        (first[0][1], math.nextafter(first[0][0] / 2**64, 1))
+        if len(first) > 1
+        else None
+    )
 
 
 def _claim(output: Path, recipe: dict[str, str]) -> None:
     path = output / RECIPE
     if not path.is_file():
         if others := sorted(
-            p.name for p in output.iterdir() if not p.name.startswith(".") and p.name != UNITS
+            p.name
+            for p in output.iterdir()
+            if not p.name.startswith(".") and p.name != UNITS
         ):
             raise ConfigError(
                 f"{output} is not empty ({short(others[0])}) and holds no preparation of ours; give another --output."
@@ -159,7 +179,9 @@ def _claim(output: Path, recipe: dict[str, str]) -> None:
         raise ConfigError(
             f"{path} is damaged, so that nothing tells what {output} was made from; remove that directory."
         ) from None
-    if changed := [what for what in {**recipe, **before} if before.get(what) != recipe.get(what)]:
+    if changed := [
+        what for what in {**recipe, **before} if before.get(what) != recipe.get(what)
+    ]:
         raise ConfigError(
             f"{output} holds shards made from different {' and '.join(changed)}; remove it, or give another --output."
         )
@@ -189,7 +211,8 @@ def _run(
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
             try:
                 futures = {
-                    pool.submit(_work, n, unit, output, options): n for n, unit in todo.items()
+                    pool.submit(_work, n, unit, output, options): n
+                    for n, unit in todo.items()
                 }
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -225,22 +248,33 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _work(number: int, parts: tuple[Part, ...], output: Path, options: PrepareOptions) -> None:
+def _work(
+    number: int, parts: tuple[Part, ...], output: Path, options: PrepareOptions
+) -> None:
     Unit(number, output, options, _worker["encoder"], _worker["stop"]).run(parts)
 
 
 def _finish(
-    output: Path, records: Sequence[UnitRecord | None], options: PrepareOptions, encoder: Encoder
+    output: Path,
+    records: Sequence[UnitRecord | None],
+    options: PrepareOptions,
+    encoder: Encoder,
 ) -> ShardManifest:
     finished = [record for record in records if record is not None]
     if len(finished) < len(records):
         raise ConfigError(
             f"shards in {output} vanished while others were made; run the same command again."
         )
-    logs = [(output / UNITS / f"{i:05d}.skipped").read_bytes() for i in range(len(records))]
+    logs = [
+        (output / UNITS / f"{i:05d}.skipped").read_bytes() for i in range(len(records))
+    ]
     manifest = _manifest(finished, options, encoder)
     if not any(manifest.shards.values()):
-        first = next(filter(None, logs), b"").decode(errors="surrogateescape").partition("\n")[0]
+        first = (
+            next(filter(None, logs), b"")
+            .decode(errors="surrogateescape")
+            .partition("\n")[0]
+        )
         name, _, problem = first.partition("\t")
         skipped_too = (
             f": {describe_skipped(manifest.skipped)}; the first, {short(name)}, is {problem}"
@@ -250,7 +284,9 @@ def _finish(
         raise ConfigError(f"the input has no documents{skipped_too}.")
     write_atomically(output / SKIPPED, b"".join(logs))
     if options.tokenizer != "byte":
-        for name, path in companion_files(Path(os.path.expanduser(options.tokenizer))).items():
+        for name, path in companion_files(
+            Path(os.path.expanduser(options.tokenizer))
+        ).items():
             write_atomically(output / name, path.read_bytes())
     if encoder.examples:
         template = encoder.examples.template
@@ -280,14 +316,18 @@ def _manifest(
         dtype=encoder.dtype.name,
         validation_fraction=options.validation,
         shards={
-            split: tuple(s for record in records if (s := record.shards[split]) is not None)
+            split: tuple(
+                s for record in records if (s := record.shards[split]) is not None
+            )
             for split in SPLITS
         },
         skipped=dict(sorted(skipped.items())),
         contents=options.contents,
         template_digest=template.source.digest if template else "",
         counts={
-            name: counts[name] for name in (*COUNTED, *NOTED) if name in COUNTED or counts[name]
+            name: counts[name]
+            for name in (*COUNTED, *NOTED)
+            if name in COUNTED or counts[name]
         }
         if template
         else {},

@@ -21,7 +21,14 @@ import numpy as np
 from meshtrain import stores
 from meshtrain.config.schema import DataConfig
 from meshtrain.data.manifest import STORED, UNITS, Shard, ShardManifest
-from meshtrain.data.shards import Corpus, Descriptor, Source, TokenFile, digest_of_file, open_shards
+from meshtrain.data.shards import (
+    Corpus,
+    Descriptor,
+    Source,
+    TokenFile,
+    digest_of_file,
+    open_shards,
+)
 from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError
 from meshtrain.stores import BLOCK
@@ -94,15 +101,24 @@ class StoredShards:
         self.address = address
         self.limit = limit
 
-    def corpus(self, directory: Path, manifest: ShardManifest, split: str, verify: bool) -> Corpus:
+    def corpus(
+        self, directory: Path, manifest: ShardManifest, split: str, verify: bool
+    ) -> Corpus:
         """Opens the shards of a split, as `open_corpus` does."""
         dtype = np.dtype(manifest.dtype).newbyteorder("<")
         shards = manifest.shards[split]
-        files = [file for shard in shards for file in shard.files(directory, dtype.itemsize)]
+        files = [
+            file for shard in shards for file in shard.files(directory, dtype.itemsize)
+        ]
         kept = {stores.cache() / digest for _, _, digest in files}
-        stores.make_room(sum(size for _, size, _ in files), self.limit, self.address, kept)
+        stores.make_room(
+            sum(size for _, size, _ in files), self.limit, self.address, kept
+        )
         names = stores.listing(self.address)
-        opened = [self._file(shard, file, dtype, names) for shard, file in _owned(shards, files)]
+        opened = [
+            self._file(shard, file, dtype, names)
+            for shard, file in _owned(shards, files)
+        ]
         for tokens in opened if verify else opened[1::2]:
             self._complete(tokens, verify)
         for tokens in opened[::2]:
@@ -116,12 +132,18 @@ class StoredShards:
         path, size, digest = file
         entry = names.get(path.name)
         if entry is None or entry.size != size:
-            has = "is missing" if entry is None else f"has {entry.size} bytes instead of {size}"
+            has = (
+                "is missing"
+                if entry is None
+                else f"has {entry.size} bytes instead of {size}"
+            )
             raise ConfigError(
                 f"the shard {self.address}/{path.name} {has}; prepare the text again."
             )
         read = lambda at, size: stores.read(f"{self.address}/{path.name}", at, size)
-        return StoredTokens(stores.cache() / digest, dtype, shard.tokens, "", (0, 0, 0), read, size)
+        return StoredTokens(
+            stores.cache() / digest, dtype, shard.tokens, "", (0, 0, 0), read, size
+        )
 
     def _complete(self, tokens: StoredTokens, verify: bool) -> None:
         """Brings all of a file here; ConfigError if it is not what the manifest says."""

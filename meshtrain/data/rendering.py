@@ -26,7 +26,9 @@ class Generation(jinja2.ext.Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         self.environment.used = True  # type: ignore[attr-defined]
-        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(
+            line
+        )
 
     def _marked(self, caller: Callable[[], str]) -> str:
         begin, end = self.environment.marks  # type: ignore[attr-defined]
@@ -59,7 +61,11 @@ def _json(
     sort_keys: bool = False,
 ) -> str:
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
     )
 
 

@@ -91,7 +91,9 @@ class Descriptor:
         """`size` bytes from `at` on, or fewer at the end of the file."""
         data = self._read_once(size, at)
         # A read may be interrupted before its end.
-        while 0 < len(data) < size and (more := self._read_once(size - len(data), at + len(data))):
+        while 0 < len(data) < size and (
+            more := self._read_once(size - len(data), at + len(data))
+        ):
             data += more
         return data
 
@@ -202,18 +204,27 @@ class Corpus:
         shards = np.searchsorted(self.starts, first, side="right") - 1
         counts = np.searchsorted(self.starts, ends - 1, side="right") - shards
         # The shard of each: the one its stretch begins in, and as many further as come before it.
-        shards = np.arange(counts.sum()) + np.repeat(shards - (np.cumsum(counts) - counts), counts)
+        shards = np.arange(counts.sum()) + np.repeat(
+            shards - (np.cumsum(counts) - counts), counts
+        )
         begins = np.maximum(np.repeat(first, counts), self.starts[shards])
-        return counts, begins, np.minimum(np.repeat(ends, counts), self.starts[shards + 1]) - begins
+        return (
+            counts,
+            begins,
+            np.minimum(np.repeat(ends, counts), self.starts[shards + 1]) - begins,
+        )
 
-    def read(self, first: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def read(
+        self, first: np.ndarray, lengths: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, labels) of stretches, one behind another: labels first .. first + length of each, and the token
         before each label.
 
         No stretch reaches over the border of a shard; one that begins at PADDING is zeros.
         """
         shards = np.searchsorted(self.starts, first, side="right") - 1
-        places = first - self.starts[shards]  # in the shard, of the token before the first label
+        # In the shard, of the token before the first label
+        places = first - self.starts[shards]
         width = self.dtype.itemsize
         wanted = list(
             zip(
@@ -243,14 +254,20 @@ class Corpus:
 
     def __add__(self, other: "Corpus") -> "Corpus":
         """The documents of both."""
-        return Corpus(self.tokens + other.tokens, self.offsets + other.offsets, self.contents)
+        return Corpus(
+            self.tokens + other.tokens, self.offsets + other.offsets, self.contents
+        )
 
 
-def open_corpus(directory: Path, manifest: ShardManifest, split: str, verify: bool) -> Corpus:
+def open_corpus(
+    directory: Path, manifest: ShardManifest, split: str, verify: bool
+) -> Corpus:
     """Opens the shards of a split; ConfigError for one that is missing, truncated or (with verify) altered."""
     dtype = np.dtype(manifest.dtype).newbyteorder("<")
     shards = manifest.shards[split]
-    files = [file for shard in shards for file in shard.files(directory, dtype.itemsize)]
+    files = [
+        file for shard in shards for file in shard.files(directory, dtype.itemsize)
+    ]
     stamps = {path: _checked_stamp(path, size) for path, size, _ in files}
     if verify:
         # Hashing releases the interpreter's lock.
@@ -352,11 +369,17 @@ class Source:
                 if manifest.contents == "pairs"
                 else f"no answer begins in their first {longest} tokens"
             )
-            notes.append(f"{left_out:,} of {documents:,} examples are left out, since {why}")
+            notes.append(
+                f"{left_out:,} of {documents:,} examples are left out, since {why}"
+            )
         if special := manifest.counts[SPECIAL]:
-            notes.append(f"{special:,} messages hold special tokens, which are read as such")
+            notes.append(
+                f"{special:,} messages hold special tokens, which are read as such"
+            )
         return notes + [
-            f"{count:,} {what}" for what, count in manifest.counts.items() if what not in COUNTED
+            f"{count:,} {what}"
+            for what, count in manifest.counts.items()
+            if what not in COUNTED
         ]
 
 
@@ -389,7 +412,8 @@ def open_shards(
         )
     if (
         data.template is not None
-        and find_template(data.template, data.tokenizer).digest != manifest.template_digest
+        and find_template(data.template, data.tokenizer).digest
+        != manifest.template_digest
     ):
         raise ConfigError(
             f"the shards in {name} were made with another chat template than data.template "
@@ -403,11 +427,17 @@ def open_shards(
             "leave the key out, or prepare them again."
         )
     train, validation = (
-        opens(directory, manifest, split, data.verify) if manifest.shards[split] else None
+        opens(directory, manifest, split, data.verify)
+        if manifest.shards[split]
+        else None
         for split in SPLITS
     )
     return Source(
-        name, manifest, train, validation, tuple(_boundary_notes(name, manifest, data, tokenizer))
+        name,
+        manifest,
+        train,
+        validation,
+        tuple(_boundary_notes(name, manifest, data, tokenizer)),
     )
 
 
@@ -419,7 +449,10 @@ def _boundary_notes(
     """
     marks = tokenizer.boundaries
     end = (manifest.end_of_document,)
-    for key, stored, mark in (("begin", manifest.begin, marks.begin), ("end", end, (marks.end,))):
+    for key, stored, mark in (
+        ("begin", manifest.begin, marks.begin),
+        ("end", end, (marks.end,)),
+    ):
         # a conversation begins and ends as its template has it
         if manifest.contents != "text" or stored == tuple(one.id for one in mark):
             continue
@@ -445,5 +478,7 @@ def _spelt(tokenizer: Tokenizer, ids: Sequence[int], plain: bool = False) -> str
     return (
         texts[0]
         if plain
-        else " ".join(f"{text} ({number})" for text, number in zip(texts, ids, strict=True))
+        else " ".join(
+            f"{text} ({number})" for text, number in zip(texts, ids, strict=True)
+        )
     )

@@ -30,7 +30,8 @@ from meshtrain.errors import ConfigError, printable, short
 GREEN = "\033[1;32m"
 RED = "\033[1;31m"
 PLAIN = "\033[0m"
-MARKS = {False: ("[[", "]]"), True: ("{{", "}}")}  # by whether the answer is the rejected one
+# By whether the answer is the rejected one
+MARKS = {False: ("[[", "]]"), True: ("{{", "}}")}
 
 
 def nth(
@@ -52,10 +53,15 @@ def nth(
             counts: Counter[str] = Counter()
             examples = encoder.examples.read(document, counts)
         except Unfit as error:
-            problem = problem or f"{short(document.name)} is {error.kind} {error.detail}".rstrip()
+            problem = (
+                problem
+                or f"{short(document.name)} is {error.kind} {error.detail}".rstrip()
+            )
             continue
         if seen + len(examples) >= number:
-            (tokens,) = encoder.examples.encode([examples[number - seen - 1]], Counter())
+            (tokens,) = encoder.examples.encode(
+                [examples[number - seen - 1]], Counter()
+            )
             return (
                 document.name,
                 tokens,
@@ -78,7 +84,9 @@ def draw(
     """Prints an example as rows of `length` labels take it."""
     stream = to or sys.stdout
     colours = (
-        stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        stream.isatty()
+        and not os.environ.get("NO_COLOR")
+        and os.environ.get("TERM") != "dumb"
     )
     summary = f"{short(name)}: {len(tokens):,} tokens"
     taken = _taken(tokens, length)
@@ -131,7 +139,11 @@ def print_json(
     print(
         json.dumps(
             record
-            | {"begins": begins, "ends": ends, "turn": None if turn is None else turn._asdict()},
+            | {
+                "begins": begins,
+                "ends": ends,
+                "turn": None if turn is None else turn._asdict(),
+            },
             indent=2,
         )
     )
@@ -163,7 +175,8 @@ def _taken(tokens: np.ndarray, length: int | None) -> np.ndarray:
 def _runs(tokens: np.ndarray, tokenizer: Tokenizer) -> Iterator[tuple[str, bool, bool]]:
     """Yields the text of tokens that are alike in whether they are learned, and rejected."""
     for (learned, rejected), run in groupby(
-        tokens.tolist(), lambda token: (bool(token & int(LEARNED)), bool(token & int(REJECTED)))
+        tokens.tolist(),
+        lambda token: (bool(token & int(LEARNED)), bool(token & int(REJECTED))),
     ):
         yield tokenizer.spell(np.array(list(run), np.uint32) & ID), learned, rejected
 

@@ -56,12 +56,17 @@ class TemplateText:
     name: str
     text: str
     special: dict[str, str] = field(default_factory=dict)
-    of_tools: str | None = None  # the template of conversations with tools, where it is another
+    # The template of conversations with tools, where it is another
+    of_tools: str | None = None
 
     @property
     def digest(self) -> str:
         """Names the template; what it makes of a conversation depends on `special` too."""
-        text = self.text if self.of_tools is None else json.dumps([self.text, self.of_tools])
+        text = (
+            self.text
+            if self.of_tools is None
+            else json.dumps([self.text, self.of_tools])
+        )
         return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -70,15 +75,23 @@ def find_template(template: str | None, tokenizer: str) -> TemplateText:
     none.
     """
     beside = None if tokenizer == "byte" else Path(os.path.expanduser(tokenizer)).parent
-    config = _config(beside / CONFIG) if beside is not None and (beside / CONFIG).is_file() else {}
+    config = (
+        _config(beside / CONFIG)
+        if beside is not None and (beside / CONFIG).is_file()
+        else {}
+    )
     mapped = (
-        _config(beside / SPECIAL) if beside is not None and (beside / SPECIAL).is_file() else {}
+        _config(beside / SPECIAL)
+        if beside is not None and (beside / SPECIAL).is_file()
+        else {}
     )
     special = _special_tokens(mapped) | _special_tokens(config)
     if template is not None:
         path = Path(os.path.expanduser(template))
         named = (
-            _read_listed(_config(path), template) if path.suffix == ".json" else _read_jinja(path)
+            _read_listed(_config(path), template)
+            if path.suffix == ".json"
+            else _read_jinja(path)
         )
         return _checked(short(template), special, *named)
     if beside is not None and (beside / JINJA).is_file():
@@ -114,7 +127,9 @@ def _config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _checked(name: str, special: dict[str, str], text: str, of_tools: str | None) -> TemplateText:
+def _checked(
+    name: str, special: dict[str, str], text: str, of_tools: str | None
+) -> TemplateText:
     for each in filter(None, (text, of_tools)):
         if len(each) > MOST_CHARACTERS:
             raise ConfigError(
@@ -157,7 +172,11 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
         name: value.get("content") if isinstance(value, dict) else value
         for name, value in tokens.items()
     }
-    return {name: token for name, token in tokens.items() if isinstance(token, str) and token}
+    return {
+        name: token
+        for name, token in tokens.items()
+        if isinstance(token, str) and token
+    }
 
 
 class CompiledTemplate:
@@ -173,7 +192,9 @@ class CompiledTemplate:
         tree = environment.parse(text)
         self.template = environment.from_string(text)
         self.marks: bool = environment.used
-        self.variables = {name.name for name in tree.find_all(nodes.Name) if name.ctx == "load"}
+        self.variables = {
+            name.name for name in tree.find_all(nodes.Name) if name.ctx == "load"
+        }
         self.words = {
             constant.value
             for constant in tree.find_all(nodes.Const)
@@ -237,7 +258,9 @@ class ChatTemplate:
                 else CompiledTemplate(source.of_tools, self._environment)
             )
         except TemplateSyntaxError as error:
-            raise self._refused(f"is not Jinja (line {error.lineno}: {error.message})") from None
+            raise self._refused(
+                f"is not Jinja (line {error.lineno}: {error.message})"
+            ) from None
         # What is constant in it is computed now, and may fail in any way.
         except Exception as error:
             raise self._refused(
@@ -256,7 +279,8 @@ class ChatTemplate:
         """
         names = ({"tools"} if tools else set()) | set(values)
         given = {
-            name if name in READ else VALUES for name in names - self.compiled(tools).variables
+            name if name in READ else VALUES
+            for name in names - self.compiled(tools).variables
         }
         there = {
             field
@@ -289,7 +313,9 @@ class ChatTemplate:
             request = json.dumps([messages, tools, values], ensure_ascii=False)
         except RecursionError:
             raise Unfit("no conversation", "(nested too deeply)") from None
-        begin, end = islice((mark for mark in PRIVATE if mark not in request + self.source.text), 2)
+        begin, end = islice(
+            (mark for mark in PRIVATE if mark not in request + self.source.text), 2
+        )
         given = {"documents": None, **(values or {}), **self.source.special}
 
         def rendered(
@@ -299,7 +325,9 @@ class ChatTemplate:
             self._environment.marks = marks
             self._environment.limits.reset(len(request))
             values = {**given, "tools": form.tools, "add_generation_prompt": prompt}
-            return self._written(compiled, {**values, "messages": form.messages[:count]}, name)
+            return self._written(
+                compiled, {**values, "messages": form.messages[:count]}, name
+            )
 
         try:
             self._read = set()
@@ -313,12 +341,15 @@ class ChatTemplate:
             raise
         except Exception as error:
             raise Unfit(
-                "not taken by the template", f"({short(str(error) or type(error).__name__)})"
+                "not taken by the template",
+                f"({short(str(error) or type(error).__name__)})",
             ) from None
         texts[0], spans = unmarked(texts[0], begin, end)
         return texts, spans
 
-    def _written(self, compiled: CompiledTemplate, values: dict[str, Any], name: str) -> str:
+    def _written(
+        self, compiled: CompiledTemplate, values: dict[str, Any], name: str
+    ) -> str:
         """Returns the text of a template, and notes which fields of the messages it reads."""
         from jinja2.exceptions import SecurityError
 

@@ -78,7 +78,9 @@ class Stretches:
         first = self.first[which]
         first = np.where(first == PADDING, PADDING, first + skipped)
         edges = np.searchsorted(row[which], np.arange(len(self.edges)))
-        return Stretches(len(columns), first, lengths, self.segments[which], edges, skipped)
+        return Stretches(
+            len(columns), first, lengths, self.segments[which], edges, skipped
+        )
 
     @property
     def _begins(self) -> np.ndarray:
@@ -175,7 +177,11 @@ def read_part(rows: Any, places: Any, columns: np.ndarray | None) -> Batch:
 
     No more is read of stretches, but of pairs, whose second halves begin where their tokens say.
     """
-    if columns is not None and isinstance(places, Stretches) and rows.corpus.contents != "pairs":
+    if (
+        columns is not None
+        and isinstance(places, Stretches)
+        and rows.corpus.contents != "pairs"
+    ):
         return rows.read(places.select(columns))
     batch = rows.read(places)
     if columns is None:
@@ -243,6 +249,10 @@ class SyntheticRows:
     def read(self, places: np.ndarray) -> Batch:
         drawn = np.empty((len(places), self.length + 1), np.int32)
         for row, item in zip(drawn, places.tolist(), strict=True):
-            stream = np.random.Generator(np.random.Philox(key=[self.key, np.uint64(item)]))
-            row[:] = stream.integers(0, self.vocab_size, self.length + 1, dtype=np.uint32)
+            stream = np.random.Generator(
+                np.random.Philox(key=[self.key, np.uint64(item)])
+            )
+            row[:] = stream.integers(
+                0, self.vocab_size, self.length + 1, dtype=np.uint32
+            )
         return {"tokens": drawn[:, :-1].copy(), "labels": drawn[:, 1:].copy()}

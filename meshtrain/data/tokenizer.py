@@ -55,7 +55,9 @@ class ByteTokenizer:
     name = "byte"
     vocab_size = 257
     end_of_document = 256
-    digest = hashlib.sha256(b"meshtrain byte tokenizer, end of document 256").hexdigest()
+    digest = hashlib.sha256(
+        b"meshtrain byte tokenizer, end of document 256"
+    ).hexdigest()
     special: tuple[str, ...] = ()
     begin: tuple[int, ...] = ()
     usual_end = end_of_document
@@ -76,7 +78,9 @@ class ByteTokenizer:
             for begin, end in marked:
                 learned[begin:end] = True
             widths = np.array([len(character.encode()) for character in text], np.int64)
-            outputs.append((np.frombuffer(text.encode(), np.uint8), np.repeat(learned, widths)))
+            outputs.append(
+                (np.frombuffer(text.encode(), np.uint8), np.repeat(learned, widths))
+            )
         return outputs
 
     def decode(self, ids: np.ndarray) -> str:

@@ -30,7 +30,11 @@ class FileTokenizer:
     """
 
     def __init__(
-        self, path: Path, chat: bool = False, begin: str | None = None, end: str | None = None
+        self,
+        path: Path,
+        chat: bool = False,
+        begin: str | None = None,
+        end: str | None = None,
     ) -> None:
         library = _library()
         self._path = path
@@ -38,7 +42,9 @@ class FileTokenizer:
             data = retried(path.read_bytes)
         except OSError as error:
             refuse_passing(path, error)
-            raise ConfigError(f"the tokenizer {path} cannot be read: {refusal(error)}.") from None
+            raise ConfigError(
+                f"the tokenizer {path} cannot be read: {refusal(error)}."
+            ) from None
         with self._said("is not a tokenizer.json that the tokenizers library can read"):
             self._tokenizer = library.Tokenizer.from_str(data.decode())
         # A file may come with either switched on.
@@ -47,7 +53,9 @@ class FileTokenizer:
         # A document that quotes <|endoftext|> does not end there.
         self._tokenizer.encode_special_tokens = not chat
         added = self._tokenizer.get_added_tokens_decoder().values()
-        self.special = tuple(token.content for token in added if token.special and token.content)
+        self.special = tuple(
+            token.content for token in added if token.special and token.content
+        )
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         # Ids may have gaps.
         size = max(vocabulary.values(), default=-1) + 1
@@ -65,7 +73,9 @@ class FileTokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         with self._said(ENCODING):
-            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = self._tokenizer.encode_batch_fast(
+                list(texts), add_special_tokens=False
+            )
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def encode_marked(
@@ -73,7 +83,9 @@ class FileTokenizer:
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         outputs = []
         with self._said(ENCODING):
-            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+            encodings = self._tokenizer.encode_batch(
+                list(texts), add_special_tokens=False
+            )
         for encoding, marked in zip(encodings, spans, strict=True):
             learned = np.zeros(len(encoding), bool)
             for begin, end in marked:
@@ -83,11 +95,15 @@ class FileTokenizer:
 
     def decode(self, ids: np.ndarray) -> str:
         with self._said(DECODING):
-            return self._tokenizer.decode([int(i) for i in ids if i != self.end_of_document])
+            return self._tokenizer.decode(
+                [int(i) for i in ids if i != self.end_of_document]
+            )
 
     def spell(self, ids: np.ndarray) -> str:
         with self._said(DECODING):
-            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=False)
+            return self._tokenizer.decode(
+                [int(i) for i in ids], skip_special_tokens=False
+            )
 
     @contextmanager
     def _said(self, what: str) -> Iterator[None]:
@@ -122,7 +138,10 @@ def _tokens(encoding: Any, begin: int, end: int) -> slice:
         for at in range(end - 1, begin - 1, -1)
         if (token := encoding.char_to_token(at)) is not None
     )
-    while last + 1 < len(encoding) and (encoding.token_to_chars(last + 1) or (end, end))[0] < end:
+    while (
+        last + 1 < len(encoding)
+        and (encoding.token_to_chars(last + 1) or (end, end))[0] < end
+    ):
         last += 1
     return slice(first, last + 1)
 
@@ -148,7 +167,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, output: Path) -> None:
     )
     tokenizer.train_from_iterator(texts, trainer)
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(Path(os.path.realpath(output)), tokenizer.to_str(pretty=True).encode())
+    write_atomically(
+        Path(os.path.realpath(output)), tokenizer.to_str(pretty=True).encode()
+    )
 
 
 def _library() -> Any:
@@ -156,5 +177,7 @@ def _library() -> Any:
         import tokenizers
         import tokenizers.models
     except ImportError:
-        raise not_installed("a tokenizer.json needs the tokenizers library", "tokenizers") from None
+        raise not_installed(
+            "a tokenizer.json needs the tokenizers library", "tokenizers"
+        ) from None
     return tokenizers

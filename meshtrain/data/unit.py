@@ -109,7 +109,8 @@ class PrepareOptions:
     text_field: str = "text"
     bad: str = "skip"  # skip | refuse a document that is none
     contents: Contents = "text"
-    template: str | None = None  # of conversations: its file; None: the one beside the tokenizer
+    # Of conversations: its file; None: the one beside the tokenizer
+    template: str | None = None
     begin: str | None = None  # as data.begin and data.end
     end: str | None = None
 
@@ -123,7 +124,8 @@ class UnitRecord:
     counts: dict[str, int]
     first: list[
         int
-    ]  # of its conversations the places (`place`) of the two that a growing share would hold out first
+        # Of its conversations the places (`place`) of the two that a growing share would hold out first
+    ]
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,9 @@ class Encoder:
         has bits of its own.
         """
         return np.dtype(
-            "<u2" if self.tokenizer.vocab_size <= 1 << 16 and self.examples is None else "<u4"
+            "<u2"
+            if self.tokenizer.vocab_size <= 1 << 16 and self.examples is None
+            else "<u4"
         )
 
     @property
@@ -203,7 +207,8 @@ class Unit:
         self.stop = stop
         how = encoder.tokenizer.end_of_document, encoder.dtype, encoder.begin
         self.writers = {
-            split: ShardWriter(output, f"{split}-{number:05d}", *how) for split in SPLITS
+            split: ShardWriter(output, f"{split}-{number:05d}", *how)
+            for split in SPLITS
         }
         self.skipped: Counter[str] = Counter()
         self.log: list[str] = []  # the skipped ones by name
@@ -222,10 +227,14 @@ class Unit:
                     characters,
                 )
             shards = {split: writer.close() for split, writer in self.writers.items()}
-            record = UnitRecord(shards, dict(self.skipped), dict(self.counts), self.first)
+            record = UnitRecord(
+                shards, dict(self.skipped), dict(self.counts), self.first
+            )
             path = self.output / UNITS / f"{self.number:05d}"
             write_atomically(path.with_suffix(".skipped"), encoded("".join(self.log)))
-            write_atomically(path.with_suffix(".json"), json.dumps(asdict(record)).encode())
+            write_atomically(
+                path.with_suffix(".json"), json.dumps(asdict(record)).encode()
+            )
         finally:
             # A full disk needs the room of a unit that was not finished.
             for writer in self.writers.values():
@@ -242,7 +251,9 @@ class Unit:
         while more:
             batch = []
             size = 0
-            while size < BATCH_CHARACTERS and (more := (entry := next(entries, None)) is not None):
+            while size < BATCH_CHARACTERS and (
+                more := (entry := next(entries, None)) is not None
+            ):
                 batch.append(entry)
                 size += characters(entry[1])
             self._check()
@@ -255,7 +266,9 @@ class Unit:
             for writer in self.writers.values():
                 writer.flush()
 
-    def _texts(self, parts: tuple[Part, ...]) -> Iterator[tuple[ShardWriter, str, bool]]:
+    def _texts(
+        self, parts: tuple[Part, ...]
+    ) -> Iterator[tuple[ShardWriter, str, bool]]:
         for document in self._documents(parts, self.options.text_field):
             *others, last = cut(document.text)
             writer = self._writer(document)
@@ -274,7 +287,9 @@ class Unit:
             self.first = sorted({*self.first, place(document.name)})[:2]
             yield from ((self._writer(document), example, True) for example in entries)
 
-    def _documents(self, parts: tuple[Part, ...], text_field: str | None) -> Iterator[Document]:
+    def _documents(
+        self, parts: tuple[Part, ...], text_field: str | None
+    ) -> Iterator[Document]:
         for part in parts:
             for document in read(part, text_field, self._check):
                 if document.problem:
@@ -284,7 +299,9 @@ class Unit:
 
     def _writer(self, document: Document) -> ShardWriter:
         return self.writers[
-            "validation" if held_out(document.name, self.options.validation) else "train"
+            "validation"
+            if held_out(document.name, self.options.validation)
+            else "train"
         ]
 
     def _skip(self, document: Document) -> None:

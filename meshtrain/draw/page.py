@@ -5,7 +5,19 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import count
 
-from meshtrain.draw.svg import BAD, DARK, FAINT, FONT, GOOD, GRID, GROUND, INK, NOTE, TEXT, TURNS
+from meshtrain.draw.svg import (
+    BAD,
+    DARK,
+    FAINT,
+    FONT,
+    GOOD,
+    GRID,
+    GROUND,
+    INK,
+    NOTE,
+    TEXT,
+    TURNS,
+)
 
 # with its unit, or none; each letter matches in one way, so that no text takes long
 _NUMBER = re.compile(r"-?|[-+<]?\d[\d.,]*+[\w%µ/]*+( [\w%µ/]++)*+")
@@ -23,7 +35,9 @@ NAMES = {
     "ink": INK,
 }
 _LIGHT = " ".join(f"--{name}: {colour};" for name, colour in NAMES.items())
-_DARK = " ".join(f"--{name}: {DARK[colour]};" for name, colour in NAMES.items() if colour in DARK)
+_DARK = " ".join(
+    f"--{name}: {DARK[colour]};" for name, colour in NAMES.items() if colour in DARK
+)
 # What scrolls sideways has a shadow at the edge beyond which there is more.
 _SHADOW = """overflow-x: auto; background: linear-gradient(90deg, var(--ground) 40%, transparent) local,
  linear-gradient(270deg, var(--ground) 40%, transparent) 100% 0 local,
@@ -74,21 +88,28 @@ def tiles(values: Iterable[tuple[str, str]]) -> str:
     return f'<div class="tiles">{"".join(boxes)}</div>'
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], style: str = "table") -> str:
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], style: str = "table"
+) -> str:
     """Returns rows of HTML cells under plain heads; it scrolls where it is too wide.
 
     Columns that hold numbers alone are flush right.
     """
     body = [tuple(row) for row in rows]
     numbers = {
-        i for i, column in enumerate(zip(*body, strict=True)) if all(map(_NUMBER.fullmatch, column))
+        i
+        for i, column in enumerate(zip(*body, strict=True))
+        if all(map(_NUMBER.fullmatch, column))
     }
 
     def line(tag: str, cells: Iterable[str]) -> str:
         kinds = (f'{tag} class="n"' if i in numbers else tag for i in count())
         return (
             "<tr>"
-            + "".join(f"<{kind}>{cell}</{tag}>" for kind, cell in zip(kinds, cells, strict=False))
+            + "".join(
+                f"<{kind}>{cell}</{tag}>"
+                for kind, cell in zip(kinds, cells, strict=False)
+            )
             + "</tr>"
         )
 
@@ -106,9 +127,7 @@ def folded(text: str) -> str:
 
 def figure(name: str, about: str, drawing: str) -> str:
     """Returns a drawing under its name, and what is to be said of it."""
-    return (
-        f"<figure><figcaption><b>{escape(name)}</b> {escape(about)}</figcaption>{drawing}</figure>"
-    )
+    return f"<figure><figcaption><b>{escape(name)}</b> {escape(about)}</figcaption>{drawing}</figure>"
 
 
 def figures(drawn: Iterable[str]) -> str:

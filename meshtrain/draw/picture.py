@@ -26,7 +26,9 @@ class Picture:
 
 def block(*parts: str) -> str:
     """Returns parts of a picture, one under the other."""
-    inside = "".join(f'<div style="margin:4px 0">{part}</div>' for part in parts if part)
+    inside = "".join(
+        f'<div style="margin:4px 0">{part}</div>' for part in parts if part
+    )
     return f'<div style="font:13px/1.45 system-ui,sans-serif">{inside}</div>'
 
 
@@ -65,7 +67,8 @@ def bar(share: float, colour: str = GREY, width: int = 120) -> str:
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Returns rows of HTML cells under plain heads."""
     head = "".join(
-        f'<th style="{_CELL};{_PALER};font-weight:normal">{escape(h)}</th>' for h in heads
+        f'<th style="{_CELL};{_PALER};font-weight:normal">{escape(h)}</th>'
+        for h in heads
     )
     body = "".join(
         "<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in row) + "</tr>"
@@ -81,7 +84,10 @@ def columns(rows: Sequence[Sequence[str]], indent: str = "") -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         (
-            indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            indent
+            + "  ".join(
+                cell.ljust(width) for cell, width in zip(row, widths, strict=True)
+            )
         ).rstrip()
         for row in rows
     )

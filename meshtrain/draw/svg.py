@@ -60,14 +60,19 @@ DARK = {
     GOOD: "#6ccf8e",
 }
 TURNS = "".join(
-    f'[fill="{c}"]{{fill:{dark}}}[stroke="{c}"]{{stroke:{dark}}}' for c, dark in DARK.items()
+    f'[fill="{c}"]{{fill:{dark}}}[stroke="{c}"]{{stroke:{dark}}}'
+    for c, dark in DARK.items()
 )
 FONT = "system-ui, sans-serif"
 
 
-def svg(width: float, height: float, body: Iterable[str], label: str, size: int = 11) -> str:
+def svg(
+    width: float, height: float, body: Iterable[str], label: str, size: int = 11
+) -> str:
     """Returns a drawing of fixed size in pixels; `label` describes it to screen readers."""
-    return _element(width, height, f'width="{width:.0f}" height="{height:.0f}"', body, label, size)
+    return _element(
+        width, height, f'width="{width:.0f}" height="{height:.0f}"', body, label, size
+    )
 
 
 def chart(height: float, body: Iterable[str], label: str, size: int = 13) -> str:
@@ -164,7 +169,11 @@ def small(x: float, y: float, words: object, anchor: str = "start") -> str:
 
 def scale(y: float, name: str, end: str) -> str:
     """Returns the axis of bars over the width of a chart: 0, its name, and what a bar of the whole width is."""
-    return small(0, y, 0) + small(WIDTH / 2, y, name, "middle") + small(WIDTH, y, end, "end")
+    return (
+        small(0, y, 0)
+        + small(WIDTH / 2, y, name, "middle")
+        + small(WIDTH, y, end, "end")
+    )
 
 
 def keys(
@@ -198,7 +207,11 @@ def ticks(low: float, high: float, base: int = 10, parts: float = 4) -> Iterator
         step = 2.0 ** math.ceil(math.log2(raw))
     else:
         unit = 10.0 ** math.floor(math.log10(raw))
-        step = next(factor * unit for factor in (1, 2, 2.5, 5, 10) if factor * unit >= raw * 0.999)
+        step = next(
+            factor * unit
+            for factor in (1, 2, 2.5, 5, 10)
+            if factor * unit >= raw * 0.999
+        )
     first = math.floor(low / step + 1e-6)
     last = math.ceil(high / step - 1e-6)
     yield from (k * step for k in range(first, last + 1))

@@ -46,12 +46,16 @@ def parser() -> Parser:
         help="tasks of lm-evaluation-harness (extra evaluate)",
     )
     source.add_argument(
-        "--images", metavar="PATH", help="a folder or arrays of images: accuracy of a model of them"
+        "--images",
+        metavar="PATH",
+        help="a folder or arrays of images: accuracy of a model of them",
     )
     of_text = parser.add_argument_group("text")
     field = "field of a JSON Lines record, or column of Parquet, that holds the text"
     of_text.add_argument("--text-field", default=PrepareOptions.text_field, help=field)
-    apart = "tokens between the starts of two rows of a document (default: half the length)"
+    apart = (
+        "tokens between the starts of two rows of a document (default: half the length)"
+    )
     of_text.add_argument("--stride", type=whole_number, metavar="N", help=apart)
     of_tasks = parser.add_argument_group("tasks")
     of_tasks.add_argument(
@@ -61,19 +65,29 @@ def parser() -> Parser:
         help="a directory of YAML files with tasks of your own",
     )
     examples = "examples before each question (default: the task's own)"
-    of_tasks.add_argument("--shots", type=number_from(0, 9999, int), metavar="N", help=examples)
     of_tasks.add_argument(
-        "--limit", type=whole_number, metavar="N", help="questions of each task (default: all)"
+        "--shots", type=number_from(0, 9999, int), metavar="N", help=examples
     )
     of_tasks.add_argument(
-        "--chat", action="store_true", default=None, help="asks with the model's own chat template"
+        "--limit",
+        type=whole_number,
+        metavar="N",
+        help="questions of each task (default: all)",
     )
-    places = (
-        f"tokens per row (default: as many as the model was made for; for text at most {USUAL})"
+    of_tasks.add_argument(
+        "--chat",
+        action="store_true",
+        default=None,
+        help="asks with the model's own chat template",
     )
+    places = f"tokens per row (default: as many as the model was made for; for text at most {USUAL})"
     parser.add_argument("--length", type=whole_number, metavar="N", help=places)
-    parser.add_argument("--batch", type=whole_number, default=8, metavar="N", help="rows at once")
-    parser.add_argument("--json", action="store_true", help="the result as one JSON object")
+    parser.add_argument(
+        "--batch", type=whole_number, default=8, metavar="N", help="rows at once"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="the result as one JSON object"
+    )
     return parser
 
 

@@ -63,18 +63,30 @@ def _text(opened: Opened, options: argparse.Namespace) -> Result:
     inputs = find(options.text)
     length = options.length or min(opened.longest, USUAL)
     stride = min(options.stride or max(length // 2, 1), length)
-    size = None if any(file.compression or file.parquet for file in inputs.files) else inputs.size
+    size = (
+        None
+        if any(file.compression or file.parquet for file in inputs.files)
+        else inputs.size
+    )
     texts = documents(inputs.files, options.text_field)
     with EvaluationProgress("scoring", "bytes") as progress:
         show = lambda counts: progress(counts.bytes, size)
         counts = perplexity(
-            Scorer(opened.model, options.batch), opened.tokenizer, texts, length, stride, show
+            Scorer(opened.model, options.batch),
+            opened.tokenizer,
+            texts,
+            length,
+            stride,
+            show,
         )
     if counts.skipped:
         say(f"{describe_skipped(counts.skipped)}.")
     record = counts.record()
     rows = f"rows                  of {length:,} tokens, {stride:,} apart"
-    return {"length": length, "stride": stride, **record}, [*described(record, TEXT_LINES), rows]
+    return {"length": length, "stride": stride, **record}, [
+        *described(record, TEXT_LINES),
+        rows,
+    ]
 
 
 def _tasks(opened: Opened, options: argparse.Namespace) -> Result:
@@ -108,11 +120,14 @@ def _images(options: argparse.Namespace, config: Config) -> Result:
         precision=options.precision,
     )
     with EvaluationProgress("evaluating", "batches") as progress:
-        validation, batches = validation_images(options.path, model.config, options.images)
+        validation, batches = validation_images(
+            options.path, model.config, options.images
+        )
         record = evaluate_images(model, validation, batches, options.batch, progress)
-    return {"model": run_of(options.path).name, "step": model.step} | record, describe_images(
-        record
-    )
+    return {
+        "model": run_of(options.path).name,
+        "step": model.step,
+    } | record, describe_images(record)
 
 
 def finite(value: Any) -> Any:

@@ -42,16 +42,20 @@ def averages(
     weights = np.array(jax.device_get(counts), float)
     total = weights.sum()
     columns = values.reshape(len(weights), -1).T
-    return [float(np.sum(x * weights) / total) if total else math.nan for x in columns], float(
-        total
-    )
+    return [
+        float(np.sum(x * weights) / total) if total else math.nan for x in columns
+    ], float(total)
 
 
 class Evaluation:
     """Evaluates a run that goes on after step `start`, in each process alike. `metrics`: the run's rows up to there."""
 
     def __init__(
-        self, program: Program, validation: SplitBatches | None, metrics: Path, start: int
+        self,
+        program: Program,
+        validation: SplitBatches | None,
+        metrics: Path,
+        start: int,
     ) -> None:
         self.program = program
         self.config = program.config
@@ -94,7 +98,8 @@ class Evaluation:
 
         indices = data.one_pass(self.config.eval.batches)
         batches = (
-            program.place(data.batch(k, *program.part(data.batch_shape(k)))) for k in indices
+            program.place(data.batch(k, *program.part(data.batch_shape(k))))
+            for k in indices
         )
         means, _ = averages(batches, measured)
         samples = {"samples": self._samples.draw(params)} if self._samples else {}

@@ -53,7 +53,9 @@ SHOWN = (
 class Harness:
     """The requests of lm-eval, answered; each has `args`, a tuple."""
 
-    def __init__(self, opened: Opened, rows: int = 8, longest: int | None = None) -> None:
+    def __init__(
+        self, opened: Opened, rows: int = 8, longest: int | None = None
+    ) -> None:
         """`rows`: scored or generated at once; `longest`: positions of a context with its answer (the model's own by
         default).
         """
@@ -78,7 +80,9 @@ class Harness:
         if not context:
             answer = self.tokens(continuation, begun=False)
             return (
-                (answer[:1], answer[1:]) if answer[:1] == [self.prefix] else ([self.prefix], answer)
+                (answer[:1], answer[1:])
+                if answer[:1] == [self.prefix]
+                else ([self.prefix], answer)
             )
         bare = context.rstrip()
         before = self.tokens(bare)
@@ -103,10 +107,14 @@ class Harness:
                 )
             ids = (before + answer)[-(self.longest + 1) :]
             rows.append(
-                TokenRow(np.array(ids, np.int32), len(ids) - len(answer)) if answer else None
+                TokenRow(np.array(ids, np.int32), len(ids) - len(answer))
+                if answer
+                else None
             )
         with EvaluationProgress("scoring", "answers", quiet=disable_tqdm) as progress:
-            scored = iter(self.scorer([row for row in rows if row is not None], progress))
+            scored = iter(
+                self.scorer([row for row in rows if row is not None], progress)
+            )
         nothing = (0.0, True)
         return [nothing if row is None else _total(next(scored)) for row in rows]
 
@@ -126,7 +134,9 @@ class Harness:
             totals = [_total(scores)[0] for scores in self.scorer(rows, progress)]
         return [sum(totals[begin:end]) for begin, end in pairwise(ends)]
 
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[str]:
         """Returns the text that follows each (prompt, settings), up to a stop string, an end token or as many tokens as
         it may have.
         """
@@ -138,7 +148,9 @@ class Harness:
         ended = 0
         length = max(len(request.tokens) + request.most for request in asked)
         engine = Engine(self.opened, self.scorer.rows, length, waiting=len(asked))
-        with EvaluationProgress("generating", "answers", quiet=disable_tqdm) as progress:
+        with EvaluationProgress(
+            "generating", "answers", quiet=disable_tqdm
+        ) as progress:
 
             def receive(k: int, piece: Piece) -> None:
                 nonlocal ended
@@ -163,7 +175,11 @@ class Harness:
     def _request(self, prompt: str, settings: Mapping[str, Any]) -> Request:
         most = int(
             next(
-                (settings[name] for name in MOST_NAMES if settings.get(name) is not None),
+                (
+                    settings[name]
+                    for name in MOST_NAMES
+                    if settings.get(name) is not None
+                ),
                 MOST_TOKENS,
             )
         )
@@ -304,7 +320,9 @@ def run_tasks(
         if own is not None and set(names) <= set(own.all_tasks):
             manager = own
         else:
-            manager = TaskManager(include_path=None if include is None else str(include))
+            manager = TaskManager(
+                include_path=None if include is None else str(include)
+            )
         for name in names:
             # A pattern or a file is lm-eval's to judge.
             if name not in manager.all_tasks and not set(name) & set("*?[/"):

@@ -42,7 +42,9 @@ class TextSamples:
             TEMPERATURE,
             _ends(config, validation),
         )
-        keys = [[key_of(config.run.seed, "samples", n)] for n in range(len(self._prompts))]
+        keys = [
+            [key_of(config.run.seed, "samples", n)] for n in range(len(self._prompts))
+        ]
         self._seeds = (np.array(keys, np.uint64) >> np.uint64(32)).astype(np.uint32)
 
     def draw(self, params: Tree) -> list[dict[str, str]]:
@@ -73,7 +75,11 @@ def prompts(config: Config, validation: TextBatches) -> list[np.ndarray]:
             counted = np.full(len(tokens), True)
             if "weights" in batch:
                 counted = batch["weights"][row] > 0
-            of_first = np.sum(batch["segments"][row] == 1) if "segments" in batch else len(tokens)
+            of_first = (
+                np.sum(batch["segments"][row] == 1)
+                if "segments" in batch
+                else len(tokens)
+            )
             most = min(PROMPT, length // 2)
             if config.data.format == "chat":
                 most = min(int(np.argmax(counted)) + 1, length - 1)
@@ -85,10 +91,15 @@ def prompts(config: Config, validation: TextBatches) -> list[np.ndarray]:
 def _ends(config: Config, validation: TextBatches) -> frozenset[int]:
     """Returns the tokens that end a text, or a turn of a conversation."""
     tokenizer = validation.tokenizer
-    ends = {tokenizer.end_of_document, *(stop.id for stop in tokenizer.boundaries.stops)}
+    ends = {
+        tokenizer.end_of_document,
+        *(stop.id for stop in tokenizer.boundaries.stops),
+    }
     if config.data.format == "chat":
         data = config.data
-        marked = load_tokenizer(data.tokenizer, chat=True, begin=data.begin, end=data.end)
+        marked = load_tokenizer(
+            data.tokenizer, chat=True, begin=data.begin, end=data.end
+        )
         template = find_template(data.template, data.tokenizer)
         turn = Conversations(template, marked, time.time()).end_of_turn()
         ends |= set() if turn is None else {turn}

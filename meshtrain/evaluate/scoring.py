@@ -70,7 +70,11 @@ class Scorer:
     def longest(self) -> int | None:
         """Tokens that a row may have before its last, None for any number."""
         model = self.model.config.model
-        return model.max_positions if FAMILIES[model.family].positions == "learned" else None
+        return (
+            model.max_positions
+            if FAMILIES[model.family].positions == "learned"
+            else None
+        )
 
     def __call__(
         self, rows: Sequence[TokenRow], progress: Progress = lambda done, total: None
@@ -83,13 +87,20 @@ class Scorer:
         for row in rows:
             self._check(row)
         # The longest first: what does not fit is known at once, and rows of about one length meet in a batch.
-        order = sorted(range(len(rows)), key=lambda k: (-len(rows[k].tokens), -rows[k].scored))
-        batches = [order[begin : begin + self.rows] for begin in range(0, len(order), self.rows)]
+        order = sorted(
+            range(len(rows)), key=lambda k: (-len(rows[k].tokens), -rows[k].scored)
+        )
+        batches = [
+            order[begin : begin + self.rows]
+            for begin in range(0, len(order), self.rows)
+        ]
         scores: dict[int, Scores] = {}
         pending: Any = None
         # The device works on the next batch while the host looks at the last.
         for n in range(len(batches) + 1):
-            started = self._start([rows[k] for k in batches[n]]) if n < len(batches) else None
+            started = (
+                self._start([rows[k] for k in batches[n]]) if n < len(batches) else None
+            )
             if n:
                 scores |= self._finish(rows, batches[n - 1], pending)
                 progress(len(scores), len(rows))
@@ -107,7 +118,8 @@ class Scorer:
             labels[k, : row.scored] = row.tokens[row.begin :]
         sharding = self.model.program.batch_sharding
         return self._program(
-            self.model.params, *(jax.device_put(array, sharding) for array in (tokens, at, labels))
+            self.model.params,
+            *(jax.device_put(array, sharding) for array in (tokens, at, labels)),
         )
 
     def _finish(
@@ -162,14 +174,20 @@ class Scorer:
             shard = -(-vocabulary.size // forward.collectives.vocabulary_ranks)
             chunks = _chunks(at.shape[1], 4 * shard * len(tokens))
 
-            def score(chunk: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            def score(
+                chunk: tuple[jax.Array, jax.Array],
+            ) -> tuple[jax.Array, jax.Array]:
                 x, labels = chunk
                 logits = compute_logits(forward, weights, x, resident)
-                logprobs = vocabulary.of_label(logits, labels) - vocabulary.log_sum_exp(logits)
+                logprobs = vocabulary.of_label(logits, labels) - vocabulary.log_sum_exp(
+                    logits
+                )
                 return logprobs, vocabulary.argmax(logits) == labels
 
             scored = lax.map(score, (_cut(x_BND, chunks), _cut(labels, chunks)))
-            return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(at.shape), scored)
+            return jax.tree.map(
+                lambda a: jnp.moveaxis(a, 0, 1).reshape(at.shape), scored
+            )
 
         rows = program.rows
         mapped = jax.shard_map(
@@ -179,7 +197,9 @@ class Scorer:
             out_specs=(rows, rows),
         )
         # Replicated, since every process reads all of it.
-        return jax.jit(mapped, out_shardings=jax.NamedSharding(program.mesh, PartitionSpec()))
+        return jax.jit(
+            mapped, out_shardings=jax.NamedSharding(program.mesh, PartitionSpec())
+        )
 
 
 def _cut(x: jax.Array, chunks: int) -> jax.Array:

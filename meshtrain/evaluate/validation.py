@@ -37,7 +37,10 @@ TOP = 5  # ranks
 Progress = Callable[[int, int], None]  # batches done, of how many
 
 
-LOSS_LINES = (("eval_loss", "eval loss", ".6f"), ("perplexity", "perplexity per token", ".6g"))
+LOSS_LINES = (
+    ("eval_loss", "eval loss", ".6f"),
+    ("perplexity", "perplexity per token", ".6g"),
+)
 IMAGE_LINES = (
     ("eval_accuracy", "accuracy, top 1", ".4%"),
     ("top_5", "accuracy, top 5", ".4%"),
@@ -69,7 +72,9 @@ def validation_text(path: Path, model: Model) -> SplitBatches:
     return validation
 
 
-def validation_images(path: Path, config: Config, other: str | None) -> tuple[ImageBatches, int]:
+def validation_images(
+    path: Path, config: Config, other: str | None
+) -> tuple[ImageBatches, int]:
     """Opens the validation images of a model's run, or all images of the `other` source: (batches, how many of them to
     evaluate).
 
@@ -78,7 +83,9 @@ def validation_images(path: Path, config: Config, other: str | None) -> tuple[Im
     if other is not None:
         # A run's own images say what its classes are called; an imported model numbers them in the order of the names.
         source = {"source": other} if is_hf_directory(path) else {}
-        _, validation = open_images(replaced(config, data={**source, "validation_source": other}))
+        _, validation = open_images(
+            replaced(config, data={**source, "validation_source": other})
+        )
         assert validation is not None, "all of validation_source is validation data"
         return validation, validation.batches_per_epoch
     if is_hf_directory(path):
@@ -95,7 +102,10 @@ def validation_images(path: Path, config: Config, other: str | None) -> tuple[Im
 
 
 def evaluate_text(
-    model: Model, validation: SplitBatches, rows: int, progress: Progress = lambda done, total: None
+    model: Model,
+    validation: SplitBatches,
+    rows: int,
+    progress: Progress = lambda done, total: None,
 ) -> dict[str, Any]:
     """Returns the loss that the run's evaluation would log, of the validation batches up to eval.batches, `rows` of a
     batch at a time.
@@ -107,10 +117,16 @@ def evaluate_text(
     train = model.config.train
 
     def measure(batch: Batch) -> tuple[float, float]:
-        count = float(counted(jax.device_put(batch))) if WEIGHTS in batch else batch[LABELS].size
+        count = (
+            float(counted(jax.device_put(batch)))
+            if WEIGHTS in batch
+            else batch[LABELS].size
+        )
         return (model.loss(batch) if count else 0.0), count
 
-    (loss,), count = averages(_portions(validation, config.eval.batches, rows, progress), measure)
+    (loss,), count = averages(
+        _portions(validation, config.eval.batches, rows, progress), measure
+    )
     _check(model, loss, count)
     likelihood = train.objective == "next_token" and train.loss is None
     what = "pairs" if train.objective == "dpo" else "tokens"
@@ -127,7 +143,10 @@ def describe_text(record: dict[str, Any]) -> list[str]:
     """Returns what `evaluate_text` measured, for people."""
     what = "pairs" if "pairs" in record else "tokens"
     lines = LOSS_LINES if record["perplexity"] is not None else LOSS_LINES[:1]
-    return [f"{record['text']}: {record[what]:,} held-out {what}", *described(record, lines)]
+    return [
+        f"{record['text']}: {record[what]:,} held-out {what}",
+        *described(record, lines),
+    ]
 
 
 def evaluate_images(
@@ -143,13 +162,22 @@ def evaluate_images(
     judge = jax.jit(partial(_losses_and_ranks, model.config.model.vocab_size))
 
     def measure(batch: Batch) -> tuple[list[float], float]:
-        weights = batch[WEIGHTS][:, 0] if WEIGHTS in batch else np.ones(len(batch[LABELS]))
-        losses, ranks = map(np.asarray, judge(model(batch[PATCHES]), batch[LABELS][:, 0]))
+        weights = (
+            batch[WEIGHTS][:, 0] if WEIGHTS in batch else np.ones(len(batch[LABELS]))
+        )
+        losses, ranks = map(
+            np.asarray, judge(model(batch[PATCHES]), batch[LABELS][:, 0])
+        )
         count = float(weights.sum())
-        sums = [np.sum(x * weights, dtype=np.float64) for x in (losses, ranks == 0, ranks < TOP)]
+        sums = [
+            np.sum(x * weights, dtype=np.float64)
+            for x in (losses, ranks == 0, ranks < TOP)
+        ]
         return [float(x / max(count, 1)) for x in sums], count
 
-    (loss, top_1, top_5), count = averages(_portions(validation, batches, rows, progress), measure)
+    (loss, top_1, top_5), count = averages(
+        _portions(validation, batches, rows, progress), measure
+    )
     _check(model, loss, count)
     results = {"eval_loss": loss, "eval_accuracy": top_1, "top_5": top_5}
     return {"source": validation.source, "images": round(count), **results}
@@ -157,7 +185,10 @@ def evaluate_images(
 
 def describe_images(record: dict[str, Any]) -> list[str]:
     """Returns what `evaluate_images` measured, for people."""
-    return [f"{record['source']}: {record['images']:,} images", *described(record, IMAGE_LINES, 15)]
+    return [
+        f"{record['source']}: {record['images']:,} images",
+        *described(record, IMAGE_LINES, 15),
+    ]
 
 
 def _portions(

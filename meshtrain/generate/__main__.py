@@ -15,12 +15,18 @@ from meshtrain.errors import ConfigError
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     if options.system is not None and not options.chat:
-        raise ConfigError("--system is given, but it begins a conversation; give --chat too.")
+        raise ConfigError(
+            "--system is given, but it begins a conversation; give --chat too."
+        )
     if options.chat and options.prompt:
         raise ConfigError(
             "--prompt and --chat are given; a conversation is typed line by line, or comes from standard input."
         )
-    if not options.chat and not options.prompt and (sys.stdin is None or sys.stdin.isatty()):
+    if (
+        not options.chat
+        and not options.prompt
+        and (sys.stdin is None or sys.stdin.isatty())
+    ):
         raise ConfigError(
             "there is nothing to go on with; give --prompt TEXT, --chat, or a text on standard input."
         )
@@ -52,7 +58,11 @@ def parser() -> Parser:
     )
     add("--system", metavar="TEXT", help="system prompt of the conversation")
     add(
-        "--tokens", type=whole_number, default=256, metavar="N", help="maximum number of new tokens"
+        "--tokens",
+        type=whole_number,
+        default=256,
+        metavar="N",
+        help="maximum number of new tokens",
     )
     add(
         "--temperature",
@@ -61,7 +71,12 @@ def parser() -> Parser:
         help="sampling temperature, 0: greedy (default: from generation_config.json, else 0, or 1 with --top-k, "
         "--top-p or --seed)",
     )
-    add("--top-k", type=whole_number, metavar="K", help="sample from the K most likely tokens")
+    add(
+        "--top-k",
+        type=whole_number,
+        metavar="K",
+        help="sample from the K most likely tokens",
+    )
     add(
         "--top-p",
         type=number_from(0, 1),

@@ -35,7 +35,9 @@ class LayerCache(NamedTuple):
     keys: jax.Array
     values: jax.Array | None
 
-    def put(self, new: "LayerCache", slot: jax.Array, length: jax.Array) -> "LayerCache":
+    def put(
+        self, new: "LayerCache", slot: jax.Array, length: jax.Array
+    ) -> "LayerCache":
         """Returns the cache with the first `length` positions of one sequence in a slot."""
         return jax.tree.map(lambda old, new: written(old, new, slot, length), self, new)
 
@@ -71,7 +73,9 @@ class OwnGroups:
         local = self.heads // self.ranks
         group = self.heads // self.groups
         firsts = range(0, self.heads, local)
-        return max((first + local - 1) // group - first // group + 1 for first in firsts)
+        return max(
+            (first + local - 1) // group - first // group + 1 for first in firsts
+        )
 
     def select(self, by_head: jax.Array, first: jax.Array | int) -> jax.Array:
         """Returns [B, T, G, K] from [B, T, H, K] with one for each query head from `first` on; what splits comes as it
@@ -94,10 +98,16 @@ def cache_heads(model: ModelConfig, tensor: int) -> tuple[int, int, int]:
     """Returns the heads that a tensor rank caches, the width of their keys, and that of their values, 0 for none."""
     if model.mla.kv_rank:
         return 1, model.mla.kv_rank + model.mla.rope, 0
-    return OwnGroups(model.heads, model.kv_heads, tensor).each, model.head_dim, model.head_dim
+    return (
+        OwnGroups(model.heads, model.kv_heads, tensor).each,
+        model.head_dim,
+        model.head_dim,
+    )
 
 
-def written(cache: jax.Array, new_STGK: jax.Array, slot: jax.Array, length: jax.Array) -> jax.Array:
+def written(
+    cache: jax.Array, new_STGK: jax.Array, slot: jax.Array, length: jax.Array
+) -> jax.Array:
     """Returns [S, G, P, K] with the first `length` positions of one sequence [1, T, G, K] in `slot`, zeros behind them.
 
     A slot that lies on another rank, below 0 or from S on, changes nothing.
@@ -107,7 +117,9 @@ def written(cache: jax.Array, new_STGK: jax.Array, slot: jax.Array, length: jax.
     place = (jnp.clip(slot, 0, slots - 1), 0, 0, 0)
     here = (slot >= 0) & (slot < slots)
     new = jnp.where(
-        here, vary(new, varying(cache)), lax.dynamic_slice(cache, place, (1, *cache.shape[1:]))
+        here,
+        vary(new, varying(cache)),
+        lax.dynamic_slice(cache, place, (1, *cache.shape[1:])),
     )
     return lax.dynamic_update_slice(cache, new, place)
 
@@ -125,7 +137,9 @@ def appended(cache: jax.Array, new_STGK: jax.Array, positions: jax.Array) -> jax
     """Returns [S, G, P, K] with T positions of every slot written, from `positions` [S] on."""
     new = new_STGK.transpose(0, 2, 1, 3).astype(cache.dtype)
     for slot in range(cache.shape[0]):
-        cache = lax.dynamic_update_slice(cache, new[slot : slot + 1], (slot, 0, positions[slot], 0))
+        cache = lax.dynamic_update_slice(
+            cache, new[slot : slot + 1], (slot, 0, positions[slot], 0)
+        )
     return cache
 
 
@@ -148,7 +162,9 @@ class PromptAttention:
         **how: Any,
     ) -> jax.Array:
         first = collectives.first_head(q.shape[2])
-        self.cache = LayerCache(self.groups.select(k, first), self.groups.select(v, first))
+        self.cache = LayerCache(
+            self.groups.select(k, first), self.groups.select(v, first)
+        )
         return self.attend(q, k, v, segments, collectives, *more, **how)
 
 
@@ -156,7 +172,11 @@ class DecodeAttention:
     """Attends with the new tokens of every slot to its cache, to which they are added first."""
 
     def __init__(
-        self, model: ModelConfig, groups: OwnGroups, cache: LayerCache, positions: jax.Array
+        self,
+        model: ModelConfig,
+        groups: OwnGroups,
+        cache: LayerCache,
+        positions: jax.Array,
     ) -> None:
         """`positions` [S, T]: those of a slot's new tokens, one behind the other."""
         self.model = model
@@ -221,7 +241,9 @@ def against(
     cap = model.score_cap
     groups = keys.shape[1]
     q = (q_STHK * model.query_scalar**-0.5).reshape(slots, length, groups, -1, width)
-    scores = jnp.einsum("stgrk,sgpk->sgtrp", q, keys, preferred_element_type=jnp.float32)
+    scores = jnp.einsum(
+        "stgrk,sgpk->sgtrp", q, keys, preferred_element_type=jnp.float32
+    )
     scores = within(cap, scores) if cap else scores
     scores = jnp.where(visible[:, None, :, None], scores, MASKED)
     p = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
@@ -233,7 +255,10 @@ def against(
         )
     out = (
         jnp.einsum(
-            "sgtrp,sgpk->sgtrk", p.astype(values.dtype), values, preferred_element_type=jnp.float32
+            "sgtrp,sgpk->sgtrk",
+            p.astype(values.dtype),
+            values,
+            preferred_element_type=jnp.float32,
         )
         / total
     )

@@ -24,7 +24,8 @@ from meshtrain.generate.text import describe_length, text_tokens
 
 MOST_SLOTS = 8  # prompts that run at once; more wait
 READY = "> "  # on a terminal, where a message is waited for
-ROOM = 4  # an answer has this part of the positions at least, as long as what was said earlier can be left out
+# An answer has this part of the positions at least, as long as what was said earlier can be left out
+ROOM = 4
 Messages = list[dict[str, Any]]
 
 
@@ -121,7 +122,9 @@ def sampling(options: argparse.Namespace, usual: Sampling) -> Sampling:
     """Returns how tokens are chosen: who asks for a share of them, or names a seed, does not want the most likely
     alone.
     """
-    drawn = any(given is not None for given in (options.top_k, options.top_p, options.seed))
+    drawn = any(
+        given is not None for given in (options.top_k, options.top_p, options.seed)
+    )
     unasked = usual.temperature or (1.0 if drawn else 0.0)
     temperature = unasked if options.temperature is None else options.temperature
     top_p = usual.top_p if options.top_p is None else options.top_p
@@ -168,7 +171,9 @@ def _tokens(opened: Opened, text: str, most: int) -> np.ndarray:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ConfigError(f"the prompt {short(repr(text))} is not text in UTF-8.") from None
+        raise ConfigError(
+            f"the prompt {short(repr(text))} is not text in UTF-8."
+        ) from None
     return text_tokens(opened.tokenizer, text, most)
 
 
@@ -179,7 +184,9 @@ def run_chat(options: argparse.Namespace) -> int:
     slots = 1 if options.mesh is None else parse_mesh(options.mesh).data
     opened = open_for(options, slots)
     if opened.template is None:
-        raise ConfigError(f"--chat needs a model that was made for conversations: {opened.without}")
+        raise ConfigError(
+            f"--chat needs a model that was made for conversations: {opened.without}"
+        )
     messages: Messages = (
         [] if options.system is None else [{"role": SYSTEM, "content": options.system}]
     )
@@ -194,11 +201,16 @@ def run_chat(options: argparse.Namespace) -> int:
     return code
 
 
-def _answer(options: argparse.Namespace, engine: Engine, messages: Messages, line: str) -> int:
+def _answer(
+    options: argparse.Namespace, engine: Engine, messages: Messages, line: str
+) -> int:
     asked = [*messages, {"role": USER, "content": line}]
     try:
         fitting, tokens = _prompt(
-            engine.opened, asked, engine.length, min(options.tokens, engine.length // ROOM)
+            engine.opened,
+            asked,
+            engine.length,
+            min(options.tokens, engine.length // ROOM),
         )
     except ConfigError as error:
         say(error)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from meshtrain.generate.programs import Name
 
 log = logging.getLogger(__name__)
-COMMON = 7  # programs to wait for at least: both that decode, and prompts of up to 256 tokens
+# Programs to wait for at least: both that decode, and prompts of up to 256 tokens
+COMMON = 7
 LOG_EVERY = 10.0  # seconds
 
 
@@ -26,14 +27,19 @@ class CompilingAhead:
     """Begins with `start`. `changed` is notified of each program; `wanted` names those that requests wait for."""
 
     def __init__(
-        self, decoding: Any, changed: threading.Condition, wanted: "Callable[[], list[Name]]"
+        self,
+        decoding: Any,
+        changed: threading.Condition,
+        wanted: "Callable[[], list[Name]]",
     ) -> None:
         self._decoding = decoding
         self._changed = changed
         self._wanted = wanted
         self._closing = False
         self.running = True
-        self._thread = threading.Thread(target=self._run, name="meshtrain compiler", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="meshtrain compiler", daemon=True
+        )
 
     def start(self) -> None:
         """Begins to compile: not before the engine knows of it, or it would compile beside it what is under way."""
@@ -78,11 +84,15 @@ class CompilingAhead:
 
     def _next(self) -> "Name | None":
         names = self._wanted() + ([] if self._closing else self._left())
-        return next((name for name in names if not self._decoding.is_compiled(name)), None)
+        return next(
+            (name for name in names if not self._decoding.is_compiled(name)), None
+        )
 
     def _left(self, most: int | None = None) -> "list[Name]":
         return [
-            name for name in self._decoding.names[:most] if not self._decoding.is_compiled(name)
+            name
+            for name in self._decoding.names[:most]
+            if not self._decoding.is_compiled(name)
         ]
 
 

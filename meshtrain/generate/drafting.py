@@ -51,7 +51,12 @@ class DraftingForward(DecodingForward):
         self._graph, _ = nnx.split(getattr(program.local.forward.decoder.mtp, name))
 
     def draft(
-        self, weights: Parts, stream: jax.Array, tokens: jax.Array, positions: jax.Array, mixer: Any
+        self,
+        weights: Parts,
+        stream: jax.Array,
+        tokens: jax.Array,
+        positions: jax.Array,
+        mixer: Any,
     ) -> jax.Array:
         """Returns the drafter's stream [B, T, D], of the model's at `positions` and the tokens [B, T] behind these."""
         embedding = nnx.merge(self.graphs.embedding, weights.embedding)
@@ -62,14 +67,23 @@ class DraftingForward(DecodingForward):
         drafter.block.attention.attend = mixer
         model = self.config.model
         sequence = sequences(model, positions)(model.layers)
-        return self.parts.block(drafter.block, x, sequence, self.collectives, NO_DROPOUT)
+        return self.parts.block(
+            drafter.block, x, sequence, self.collectives, NO_DROPOUT
+        )
 
     def guess(
-        self, weights: Parts, y: jax.Array, last: jax.Array, how: SamplingArrays, positions: Any
+        self,
+        weights: Parts,
+        y: jax.Array,
+        last: jax.Array,
+        how: SamplingArrays,
+        positions: Any,
     ) -> jax.Array:
         """Returns the drafts for `positions` [B], of the drafter's stream at place `last` [B] of each row."""
         own = jnp.take_along_axis(y, last[:, None, None], axis=1)
-        weights = weights._replace(head={**weights.head, "norm": weights.drafter["norm"]})
+        weights = weights._replace(
+            head={**weights.head, "norm": weights.drafter["norm"]}
+        )
         return sample(self._logits(weights, own)[:, 0], how, positions)
 
     def prompt_mixer(self) -> Mixer:
@@ -91,7 +105,9 @@ class Drafting(Decoding):
 
     def _nothing(self) -> Slots:
         state = super()._nothing()
-        return state._replace(cache=(*state.cache, state.cache[-1]), drafts=state.tokens)
+        return state._replace(
+            cache=(*state.cache, state.cache[-1]), drafts=state.tokens
+        )
 
     def _read_alone(
         self, weights: Parts, tokens: jax.Array, lengths: jax.Array, how: SamplingArrays
@@ -101,13 +117,19 @@ class Drafting(Decoding):
         picked = pick(read.logits, how, lengths, logprobs=True)
         last = lengths - 1
         places = jnp.arange(tokens.shape[1])
-        behind = jnp.where(places == last[:, None], picked.tokens[:, None], jnp.roll(tokens, -1, 1))
+        behind = jnp.where(
+            places == last[:, None], picked.tokens[:, None], jnp.roll(tokens, -1, 1)
+        )
         mixer = forward.prompt_mixer()
         y = forward.draft(weights, read.stream, behind, places, mixer)
         drafts = forward.guess(weights, y, last, how, lengths + 1)
-        return Slots((*read.caches, mixer.cache), picked.tokens, lengths, how, drafts), picked
+        return Slots(
+            (*read.caches, mixer.cache), picked.tokens, lengths, how, drafts
+        ), picked
 
-    def _one_more(self, weights: Parts, state: Slots, logprobs: bool) -> tuple[Slots, Picked]:
+    def _one_more(
+        self, weights: Parts, state: Slots, logprobs: bool
+    ) -> tuple[Slots, Picked]:
         forward = self.forward
         *caches, own = state.cache
         how = state.how
@@ -115,7 +137,12 @@ class Drafting(Decoding):
         tokens = jnp.stack([state.tokens, state.drafts], axis=1)
         read = forward.read_on(weights, tuple(caches), tokens, positions)
         rows = jax.tree.map(lambda x: jnp.repeat(x, 2), how)
-        flat = pick(read.logits.reshape(positions.size, -1), rows, positions.ravel() + 1, logprobs)
+        flat = pick(
+            read.logits.reshape(positions.size, -1),
+            rows,
+            positions.ravel() + 1,
+            logprobs,
+        )
         picked = jax.tree.map(lambda x: x.reshape(*positions.shape, *x.shape[1:]), flat)
         accepted = picked.tokens[:, 0] == state.drafts
         last = accepted.astype(jnp.int32)

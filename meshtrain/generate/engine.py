@@ -45,7 +45,8 @@ log = logging.getLogger(__name__)
 # Requests whose token a program chooses, each with its place in the program's arrays (None: they are of one slot).
 Places = list[tuple[int | None, Running]]
 MOST_FAILURES = (
-    3  # of the device's programs, with nothing read between them, until the engine gives up
+    # Of the device's programs, with nothing read between them, until the engine gives up
+    3
 )
 
 
@@ -70,7 +71,9 @@ class Engine:
         self.slots = slots
         self.length = opened.length if length is None else length
         self._most_waiting = waiting
-        self._decoding = (decoding or opened.decoding)(opened.model, slots, self.length, keep)
+        self._decoding = (decoding or opened.decoding)(
+            opened.model, slots, self.length, keep
+        )
         self._spelling = Spelling(opened.tokenizer)
         self._state: Any = None
         self._running: list[Running | None] = [None] * slots
@@ -88,7 +91,8 @@ class Engine:
         self._broken = ""
         self._closing: str | None = None  # now, drain
         self._thread: threading.Thread | None = None
-        self._ahead: CompilingAhead | None = None  # None: whoever needs a program compiles it
+        # None: whoever needs a program compiles it
+        self._ahead: CompilingAhead | None = None
 
     # --- from any thread
 
@@ -106,7 +110,9 @@ class Engine:
             if self._broken or self._closing is not None:
                 raise Closed(self._broken or "the engine is closed.")
             if len(self._waiting) >= self._most_waiting + self._running.count(None):
-                raise Busy(f"{len(self._waiting)} requests wait already, as many as may.")
+                raise Busy(
+                    f"{len(self._waiting)} requests wait already, as many as may."
+                )
             self._waiting.append(ticket)
             self._changed.notify_all()
         return ticket
@@ -123,7 +129,8 @@ class Engine:
                 last_step=self._last_step,
                 turn_began=self._turn_began,
                 broken=self._broken,
-                compiling=self._compiling or (bool(self._waiting) and self._admissible() is None),
+                compiling=self._compiling
+                or (bool(self._waiting) and self._admissible() is None),
             )
 
     def start(self) -> "Engine":
@@ -243,7 +250,9 @@ class Engine:
         """
         most = 1 if self._occupied() else self.slots
         prefilled = False
-        for slot in [slot for slot, running in enumerate(self._running) if running is None][:most]:
+        for slot in [
+            slot for slot, running in enumerate(self._running) if running is None
+        ][:most]:
             with self._changed:
                 ticket = self._admissible()
                 if ticket is None:
@@ -268,14 +277,20 @@ class Engine:
 
     def _decode(self) -> bool:
         running_slots = [
-            (slot, running) for slot, running in enumerate(self._running) if running is not None
+            (slot, running)
+            for slot, running in enumerate(self._running)
+            if running is not None
         ]
         places: Places = [
-            (slot, running) for slot, running in running_slots if running.dispatched < running.most
+            (slot, running)
+            for slot, running in running_slots
+            if running.dispatched < running.most
         ]
         if not places:
             return False
-        logprobs = any(running.ticket.request.logprobs is not None for _, running in places)
+        logprobs = any(
+            running.ticket.request.logprobs is not None for _, running in places
+        )
         self._compiling |= not self._decoding.is_compiled(("decode", logprobs))
         self._state, picked = self._decoding.decode(self._state, logprobs)
         for _, running in places:
@@ -294,13 +309,17 @@ class Engine:
             arrays: list[Any] = [None if x is None else np.asarray(x) for x in picked]
             self._failed = 0
             for at, running in wanted:
-                *chosen, accepted = (x if x is None or at is None else x[at] for x in arrays)
+                *chosen, accepted = (
+                    x if x is None or at is None else x[at] for x in arrays
+                )
                 if accepted is None:
                     self._tell(running, *chosen)
                 else:
                     self._tell_drafted(running, chosen, bool(accepted))
 
-    def _tell_drafted(self, running: Running, chosen: list[Any], accepted: bool) -> None:
+    def _tell_drafted(
+        self, running: Running, chosen: list[Any], accepted: bool
+    ) -> None:
         """Tells the token that a step has chosen, and the one behind it if its draft was right."""
         self._count(drafts=1, accepted_drafts=int(accepted))
         first, second = ([x if x is None else x[k] for x in chosen] for k in range(2))
@@ -376,7 +395,9 @@ class Engine:
         """Returns the first that waits for nothing but a slot."""
         compiled = self._decoding.is_compiled
         ready = (
-            t for t in self._waiting if not self.warming or compiled(self._prefill_of(t.request))
+            t
+            for t in self._waiting
+            if not self.warming or compiled(self._prefill_of(t.request))
         )
         return next(ready, None)
 

@@ -23,7 +23,12 @@ from meshtrain.config.schema import ParallelConfig
 from meshtrain.config.stacks import LINEAR, kinds_of_layers, stack_of_layers
 from meshtrain.families import FAMILIES
 from meshtrain.generate import held
-from meshtrain.generate.cache import DecodeAttention, LayerCache, OwnGroups, PromptAttention
+from meshtrain.generate.cache import (
+    DecodeAttention,
+    LayerCache,
+    OwnGroups,
+    PromptAttention,
+)
 from meshtrain.generate.latent import LatentDecode, LatentPrompt
 from meshtrain.generate.linear_cache import DecodeMix, LinearCache, PromptMix
 from meshtrain.generate.resharding import Parts
@@ -77,8 +82,12 @@ class DecodingForward:
         self.layout = make_layout(self.config, self.mesh)
         self.collectives = UseCollectives(self.config, platform(self.mesh))
         forward = program.local.forward
-        self.graphs = Parts(forward.embedding_graph, forward.block_graphs, forward.head_graph)
-        self.parts = ModelParts(self.config, self.collectives, Hooks(block=program.hooks.block))
+        self.graphs = Parts(
+            forward.embedding_graph, forward.block_graphs, forward.head_graph
+        )
+        self.parts = ModelParts(
+            self.config, self.collectives, Hooks(block=program.hooks.block)
+        )
         sizes = self.config.model
         self.kinds = kinds_of_layers(sizes)
         self.groups = OwnGroups(sizes.heads, sizes.kv_heads, self.config.mesh.tensor)
@@ -139,7 +148,9 @@ class DecodingForward:
     def _prompt_mixers(self, lengths: jax.Array | None = None) -> Sequence[Mixer]:
         """Returns what mixes the tokens of prompts in each layer, and keeps their cache."""
         return [
-            PromptMix(self.config.model.linear.chunk, lengths) if kind == LINEAR else self._prompt()
+            PromptMix(self.config.model.linear.chunk, lengths)
+            if kind == LINEAR
+            else self._prompt()
             for kind in self.kinds
         ]
 
@@ -160,8 +171,12 @@ class DecodingForward:
         x = embedding(tokens, positions, self.collectives).astype(self.dtype)
         sequence = sequences(self.config.model, positions)
         stacks = stack_of_layers(self.config.model)
-        for layer, (stack, leaves) in enumerate(zip(stacks, weights.blocks, strict=True)):
-            block = nnx.merge(self.graphs.blocks[stack], held.multiplied(leaves, self.dtype))
+        for layer, (stack, leaves) in enumerate(
+            zip(stacks, weights.blocks, strict=True)
+        ):
+            block = nnx.merge(
+                self.graphs.blocks[stack], held.multiplied(leaves, self.dtype)
+            )
             if isinstance(mixers[layer], PromptMix | DecodeMix):
                 block.attention.mix = mixers[layer]
             else:
@@ -189,9 +204,18 @@ class DecodingForward:
     def _check_slots(self, slots: int) -> None:
         if slots >= 1 and slots % self.ranks == 0:
             return
-        several = {axis: self.mesh.shape[axis] for axis in self.rows if self.mesh.shape[axis] > 1}
-        shared = " x ".join(f"{axis} {size}" for axis, size in several.items()) or "one device"
-        raise ConfigError(f"{slots} slots cannot be shared by {shared}; give a multiple.")
+        several = {
+            axis: self.mesh.shape[axis]
+            for axis in self.rows
+            if self.mesh.shape[axis] > 1
+        }
+        shared = (
+            " x ".join(f"{axis} {size}" for axis, size in several.items())
+            or "one device"
+        )
+        raise ConfigError(
+            f"{slots} slots cannot be shared by {shared}; give a multiple."
+        )
 
 
 def decoded_config(config: Config) -> Config:
@@ -219,7 +243,9 @@ def _check(program: Program, length: int) -> None:
         raise ConfigError(f"slots of {length} positions hold nothing; give 1 or more.")
     check_learned(model, length)
     if program.hooks.attention is not None:
-        name = model.attention or getattr(program.hooks.attention, "__qualname__", "a function")
+        name = model.attention or getattr(
+            program.hooks.attention, "__qualname__", "a function"
+        )
         raise ConfigError(
             f"the model has an attention of its own ({name}), which knows of no cache of keys and values, so that it "
             "cannot generate; "

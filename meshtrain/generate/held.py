@@ -61,7 +61,9 @@ def spec(weight: Placed, kind: str | None) -> Any:
     values = PartitionSpec(*axes)
     if by is None:
         return values
-    scales = PartitionSpec(*(of if numbers else None for of, numbers in zip(axes, by, strict=True)))
+    scales = PartitionSpec(
+        *(of if numbers else None for of, numbers in zip(axes, by, strict=True))
+    )
     return Rounded(values, scales)  # type: ignore[arg-type]
 
 
@@ -86,6 +88,7 @@ def note(kind: str, tree: Any, dtype: Any) -> str:
     leaves = jax.tree.leaves(tree, is_leaf=is_rounded)
     now = sum(x.nbytes for x in jax.tree.leaves(tree))
     wide = sum(
-        x.values.size * jnp.dtype(dtype).itemsize if is_rounded(x) else x.nbytes for x in leaves
+        x.values.size * jnp.dtype(dtype).itemsize if is_rounded(x) else x.nbytes
+        for x in leaves
     )
     return f"weights held in {kind} take {size(now)} in place of {size(wide)} in {jnp.dtype(dtype).name}."

@@ -31,7 +31,12 @@ class LatentPrompt(PromptAttention):
     """Attends as the training program does, and keeps the latents of a prompt as `cache`."""
 
     def attend_latents(
-        self, q: jax.Array, latents: Latents, module: LatentAttention, *more: Any, **how: Any
+        self,
+        q: jax.Array,
+        latents: Latents,
+        module: LatentAttention,
+        *more: Any,
+        **how: Any,
     ) -> jax.Array:
         self.cache = LayerCache(together(latents), None)
         return self.attend(q, *module.expanded(latents), *more, **how)

@@ -67,20 +67,30 @@ class PromptMix:
         *_: Any,
     ) -> Array:
         reach = kernels.qkv[0].shape[0] - 1
-        lengths = jnp.full(len(decay), decay.shape[1]) if self.lengths is None else self.lengths
+        lengths = (
+            jnp.full(len(decay), decay.shape[1])
+            if self.lengths is None
+            else self.lengths
+        )
         earlier = Heads(*(jnp.zeros_like(x[:, :1]).repeat(reach, axis=1) for x in qkv))
         inputs = rule_inputs((Projected(qkv, earlier, beta, decay), kernels), None)
         # a token that neither decays nor adds anything
         read = (jnp.arange(decay.shape[1]) < lengths[:, None])[..., None, None]
         decays = inputs.log_decay.reshape(*decay.shape[:3], -1) * read
-        inputs = inputs._replace(k=inputs.k * read, log_decay=decays.reshape(decay.shape))
+        inputs = inputs._replace(
+            k=inputs.k * read, log_decay=decays.reshape(decay.shape)
+        )
         heads = (len(decay), *inputs.v.shape[2:3], inputs.k.shape[3], inputs.v.shape[3])
-        start = vary(jnp.zeros(heads, jnp.float32), varying(inputs.v) | varying(inputs.log_decay))
+        start = vary(
+            jnp.zeros(heads, jnp.float32), varying(inputs.v) | varying(inputs.log_decay)
+        )
         out, state = read_state(inputs, self.chunk, start)
 
         def tail(earlier: Array, x: Array) -> Array:
             cut = lambda row, length: lax.dynamic_slice_in_dim(row, length, reach)
-            return jax.vmap(cut)(jnp.concatenate([earlier, x], axis=1), lengths).swapaxes(1, 2)
+            return jax.vmap(cut)(
+                jnp.concatenate([earlier, x], axis=1), lengths
+            ).swapaxes(1, 2)
 
         self.cache = LinearCache(state, *map(tail, earlier, qkv))
         return out

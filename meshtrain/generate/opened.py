@@ -59,7 +59,8 @@ class MemoryNeeds:
 
     weights: int
     cache: int
-    moment: int  # the largest weight, twice while it is taken over, or the activations of the longest prompt
+    # The largest weight, twice while it is taken over, or the activations of the longest prompt
+    moment: int
 
     @property
     def all(self) -> int:
@@ -72,13 +73,19 @@ def memory_needs(config: Config, slots: int, length: int) -> MemoryNeeds:
     mesh = config.mesh
     size = itemsize(config.precision.compute)
     placed = [weight.on_device() * size for weight in all_placed(config)]
-    remembered = bytes_remembered(config, math.ceil(slots / mesh.data), length, bool(model.mtp))
+    remembered = bytes_remembered(
+        config, math.ceil(slots / mesh.data), length, bool(model.mtp)
+    )
     cache = int(remembered)
     # the stream and what its branches make of it; logits are of one position
-    hidden = model.d_ff + (model.moe.top_k * model.expert_width if model.moe.experts else 0)
+    hidden = model.d_ff + (
+        model.moe.top_k * model.expert_width if model.moe.experts else 0
+    )
     of_token = 8 * model.d_model + 3 * math.ceil(hidden / mesh.tensor)
     return MemoryNeeds(
-        sum(placed), cache, max(*placed, length * of_token * size + 8 * slots * model.vocab_size)
+        sum(placed),
+        cache,
+        max(*placed, length * of_token * size + 8 * slots * model.vocab_size),
     )
 
 
@@ -107,12 +114,16 @@ def choose_mesh(
     if kind_of(devices[0]) == "cpu":
         # fake devices share the host's memory
         return MeshConfig()
-    memory = min(int((device.memory_stats() or {}).get("bytes_limit", 0)) for device in devices)
+    memory = min(
+        int((device.memory_stats() or {}).get("bytes_limit", 0)) for device in devices
+    )
     if not memory:
         return MeshConfig()
     legal = [t for t in range(1, len(devices) + 1) if config.model.heads % t == 0]
     for tensor in legal:
-        need = memory_needs(_placed_on(config, MeshConfig(tensor=tensor)), slots, length)
+        need = memory_needs(
+            _placed_on(config, MeshConfig(tensor=tensor)), slots, length
+        )
         if need.all <= memory:
             return MeshConfig(tensor=tensor)
     gib = [f"{n / 2**30:.1f}" for n in (need.weights, need.cache, need.moment, memory)]
@@ -125,7 +136,9 @@ def choose_mesh(
 
 def _placed_on(config: Config, mesh: MeshConfig) -> Config:
     replicated = {"zero_stage": 0, "sequence_parallel": False, "vocab": "spread"}
-    return replaced(config, mesh=vars(mesh), parallel=replicated, train={"uneven_batch": "pad"})
+    return replaced(
+        config, mesh=vars(mesh), parallel=replicated, train={"uneven_batch": "pad"}
+    )
 
 
 def parse_mesh(asked: str) -> MeshConfig:
@@ -163,13 +176,16 @@ class Opened:
     template: Conversations | None  # None: the model takes no conversations
     name: str
     length: int = USUAL  # positions of a slot unless others are asked for
-    longest: int = USUAL  # positions that the model was made for: learned, or as long as what it was trained on
+    # Positions that the model was made for: learned, or as long as what it was trained on
+    longest: int = USUAL
     # of what a chat template has made: special tokens in it are themselves
     marked: Tokenizer = field(default_factory=ByteTokenizer)
     without: str = (
-        "the model has no chat template."  # why there is no template, where there is none
+        # Why there is no template, where there is none
+        "the model has no chat template."
     )
-    sampling: Sampling | None = None  # how its makers have tokens chosen; None: they do not say
+    # How its makers have tokens chosen; None: they do not say
+    sampling: Sampling | None = None
     asks: tuple[str, ...] = ()  # what there is to say of how they have it, sentences
     weights: str | None = (
         None  # what holds them, see `generate.held`; None: the dtype that computes
@@ -231,14 +247,24 @@ def open_model(
     longest = _longest(config, theirs)
     usual = min(longest, USUAL) if length is None else length
     model = place_model(
-        root, config, mesh, slots, usual, weights, step=step, adapter=adapter, precision=precision
+        root,
+        config,
+        mesh,
+        slots,
+        usual,
+        weights,
+        step=step,
+        adapter=adapter,
+        precision=precision,
     )
     return Opened(
         model,
         tokenizer,
         frozenset(i for i in ends if i < vocabulary),
         template,
-        Path(hub.repository_of(root) or extra_files.run_of(Path(os.path.realpath(root)))).name,
+        Path(
+            hub.repository_of(root) or extra_files.run_of(Path(os.path.realpath(root)))
+        ).name,
         usual,
         longest,
         marked,
@@ -269,7 +295,9 @@ def _check_vocabulary(tokenizer: Tokenizer, name: str, vocabulary: int) -> None:
 
 
 def _ends(
-    tokenizer: Tokenizer, template: Conversations | None, files: Mapping[str, Mapping[str, Any]]
+    tokenizer: Tokenizer,
+    template: Conversations | None,
+    files: Mapping[str, Mapping[str, Any]],
 ) -> dict[int, str]:
     """Returns the tokens that end a text or a turn, each with the file that says so."""
     ends = {stop.id: stop.source for stop in tokenizer.boundaries.stops}
@@ -277,14 +305,18 @@ def _ends(
         ends[turn] = "the chat template"
     # of weights whose tokenizer lies elsewhere
     for file, content in files.items():
-        ends |= {i: file for i in numbers_of(content.get("eos_token_id")) if i not in ends}
+        ends |= {
+            i: file for i in numbers_of(content.get("eos_token_id")) if i not in ends
+        }
     return ends
 
 
 def _left_out(ends: Mapping[int, str], vocabulary: int) -> Iterator[str]:
     """Yields a sentence on the end tokens of a file that the model does not have."""
     beyond = [
-        f"{i} of {source}" for i, source in ends.items() if i >= vocabulary and source in FILES
+        f"{i} of {source}"
+        for i, source in ends.items()
+        if i >= vocabulary and source in FILES
     ]
     if beyond:
         yield f"eos_token_id {', '.join(beyond)} is left out: the model's tokens are 0 to {vocabulary - 1}."
@@ -295,7 +327,9 @@ def _conversations(
 ) -> tuple[Conversations | None, str]:
     """Returns the model's chat template, or why it has none."""
     try:
-        source = find_template(own if own and Path(own).expanduser().is_file() else None, name)
+        source = find_template(
+            own if own and Path(own).expanduser().is_file() else None, name
+        )
         return Conversations(source, marked, time.time()), ""
     except ConfigError as error:
         return None, str(error)
@@ -304,7 +338,8 @@ def _conversations(
 def open_asked(options: argparse.Namespace, slots: int, length: int | None) -> Opened:
     """Opens the model that a command line asks for, by the options of `cli.Parser.add_model`."""
     how = {
-        name: getattr(options, name) for name in ("mesh", "precision", "step", "adapter", "weights")
+        name: getattr(options, name)
+        for name in ("mesh", "precision", "step", "adapter", "weights")
     }
     opened = open_model(options.path, length=length, slots=slots, **how)
     return replace(opened, drafts=getattr(options, "draft", False))
@@ -386,10 +421,14 @@ def _sampling(generation: Mapping[str, Any]) -> tuple[Sampling | None, tuple[str
     if (problem := next(problems(generation, SAMPLING), None)) is not None:
         raise ConfigError(problem)
     absent = [
-        name for name, neutral in ABSENT.items() if generation.get(name) not in (None, neutral)
+        name
+        for name, neutral in ABSENT.items()
+        if generation.get(name) not in (None, neutral)
     ]
     asks = (
-        [f"{GENERATION} asks for {', '.join(absent)}, which is not built here and left out."]
+        [
+            f"{GENERATION} asks for {', '.join(absent)}, which is not built here and left out."
+        ]
         if absent
         else []
     )
@@ -404,8 +443,13 @@ def _sampling(generation: Mapping[str, Any]) -> tuple[Sampling | None, tuple[str
     if draws is False:
         return Sampling(), tuple(asks)
     sampling = Sampling(**{"temperature": 1.0, **values})
-    how = ", ".join(f"{name} {value:g}" for name, value in values.items()) or "temperature 1"
-    asks.insert(0, f"unless asked otherwise, tokens are drawn as {GENERATION} says: {how}.")
+    how = (
+        ", ".join(f"{name} {value:g}" for name, value in values.items())
+        or "temperature 1"
+    )
+    asks.insert(
+        0, f"unless asked otherwise, tokens are drawn as {GENERATION} says: {how}."
+    )
     return sampling, tuple(asks)
 
 

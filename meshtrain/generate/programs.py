@@ -43,7 +43,9 @@ Name = tuple[
 ]  # ("prefill", tokens of its bucket) or ("decode", whether with log-probabilities)
 
 
-def taken_over(model: Model, layout: Layout, keep: bool, kind: str | None = None) -> Parts:
+def taken_over(
+    model: Model, layout: Layout, keep: bool, kind: str | None = None
+) -> Parts:
     """Returns the weights of a model as `layout` splits them, one after the other; those of the model are freed unless
     `keep`.
 
@@ -59,7 +61,8 @@ class Slots(NamedTuple):
     tokens: Any  # int32 [S]: chosen last, and not yet read
     positions: Any  # int32 [S]: theirs
     how: Any  # SamplingArrays
-    drafts: Any = None  # int32 [S]: guesses of the tokens behind; None where nothing is drafted
+    # int32 [S]: guesses of the tokens behind; None where nothing is drafted
+    drafts: Any = None
 
 
 class Picked(NamedTuple):
@@ -88,10 +91,16 @@ class Decoding:
     """
 
     forward_type: type[DecodingForward] = DecodingForward
-    drafts = 0  # tokens that a step reads behind the last chosen one, though they may be wrong
+    # Tokens that a step reads behind the last chosen one, though they may be wrong
+    drafts = 0
 
     def __init__(
-        self, model: Model, slots: int, length: int, keep: bool = True, kind: str | None = None
+        self,
+        model: Model,
+        slots: int,
+        length: int,
+        keep: bool = True,
+        kind: str | None = None,
     ) -> None:
         self.slots = slots
         self.length = length
@@ -100,19 +109,28 @@ class Decoding:
         self.mesh = self.forward.mesh
         self.config = self.forward.config
         self.layout = self.forward.layout
-        self._resharding = Resharding(model.program.layout, self.layout, kind, bool(self.drafts))
+        self._resharding = Resharding(
+            model.program.layout, self.layout, kind, bool(self.drafts)
+        )
         self.weights = self._resharding.take_over(model.params, keep)
         self._executables: dict[Name, Any] = {}
         self._others = 0  # programs that were compiled for the same model before
 
     @cached_property
     def state_specs(self) -> Slots:
-        rows, layer = PartitionSpec(self.forward.rows), PartitionSpec(self.forward.rows, TENSOR)
-        return jax.tree.map(lambda x: layer if x.ndim > 1 else rows, jax.eval_shape(self._nothing))
+        rows, layer = (
+            PartitionSpec(self.forward.rows),
+            PartitionSpec(self.forward.rows, TENSOR),
+        )
+        return jax.tree.map(
+            lambda x: layer if x.ndim > 1 else rows, jax.eval_shape(self._nothing)
+        )
 
     def empty(self) -> Slots:
         """Returns slots that hold nothing."""
-        shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), self.state_specs)
+        shardings = jax.tree.map(
+            lambda spec: NamedSharding(self.mesh, spec), self.state_specs
+        )
         return jax.jit(self._nothing, out_shardings=shardings)()
 
     def _nothing(self) -> Slots:
@@ -134,13 +152,18 @@ class Decoding:
             lambda x: jnp.full(self.slots, x, x.dtype), SamplingArrays.of(Sampling())
         )
         return Slots(
-            cache, jnp.zeros(self.slots, jnp.int32), jnp.zeros(self.slots, jnp.int32), greedy
+            cache,
+            jnp.zeros(self.slots, jnp.int32),
+            jnp.zeros(self.slots, jnp.int32),
+            greedy,
         )
 
     @property
     def note(self) -> str:
         """A sentence on the weights' bytes, if they are held in 8 bits."""
-        return held.note(self.kind, self.weights, self.forward.dtype) if self.kind else ""
+        return (
+            held.note(self.kind, self.weights, self.forward.dtype) if self.kind else ""
+        )
 
     def free(self) -> None:
         """Frees the weights; the programs can be run no more."""
@@ -193,7 +216,11 @@ class Decoding:
         longest = max(self.length - 1, 1)
         tokens = [1 << k for k in range(longest.bit_length())] + [longest]
         buckets = dict.fromkeys(map(self.bucket, tokens))
-        return [("decode", False), ("decode", True), *(("prefill", bucket) for bucket in buckets)]
+        return [
+            ("decode", False),
+            ("decode", True),
+            *(("prefill", bucket) for bucket in buckets),
+        ]
 
     def compile(self, name: Name) -> None:
         """Compiles a program that is not; from any thread, while others run."""
@@ -261,7 +288,8 @@ class Decoding:
     @cached_property
     def _decode(self) -> dict[bool, Any]:
         one_more = {
-            logprobs: partial(self._one_more, logprobs=logprobs) for logprobs in (False, True)
+            logprobs: partial(self._one_more, logprobs=logprobs)
+            for logprobs in (False, True)
         }
         return {
             logprobs: self._mapped(function, (), PartitionSpec(self.forward.rows))
@@ -273,7 +301,9 @@ class Decoding:
     ) -> Any:
         in_specs = (self._resharding.specs, self.state_specs, *more)
         out_specs = (self.state_specs, picked)
-        mapped = jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs)
+        mapped = jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs
+        )
         return jax.jit(mapped, donate_argnums=1)
 
     def _read_prompt(
@@ -307,7 +337,9 @@ class Decoding:
         picked = pick(read.logits, how, lengths, logprobs=True)
         return Slots(read.caches, picked.tokens, lengths, how), picked
 
-    def _one_more(self, weights: Parts, state: Slots, logprobs: bool) -> tuple[Slots, Picked]:
+    def _one_more(
+        self, weights: Parts, state: Slots, logprobs: bool
+    ) -> tuple[Slots, Picked]:
         positions = state.positions
         read = self.forward.step(weights, state.cache, state.tokens, positions)
         picked = pick(read.logits, state.how, positions + 1, logprobs)
@@ -316,11 +348,15 @@ class Decoding:
         return Slots(read.caches, picked.tokens, positions, state.how), picked
 
 
-def pick(logits: jax.Array, how: SamplingArrays, positions: jax.Array, logprobs: bool) -> Picked:
+def pick(
+    logits: jax.Array, how: SamplingArrays, positions: jax.Array, logprobs: bool
+) -> Picked:
     """Chooses from logits [S, V] the tokens for the next `positions`."""
     tokens = sample(logits, how, positions)
     if not logprobs:
         return Picked(tokens)
     by_id = jax.nn.log_softmax(logits)
     largest, ids = lax.top_k(by_id, min(MOST_LIKELY, logits.shape[1]))
-    return Picked(tokens, jnp.take_along_axis(by_id, tokens[:, None], axis=1)[:, 0], ids, largest)
+    return Picked(
+        tokens, jnp.take_along_axis(by_id, tokens[:, None], axis=1)[:, 0], ids, largest
+    )

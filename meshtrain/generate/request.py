@@ -23,18 +23,25 @@ class Sampling:
     temperature: float = 0.0  # 0: the most likely one (greedy)
     top_k: int = 0  # among so many of the most likely; 0: all
     top_p: float = (
-        1.0  # among the fewest whose probabilities sum to this (nucleus: Holtzman et al. 2020)
+        # Among the fewest whose probabilities sum to this (nucleus: Holtzman et al. 2020)
+        1.0
     )
     seed: int = 0
 
     def check(self) -> None:
         """Raises ConfigError if no token can be chosen so."""
         if not (0 <= self.temperature < np.inf):
-            raise ConfigError(f"temperature is {self.temperature}; it must be a number from 0.")
+            raise ConfigError(
+                f"temperature is {self.temperature}; it must be a number from 0."
+            )
         if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p is {self.top_p}; it must be above 0 and at most 1.")
+            raise ConfigError(
+                f"top_p is {self.top_p}; it must be above 0 and at most 1."
+            )
         if not 0 <= self.top_k < 1 << 31:
-            raise ConfigError(f"top_k is {self.top_k}; it must be from 0, which leaves all tokens.")
+            raise ConfigError(
+                f"top_k is {self.top_k}; it must be from 0, which leaves all tokens."
+            )
 
 
 @dataclass(frozen=True)
@@ -46,12 +53,17 @@ class Request:
     sampling: Sampling = Sampling()
     stop: tuple[str, ...] = ()  # the text ends before the first of them
     ignore_ends: bool = False  # go on behind an end token
-    logprobs: int | None = None  # tell of so many of the most likely tokens; None: of no token
+    # Tell of so many of the most likely tokens; None: of no token
+    logprobs: int | None = None
 
     def check(self, length: int, vocabulary: int) -> None:
         """Raises ConfigError if so many positions and tokens cannot answer it."""
         tokens = np.asarray(self.tokens)
-        if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
+        if (
+            tokens.ndim != 1
+            or not len(tokens)
+            or not np.issubdtype(tokens.dtype, np.integer)
+        ):
             raise ConfigError("a prompt must be one token at least.")
         if len(tokens) >= length:
             both = f"prompt and answer together have {length} positions here"
@@ -61,9 +73,13 @@ class Request:
                 f"the prompt has the token {wrong[0]}; the model has {vocabulary}, from 0."
             )
         if self.most < 1:
-            raise ConfigError(f"{self.most} tokens are asked for; it must be 1 at least.")
+            raise ConfigError(
+                f"{self.most} tokens are asked for; it must be 1 at least."
+            )
         if self.logprobs is not None and not 0 <= self.logprobs <= MOST_LIKELY:
-            raise ConfigError(f"logprobs is {self.logprobs}; it must be from 0 to {MOST_LIKELY}.")
+            raise ConfigError(
+                f"logprobs is {self.logprobs}; it must be from 0 to {MOST_LIKELY}."
+            )
         self.sampling.check()
 
 
@@ -120,20 +136,24 @@ class EngineStatus:
     drafts: int = 0  # that a request's step has checked
     accepted_drafts: int = 0  # of these
     saved: int = 0  # steps that a request would have taken without
-    compiled: int = 0  # programs: one for each power of two of a prompt's length, and decode's two
+    # programs: one for each power of two of a prompt's length, and decode's two
+    compiled: int = 0
     failures: int = 0  # of the device's programs
     last_step: float = 0.0  # time.monotonic() at the end of the last turn
     turn_began: float | None = (
         None  # of the turn that goes on; None: nothing is asked of the device
     )
-    compiling: bool = False  # in this turn a program is compiled, or what waits waits for that
+    # In this turn a program is compiled, or what waits waits for that
+    compiling: bool = False
     broken: str = ""  # why nothing can be generated any more, a sentence
 
 
 class Ticket:
     """A request that was taken; from any thread."""
 
-    def __init__(self, request: Request, listener: Listener, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, request: Request, listener: Listener, wake: Callable[[], None]
+    ) -> None:
         self.request = request
         self._listener = listener
         self._wake = wake
@@ -166,7 +186,8 @@ class Running:
         self.ends = ends
         self._spelling = spelling
         self.most = min(request.most, length - len(request.tokens))
-        self.dispatched = 1  # tokens that are chosen, or are to be by what the device was given
+        # Tokens that are chosen, or are to be by what the device was given
+        self.dispatched = 1
         self.tokens = 0  # those of them that were read
         self.ended = False
         self._stream = Stream(spelling.tokenizer, request.tokens, request.stop)
@@ -180,7 +201,9 @@ class Running:
         request = self.ticket.request
         self.tokens += 1
         if logprob is not None and not np.isfinite(logprob):
-            return self.last("error", problem="the model's logits are not finite numbers.")
+            return self.last(
+                "error", problem="the model's logits are not finite numbers."
+            )
         ended = token in self.ends and not request.ignore_ends
         text = "" if ended else self._stream.push(token)
         chosen: tuple[Chosen, ...] = ()
@@ -196,7 +219,11 @@ class Running:
         return Piece(text, chosen, self.tokens) if text or chosen else None
 
     def last(
-        self, finish: Finish, text: str = "", chosen: tuple[Chosen, ...] = (), problem: str = ""
+        self,
+        finish: Finish,
+        text: str = "",
+        chosen: tuple[Chosen, ...] = (),
+        problem: str = "",
     ) -> Piece:
         """Returns how it ends, with the text that was held back."""
         return Piece(text + self._stream.close(), chosen, self.tokens, finish, problem)

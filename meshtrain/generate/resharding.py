@@ -49,7 +49,11 @@ class Resharding:
     """
 
     def __init__(
-        self, trained: Layout, decoded: Layout, kind: str | None = None, drafts: bool = False
+        self,
+        trained: Layout,
+        decoded: Layout,
+        kind: str | None = None,
+        drafts: bool = False,
     ) -> None:
         self.trained = trained
         self.decoded = decoded
@@ -74,9 +78,13 @@ class Resharding:
     def take_over(self, params: Any, keep: bool) -> Parts:
         """Returns the weights, one after the other; those that are given are freed unless `keep`."""
         by_weight = []
-        for (trained, decoded), stored in zip(self._pairs, self._leaves(params), strict=True):
+        for (trained, decoded), stored in zip(
+            self._pairs, self._leaves(params), strict=True
+        ):
 
-            def reshard(x: Any, trained: Placed = trained, decoded: Placed = decoded) -> list[Any]:
+            def reshard(
+                x: Any, trained: Placed = trained, decoded: Placed = decoded
+            ) -> list[Any]:
                 return self._resharded(trained, decoded, x)
 
             run = jax.jit(reshard, out_shardings=self.shardings(self._specs(decoded)))
@@ -89,13 +97,19 @@ class Resharding:
         """Returns the weights of which `held` has other values than `params`, compared as canonical arrays: nothing
         here is what resharded them.
         """
-        names = self._parts([[weight.name] * self._layers(weight) for weight in self.decoded.flat])
-        layers: dict[str, list[jax.Array]] = {weight.name: [] for weight in self.decoded.flat}
+        names = self._parts(
+            [[weight.name] * self._layers(weight) for weight in self.decoded.flat]
+        )
+        layers: dict[str, list[jax.Array]] = {
+            weight.name: [] for weight in self.decoded.flat
+        }
         for name, x in zip(jax.tree.leaves(names), jax.tree.leaves(held), strict=True):
             layers[name].append(x)
 
         def are_equal(weight: Placed, stored: Any, held: list[jax.Array]) -> jax.Array:
-            wanted = self.trained.canonical_leaf(weight, self.trained.unstored(weight, stored))
+            wanted = self.trained.canonical_leaf(
+                weight, self.trained.unstored(weight, stored)
+            )
             there = jnp.stack(held) if weight.stacked else held[0]
             there = there[tuple(slice(n) for n in weight.shape)]
             return jnp.array_equal(wanted.astype(there.dtype), there)
@@ -103,7 +117,9 @@ class Resharding:
         compare = jax.jit(are_equal, static_argnums=0)
         pairs = zip(self.trained.flat, self._leaves(params), strict=True)
         return [
-            weight for weight, stored in pairs if not compare(weight, stored, layers[weight.name])
+            weight
+            for weight, stored in pairs
+            if not compare(weight, stored, layers[weight.name])
         ]
 
     @property
@@ -128,11 +144,15 @@ class Resharding:
 
     def _parts(self, by_weight: list[list[Any]]) -> Parts:
         layout = self.decoded
-        by_name = dict(zip((weight.name for weight in layout.flat), by_weight, strict=True))
+        by_name = dict(
+            zip((weight.name for weight in layout.flat), by_weight, strict=True)
+        )
 
         def part(name: str, layer: int = 0) -> Any:
             return jax.tree.map(
-                lambda weight: by_name[weight.name][layer], layout.weights[name], is_leaf=is_placed
+                lambda weight: by_name[weight.name][layer],
+                layout.weights[name],
+                is_leaf=is_placed,
             )
 
         taken = {stack: itertools.count() for stack in layout.stacks}
@@ -153,13 +173,19 @@ class Resharding:
         )
         arrays = send(self.trained.unstored(trained, stored))
         by = held.groups(decoded) if self.kind else None
-        return arrays if by is None else [held.held(str(self.kind), x, by) for x in arrays]
+        return (
+            arrays if by is None else [held.held(str(self.kind), x, by) for x in arrays]
+        )
 
     def _send(self, trained: Placed, decoded: Placed, x: jax.Array) -> list[jax.Array]:
         """Gathers a device's part of a weight, inside shard_map, and gives its layers."""
         if not trained.float32:
             x = x.astype(self.decoded.config.precision.compute)
-        moved = [d for d, axes in enumerate(trained.over) if TENSOR in axes and axes != (TENSOR,)]
+        moved = [
+            d
+            for d, axes in enumerate(trained.over)
+            if TENSOR in axes and axes != (TENSOR,)
+        ]
         split = [d for d, axes in enumerate(decoded.over) if TENSOR in axes]
         swaps = split if moved != split else []
         # What moves to another tensor rank moves while it is a shard, unless the shards are of what is to be split.
@@ -174,9 +200,13 @@ class Resharding:
             x = _gathered(x, tuple(axis for axis in axes if axis != TENSOR), dim)
         if not decoded.stacked:
             return [x]
-        return [x[place] for place in self.trained.stack(trained).places[: decoded.shape[0]]]
+        return [
+            x[place] for place in self.trained.stack(trained).places[: decoded.shape[0]]
+        ]
 
-    def _move(self, trained: Placed, decoded: Placed, x: jax.Array, dim: int) -> jax.Array:
+    def _move(
+        self, trained: Placed, decoded: Placed, x: jax.Array, dim: int
+    ) -> jax.Array:
         """Gives each tensor rank the pieces of `dim` that it is to have, or of the dimension that is split in its
         place; if none is, it gathers `dim` over tensor.
         """
@@ -196,7 +226,9 @@ class Resharding:
         for axis in axes[:-1]:
             pieces *= self.decoded.mesh.shape[axis]
         each = pieces // ranks
-        moves = [(piece, piece % each * ranks + piece // each) for piece in range(pieces)]
+        moves = [
+            (piece, piece % each * ranks + piece // each) for piece in range(pieces)
+        ]
         if all(source == target for source, target in moves):
             return x
         return lax.ppermute(x, axes, moves)

@@ -47,7 +47,9 @@ class Drawn(NamedTuple):
     logprobs: jax.Array  # float32 [S]; 0 where the argmax is taken
 
 
-def sample(logits_SV: jax.Array, how: SamplingArrays, positions_S: jax.Array) -> jax.Array:
+def sample(
+    logits_SV: jax.Array, how: SamplingArrays, positions_S: jax.Array
+) -> jax.Array:
     """The tokens that `draw` chooses, int32 [S]."""
     return draw(logits_SV, how, positions_S).tokens
 
@@ -60,7 +62,9 @@ def draw(logits_SV: jax.Array, how: SamplingArrays, positions_S: jax.Array) -> D
     """
     how = SamplingArrays(*map(jnp.asarray, how))
     draws_S = how.temperature > 0
-    cuts_S = draws_S & (((how.top_k > 0) & (how.top_k < logits_SV.shape[1])) | (how.top_p < 1))
+    cuts_S = draws_S & (
+        ((how.top_k > 0) & (how.top_k < logits_SV.shape[1])) | (how.top_p < 1)
+    )
     greedy_S = jnp.argmax(logits_SV, axis=1).astype(jnp.int32)
     certain_S = jnp.zeros_like(logits_SV[:, 0])
 
@@ -73,7 +77,9 @@ def draw(logits_SV: jax.Array, how: SamplingArrays, positions_S: jax.Array) -> D
             lambda: kept(scaled_SV, how.top_k, how.top_p),
             lambda: vary(jnp.ones(scaled_SV.shape, bool), varying(scaled_SV)),
         )
-        noise_SV = jax.vmap(_noise, (0, 0, None))(how.seed, positions_S, logits_SV.shape[1])
+        noise_SV = jax.vmap(_noise, (0, 0, None))(
+            how.seed, positions_S, logits_SV.shape[1]
+        )
         left_SV = jnp.where(kept_SV, scaled_SV, -jnp.inf)
         drawn_S = jnp.argmax(left_SV + noise_SV, axis=1)
         tokens_S = jnp.where(draws_S, drawn_S.astype(jnp.int32), greedy_S)
@@ -98,7 +104,9 @@ def kept(scaled_SV: jax.Array, top_k_S: ArrayLike, top_p_S: ArrayLike) -> jax.Ar
     )
     most_S = jnp.where(top_k_S > 0, jnp.minimum(top_k_S, vocabulary), vocabulary)
     among_SV = jnp.where(ids_SV < most_S[:, None], -falling_SV, -jnp.inf)
-    reached_SV = jnp.cumsum(jax.nn.softmax(among_SV, axis=1), axis=1) >= top_p_S[:, None]
+    reached_SV = (
+        jnp.cumsum(jax.nn.softmax(among_SV, axis=1), axis=1) >= top_p_S[:, None]
+    )
     # Sums of float32 may reach 1 before all are in, or never.
     enough_S = jnp.where(
         jnp.any(reached_SV, axis=1), jnp.argmax(reached_SV, axis=1) + 1, vocabulary

@@ -21,12 +21,16 @@ from meshtrain.data.tokenizer import Tokenizer
 from meshtrain.errors import ConfigError
 
 HALF = (
-    "\N{REPLACEMENT CHARACTER}"  # what a decoder writes for bytes that are no character, or not yet
+    # What a decoder writes for bytes that are no character, or not yet
+    "\N{REPLACEMENT CHARACTER}"
 )
-MOST_HALF = 3  # tokens that may wait for the rest of a character: one has four bytes at most
+# Tokens that may wait for the rest of a character: one has four bytes at most
+MOST_HALF = 3
 CONTEXT = 8  # tokens of a prompt before which nothing changes how the next is written
-GLANCE = 16  # characters for each token that there is room for: a longer text is judged by its beginning first
-TORN = 64  # tokens by which the beginning of a text may have more than the whole, since it ends within one
+# Characters for each token that there is room for: a longer text is judged by its beginning first
+GLANCE = 16
+# Tokens by which the beginning of a text may have more than the whole, since it ends within one
+TORN = 64
 
 
 class Stream:
@@ -116,7 +120,9 @@ class Spelling:
     def spell(self, token: int) -> str:
         """Returns the text of one token; half a character is U+FFFD."""
         if token not in self._known:
-            self._known[token] = self._spelt([*self._before, token])[len(self._skipped) :]
+            self._known[token] = self._spelt([*self._before, token])[
+                len(self._skipped) :
+            ]
         return self._known[token]
 
     def _spelt(self, ids: list[int]) -> str:
@@ -146,7 +152,9 @@ def text_tokens(tokenizer: Tokenizer, text: str, most: int | None = None) -> np.
     """
     ids = encoded(tokenizer, text, most)
     tokens = np.concatenate([np.array(tokenizer.begin, np.int64), ids.astype(np.int64)])
-    return (tokens if len(tokens) else np.array([tokenizer.end_of_document])).astype(np.int32)
+    return (tokens if len(tokens) else np.array([tokenizer.end_of_document])).astype(
+        np.int32
+    )
 
 
 def describe_length(tokens: int, most: int) -> str:
@@ -169,7 +177,9 @@ class Conversations:
         """Returns whether the template of conversations with tools reads them."""
         return "tools" in self._template.compiled(True).variables
 
-    def text(self, messages: list[dict[str, Any]], tools: Any = None, prompt: bool = True) -> str:
+    def text(
+        self, messages: list[dict[str, Any]], tools: Any = None, prompt: bool = True
+    ) -> str:
         """Returns what the template makes of a list of messages, with `prompt` up to the beginning of an answer.
 
         ConfigError for messages that it does not take, and for what it may not do.
@@ -177,7 +187,9 @@ class Conversations:
         try:
             with self._lock:
                 checked = messages_of(messages, "messages")
-                return self._template.render(checked, tools, [(len(messages), prompt)], "")[0][0]
+                return self._template.render(
+                    checked, tools, [(len(messages), prompt)], ""
+                )[0][0]
         except Unfit as error:
             name = self.source.name
             raise ConfigError(
@@ -192,11 +204,15 @@ class Conversations:
 
         `most`: as `encoded` has it.
         """
-        return encoded(self._tokenizer, self.text(messages, tools), most).astype(np.int32)
+        return encoded(self._tokenizer, self.text(messages, tools), most).astype(
+            np.int32
+        )
 
     def end_of_turn(self) -> int | None:
         """Returns the special token behind an answer, by which a model says that it has ended; None if the template
         writes none there.
         """
-        turn = end_of_turn(lambda messages: self.text(messages, prompt=False), self._tokenizer)
+        turn = end_of_turn(
+            lambda messages: self.text(messages, prompt=False), self._tokenizer
+        )
         return None if turn is None else turn.id

@@ -43,12 +43,15 @@ def read_bytes(path: Path, name: str, box: tuple[slice, ...]) -> np.ndarray:
     return np.ascontiguousarray(mapped[box]).view(NUMPY)
 
 
-def read(numbers: np.ndarray, read: Read, name: str, box: tuple[slice, ...]) -> np.ndarray:
+def read(
+    numbers: np.ndarray, read: Read, name: str, box: tuple[slice, ...]
+) -> np.ndarray:
     """Returns float32 numbers of a box times their blocks' scales, with a function that reads boxes of tensors."""
     blocks = tuple(slice(s.start // BLOCK, -(-s.stop // BLOCK)) for s in box)
     scales = read(f"{name}{SCALES}", blocks)
     of_row, of_column = (
-        np.arange(s.start, s.stop) // BLOCK - by.start for s, by in zip(box, blocks, strict=True)
+        np.arange(s.start, s.stop) // BLOCK - by.start
+        for s, by in zip(box, blocks, strict=True)
     )
     return numbers.astype(np.float32) * scales[of_row][:, of_column]
 

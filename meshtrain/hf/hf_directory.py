@@ -45,7 +45,10 @@ class TensorFiles:
     """
 
     def __init__(
-        self, directory: Path, stem: str = "model", rename: Callable[[str], str] | None = None
+        self,
+        directory: Path,
+        stem: str = "model",
+        rename: Callable[[str], str] | None = None,
     ) -> None:
         """`rename`: of the names in the files, what they are called here; of weights without it as their class with a
         head has them.
@@ -61,11 +64,17 @@ class TensorFiles:
             self._file = dict.fromkeys(self._opened(single).keys(), single)
         else:
             pickles = sorted(
-                p.name for p in directory.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt")
+                p.name
+                for p in directory.glob("*")
+                if p.suffix in (".bin", ".pt", ".pth", ".ckpt")
             )
-            runs_code = "is a pickle, which runs code when it is opened: save it as safetensors"
+            runs_code = (
+                "is a pickle, which runs code when it is opened: save it as safetensors"
+            )
             why = f"; {short(pickles[0])} {runs_code}" if pickles else ""
-            raise ConfigError(f"{short(directory)} has neither {single} nor {self._index}{why}.")
+            raise ConfigError(
+                f"{short(directory)} has neither {single} nor {self._index}{why}."
+            )
         self._theirs: dict[str, str] = {}  # names in the files, by ours
         self._rename(rename or _prefixer(directory, self._file))
         self._mxfp4 = frozenset(
@@ -93,13 +102,24 @@ class TensorFiles:
         """Their names; of what is in MXFP4 that of the matrices, in the place of its two tensors; no scales of what is
         in float8.
         """
-        parts = {f"{name}{end}" for name in self._mxfp4 for end in (mxfp4.BLOCKS, mxfp4.SCALES)}
+        parts = {
+            f"{name}{end}"
+            for name in self._mxfp4
+            for end in (mxfp4.BLOCKS, mxfp4.SCALES)
+        }
         parts |= {f"{name}{fp8.SCALES}" for name in self._file}
-        return [*(name for name in self._file if name not in parts), *sorted(self._mxfp4)]
+        return [
+            *(name for name in self._file if name not in parts),
+            *sorted(self._mxfp4),
+        ]
 
     def metadata(self) -> dict[str, str]:
         """Returns the metadata of the first file."""
-        return dict(self._opened(min(self._file.values())).metadata() or {}) if self._file else {}
+        return (
+            dict(self._opened(min(self._file.values())).metadata() or {})
+            if self._file
+            else {}
+        )
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name in self._mxfp4:
@@ -129,7 +149,9 @@ class TensorFiles:
             return self._slice(name)[box]
         except Exception as error:
             where = short(self.directory / self._file[name])
-            raise ConfigError(f"{name} cannot be read from {where}: {short(str(error))}.") from None
+            raise ConfigError(
+                f"{name} cannot be read from {where}: {short(str(error))}."
+            ) from None
 
     def tensor(self, name: str) -> np.ndarray:
         return self.read(name, tuple(slice(0, n) for n in self.shape(name)))
@@ -137,7 +159,9 @@ class TensorFiles:
     def _read_index(self, index: dict[str, Any]) -> None:
         where = self.directory / self._index
         names = index.get("weight_map")
-        if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        if not isinstance(names, dict) or not all(
+            isinstance(file, str) for file in names.values()
+        ):
             raise ConfigError(f"{short(where)} has no weight_map of names and files.")
         present = {path.name for path in self.directory.iterdir()}
         for file in sorted(set(names.values())):
@@ -147,7 +171,9 @@ class TensorFiles:
                     f"{short(where)} names {short(repr(file))}, which is not a file of its directory."
                 )
             if file not in present:
-                raise ConfigError(f"{short(where)} names {short(file)}, which is not there.")
+                raise ConfigError(
+                    f"{short(where)} names {short(file)}, which is not there."
+                )
             tensors = set(self._opened(file).keys())
             if missing := [
                 name for name, of in names.items() if of == file and name not in tensors
@@ -163,7 +189,9 @@ class TensorFiles:
                 import ml_dtypes  # noqa: F401  (numpy's bfloat16)
                 from safetensors import SafetensorError, safe_open
             except ImportError:
-                raise not_installed("weights of Hugging Face need safetensors", "adopt") from None
+                raise not_installed(
+                    "weights of Hugging Face need safetensors", "adopt"
+                ) from None
             path = self.directory / file
             try:
                 check_regular(path)
@@ -185,19 +213,27 @@ def _prefixer(directory: Path, names: Iterable[str]) -> Callable[[str], str]:
     class without.
     """
     path = directory / CONFIG
-    family = BY_MODEL_TYPE.get(str(read_json(path).get("model_type"))) if path.is_file() else None
+    family = (
+        BY_MODEL_TYPE.get(str(read_json(path).get("model_type")))
+        if path.is_file()
+        else None
+    )
     if family is None or any(name.startswith(family.prefix) for name in names):
         return lambda name: name
     return lambda name: name if name.startswith(HEADS) else family.prefix + name
 
 
-def config_of(directory: Path, source: Path | None = None, overrides: Sequence[str] = ()) -> Config:
+def config_of(
+    directory: Path, source: Path | None = None, overrides: Sequence[str] = ()
+) -> Config:
     """Returns the config of a directory's model: its section `model`, the rest as `source` and `overrides` have it.
 
     Without a source, sequences are short, and pixels are prepared as the directory says.
     """
     if not is_hf_directory(directory):
-        raise ConfigError(f"{short(directory)} has no config.json; give a Hugging Face directory.")
+        raise ConfigError(
+            f"{short(directory)} has no config.json; give a Hugging Face directory."
+        )
     given = read_json(directory / CONFIG)
     train: dict[str, Any] = {"uneven_batch": "pad"}
     sections: dict[str, Any] = {"parallel": {"zero_stage": 0}, "train": train}
@@ -232,7 +268,9 @@ def images_section(directory: Path) -> dict[str, Any]:
         raise ConfigError(f"{short(path)}: {why}; rescale_factor must be 1 / 255.")
     size = given.get("size")
     section: dict[str, Any] = {
-        "resize": "crop" if isinstance(size, dict) and "shortest_edge" in size else "stretch"
+        "resize": "crop"
+        if isinstance(size, dict) and "shortest_edge" in size
+        else "stretch"
     }
     if given.get("do_normalize") is False:
         return section | {"mean": [0.0], "std": [1.0]}

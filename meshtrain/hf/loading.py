@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 Tree = Any
 PIECE = (
     2 << 20
-)  # bytes read at a time, which cost three times as many while they are cut out, cast and copied
+    # Bytes read at a time, which cost three times as many while they are cut out, cast and copied
+)
 AHEAD = 16  # tokens that a model predicts further, at most
 LOG_EVERY = 10.0  # seconds
 # Tensors that transformers also writes: those that follow from the config, and ViT's pooler, which its class never
@@ -56,11 +57,15 @@ def check(model: ModelConfig, files: TensorFiles) -> None:
     """
     where = short(files.directory)
     used = {"lm_head.weight"} if model.tied_head else set()
-    if (head := mappings(model, files).get("head.weight")) and not set(head.tensors(None)) <= set(
-        files.names
-    ):
-        missing = f"{where} has no {head.tensors(None)[0]}: it is a model without its head"
-        raise ConfigError(f"{missing}, which has to be trained with it; give one with its head.")
+    if (head := mappings(model, files).get("head.weight")) and not set(
+        head.tensors(None)
+    ) <= set(files.names):
+        missing = (
+            f"{where} has no {head.tensors(None)[0]}: it is a model without its head"
+        )
+        raise ConfigError(
+            f"{missing}, which has to be trained with it; give one with its head."
+        )
     for mapping in mappings(model, files).values():
         for layer in layers(mapping.weight):
             for name in mapping.tensors(layer):
@@ -123,7 +128,10 @@ def _rows(shape: tuple[int, ...]) -> Iterator[Box]:
     """Yields boxes of at most PIECE bytes of a tensor, or one row where that is more."""
     rows = max(1, PIECE // max(1, 4 * math.prod(shape[1:])))
     for start in range(0, shape[0], rows):
-        yield (slice(start, min(start + rows, shape[0])), *(slice(0, n) for n in shape[1:]))
+        yield (
+            slice(start, min(start + rows, shape[0])),
+            *(slice(0, n) for n in shape[1:]),
+        )
 
 
 def _check_tied(files: TensorFiles, embedding: str) -> None:
@@ -131,7 +139,8 @@ def _check_tied(files: TensorFiles, embedding: str) -> None:
     shape = files.shape(embedding)
     head = "lm_head.weight"
     equal = (
-        np.array_equal(files.read(embedding, box), files.read(head, box)) for box in _rows(shape)
+        np.array_equal(files.read(embedding, box), files.read(head, box))
+        for box in _rows(shape)
     )
     if files.shape(head) != shape or not all(equal):
         raise ConfigError(
@@ -151,7 +160,10 @@ def layer_source(model: ModelConfig, files: TensorFiles) -> Source:
 
 
 def read(
-    layout: Layout, directory: Path, initial: Tree | None = None, adapters: Adapters | None = None
+    layout: Layout,
+    directory: Path,
+    initial: Tree | None = None,
+    adapters: Adapters | None = None,
 ) -> Tree:
     """Returns the live weights of a layout, from a Hugging Face directory; LoRA's from `adapters`, or from the
     `initial` parameters.
@@ -172,19 +184,29 @@ def load(
     """Returns the live weights of a layout, from files that `check` has passed; else as `read`."""
     config = layout.config
     by_name = mappings(config.model, files)
-    factors = {weight.name: weight for weight in adapter_weights(config.model, config.lora)}
+    factors = {
+        weight.name: weight for weight in adapter_weights(config.model, config.lora)
+    }
 
     def leaf(placed: Placed, initial: Any = None) -> Any:
         master = layout.array(placed)
         if (mapping := by_name.get(placed.name)) is not None:
             x = _Leaf(
-                layout, placed, mapping.weight, mapping.outer(), partial(mapping.read, files)
+                layout,
+                placed,
+                mapping.weight,
+                mapping.outer(),
+                partial(mapping.read, files),
             ).on(master)
             return layout.stored(placed, x)
         if adapters is not None:
             weight = factors[placed.name]
             return _Leaf(
-                layout, placed, weight, (0,), lambda layer, box: adapters.read(weight, layer)[box]
+                layout,
+                placed,
+                weight,
+                (0,),
+                lambda layer, box: adapters.read(weight, layer)[box],
             ).on(master)
         assert initial is not None
         return initial
@@ -219,7 +241,10 @@ class _Leaf:
         shards: list[jax.Array] = []
         by_box: dict[Any, jax.Array] = {}
         for device, index in sharding.addressable_devices_indices_map(shape).items():
-            box = tuple(slice(*s.indices(n)[:2]) for s, n in zip(index or (), shape, strict=True))
+            box = tuple(
+                slice(*s.indices(n)[:2])
+                for s, n in zip(index or (), shape, strict=True)
+            )
             key = tuple((s.start, s.stop) for s in box)
             # read once for all devices that hold the same
             shard = (
@@ -245,8 +270,13 @@ class _Leaf:
         for place, layer in enumerate(at):
             # a place that only fills up its stage has layer -1
             for piece in pieces if layer is None or layer >= 0 else ():
-                start = [s.start - within.start for s, within in zip(piece, inner, strict=True)]
-                numbers = self._read_piece(None if layer is None else int(layer), piece, dtype)
+                start = [
+                    s.start - within.start
+                    for s, within in zip(piece, inner, strict=True)
+                ]
+                numbers = self._read_piece(
+                    None if layer is None else int(layer), piece, dtype
+                )
                 # the piece before is copied while this one is read, and no more of them wait
                 jax.block_until_ready(array)
                 array = _put(
@@ -262,7 +292,9 @@ class _Leaf:
         """
         *single, along = self.along
         sizes = [s.stop - s.start for s in box]
-        row = itemsize * math.prod(n for d, n in enumerate(sizes) if d not in self.along)
+        row = itemsize * math.prod(
+            n for d, n in enumerate(sizes) if d not in self.along
+        )
         steps = {**dict.fromkeys(single, 1), along: max(1, PIECE // max(1, row))}
         for starts in itertools.product(
             *(range(box[d].start, box[d].stop, step) for d, step in steps.items())
@@ -275,7 +307,8 @@ class _Leaf:
     def _read_piece(self, layer: int | None, box: Box, dtype: Any) -> np.ndarray:
         dims = [n for _, n in self.weight.dims]
         inside = tuple(
-            slice(min(s.start, n), min(s.stop, n)) for s, n in zip(box, dims, strict=True)
+            slice(min(s.start, n), min(s.stop, n))
+            for s, n in zip(box, dims, strict=True)
         )
         array = np.zeros([s.stop - s.start for s in box], dtype)
         if all(s.stop > s.start for s in inside):

@@ -29,7 +29,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshtrain.config.model import ModelConfig
-from meshtrain.config.stacks import BLOCKS, layers_of_stacks, model_of_stack, stack_of_layers
+from meshtrain.config.stacks import (
+    BLOCKS,
+    layers_of_stacks,
+    model_of_stack,
+    stack_of_layers,
+)
 from meshtrain.hf.hf_directory import TensorFiles
 from meshtrain.hf_families import WeightName, hf_family
 from meshtrain.model.weights import COUNTED, Weight, weights
@@ -55,12 +60,20 @@ class TensorMapping:
         if (layer is None) == self.weight.stacked:
             return ABSENT
         return (
-            None if layer is None else self.layers.index(layer) if layer in self.layers else ABSENT
+            None
+            if layer is None
+            else self.layers.index(layer)
+            if layer in self.layers
+            else ABSENT
         )
 
     def tensors(self, layer: int | None) -> list[str]:
         """Returns the names of the tensors that hold it, of one layer of its stack where the weight is stacked."""
-        return [self.name.theirs if layer is None else self.name.theirs.format(self.layers[layer])]
+        return [
+            self.name.theirs
+            if layer is None
+            else self.name.theirs.format(self.layers[layer])
+        ]
 
     def read(self, files: TensorFiles, layer: int | None, box: Box) -> np.ndarray:
         """Returns a box of our weight, of one layer, in its tensor's dtype."""
@@ -78,7 +91,9 @@ class TensorMapping:
         if self.name.layout == "third":
             last *= 3
         return (
-            (last, *inner) if self.name.layout in LINEAR else (1,) * self.name.ones + (*inner, last)
+            (last, *inner)
+            if self.name.layout in LINEAR
+            else (1,) * self.name.ones + (*inner, last)
         )
 
     def box(self, box: Box) -> Box:
@@ -87,7 +102,9 @@ class TensorMapping:
         dimension = 0
         for side in self._sides():
             width = math.prod(side[1:])
-            slices.append(slice(box[dimension].start * width, box[dimension].stop * width))
+            slices.append(
+                slice(box[dimension].start * width, box[dimension].stop * width)
+            )
             dimension += len(side)
         if self.name.layout == "third":
             before = self.name.part * math.prod(self._sides()[-1])
@@ -110,7 +127,9 @@ class TensorMapping:
             first = box[len(rest)]
             shape += [first.stop - first.start, *side[1:]]
             rest += [slice(None), *box[len(rest) + 1 : len(rest) + len(side)]]
-        return (tensor.T if self.name.layout in LINEAR else tensor).reshape(shape)[tuple(rest)]
+        return (tensor.T if self.name.layout in LINEAR else tensor).reshape(shape)[
+            tuple(rest)
+        ]
 
     def converted(self, ours: np.ndarray, tensor: int = 0) -> np.ndarray:
         """Returns one of the tensors of one layer's full weight; of thirds this one alone."""
@@ -136,7 +155,9 @@ class TensorMapping:
         ):  # a bias of heads, or the scales of a norm over all of them
             return [sizes]
         if len(axes) == 3:
-            return [sizes[:2], sizes[2:]] if axes[1] == "head" else [sizes[:1], sizes[1:]]
+            return (
+                [sizes[:2], sizes[2:]] if axes[1] == "head" else [sizes[:1], sizes[1:]]
+            )
         return [[n] for n in sizes]
 
 
@@ -171,12 +192,18 @@ class ExpertMapping(TensorMapping):
     def tensors(self, layer: int | None) -> list[str]:
         # those of further predictions have their number in the name
         number = None if layer is None else self.layers[layer]
-        return [self.name.theirs.format(number, expert) for expert in range(self.weight.dims[0][1])]
+        return [
+            self.name.theirs.format(number, expert)
+            for expert in range(self.weight.dims[0][1])
+        ]
 
     def read(self, files: TensorFiles, layer: int | None, box: Box) -> np.ndarray:
         experts, inputs, outputs = box
         return np.stack(
-            [files.read(name, (outputs, inputs)).T for name in self.tensors(layer)[experts]]
+            [
+                files.read(name, (outputs, inputs)).T
+                for name in self.tensors(layer)[experts]
+            ]
         )
 
     @property
@@ -261,7 +288,10 @@ class RowsMapping(TensorMapping):
         between = (slice(0, 1),) * (len(shape) - 2)
         parts = []
         for head in heads:
-            ours = slice(max(start - head * self.each, 0), min(stop - head * self.each, self.each))
+            ours = slice(
+                max(start - head * self.each, 0),
+                min(stop - head * self.each, self.each),
+            )
             before = head * rows + first
             at = slice(before + ours.start, before + ours.stop)
             parts.append(files.read(name, (at, *between, box[0])))
@@ -297,7 +327,9 @@ class TurnedMapping(TensorMapping):
         """The place in their tensor of each of our outputs along the last dimension."""
         width = self.weight.dims[-1][1]
         turned = np.arange(width - self.name.part, width)
-        return np.concatenate([np.arange(width - self.name.part), turned[::2], turned[1::2]])
+        return np.concatenate(
+            [np.arange(width - self.name.part), turned[::2], turned[1::2]]
+        )
 
     def read(self, files: TensorFiles, layer: int | None, box: Box) -> np.ndarray:
         all_outputs = (*box[:-1], slice(0, self.weight.dims[-1][1]))
@@ -319,7 +351,9 @@ class JoinedMapping(TensorMapping):
         both = sum(self.widths)
         rows = files.read(name, (slice(heads.start * both, heads.stop * both), latents))
         before = self.name.part * self.widths[0]
-        by_head = rows.reshape(-1, both, rows.shape[-1])[:, before + own.start : before + own.stop]
+        by_head = rows.reshape(-1, both, rows.shape[-1])[
+            :, before + own.start : before + own.stop
+        ]
         return by_head.transpose(2, 0, 1)
 
     def shape(self) -> tuple[int, ...]:
@@ -377,13 +411,17 @@ class NoTensor(TensorMapping):
         return np.zeros([s.stop - s.start for s in box], np.float32)
 
 
-def mappings(model: ModelConfig, files: TensorFiles | None = None) -> dict[str, TensorMapping]:
+def mappings(
+    model: ModelConfig, files: TensorFiles | None = None
+) -> dict[str, TensorMapping]:
     """Returns the mapping of each weight by our name, of a resolved config's model: as they are written or, with files,
     as these have them.
     """
     stacks = layers_of_stacks(model)
     family = hf_family(model.family)
-    merged = any(".experts.gate_up_proj" in name for name in files.names) if files else False
+    merged = (
+        any(".experts.gate_up_proj" in name for name in files.names) if files else False
+    )
     by_stack = {}
     for stack in stacks:
         fields = vars(model_of_stack(model, stack))
@@ -402,7 +440,9 @@ def mappings(model: ModelConfig, files: TensorFiles | None = None) -> dict[str, 
         if name.layout == "patches":
             return PatchMapping(weight, name, layers, model.patch_size)
         if name.layout == "joined":
-            return JoinedMapping(weight, name, layers, (model.mla.nope, model.mla.value))
+            return JoinedMapping(
+                weight, name, layers, (model.mla.nope, model.mla.value)
+            )
         return MAPPINGS.get(name.layout, TensorMapping)(weight, name, layers)
 
     return {weight.name: mapping(weight) for weight in weights(model)}

@@ -32,7 +32,14 @@ from meshtrain.errors import ConfigError, short
 from meshtrain.hf.hf_directory import DTYPES, ENDING, TensorFiles
 from meshtrain.hf.mapping import Source, mappings
 from meshtrain.hf_families import hf_family, read_json
-from meshtrain.model.weights import Weight, adapted, adapters, lora_difference, lora_scale, weights
+from meshtrain.model.weights import (
+    Weight,
+    adapted,
+    adapters,
+    lora_difference,
+    lora_scale,
+    weights,
+)
 
 ADAPTER_CONFIG = "adapter_config.json"
 STEM = "adapter_model"
@@ -40,7 +47,8 @@ PREFIX = "base_model.model."
 A = ".lora_A.weight"
 B = ".lora_B.weight"
 THIRDS = (
-    "thirds"  # in a file's metadata: which of q, k, v the adapter of a fused projection is made of
+    # In a file's metadata: which of q, k, v the adapter of a fused projection is made of
+    "thirds"
 )
 # The fields that are read here, or change nothing of what an adapter computes.
 LEGAL = frozenset(
@@ -104,18 +112,26 @@ def peft_modules(model: ModelConfig) -> list[PeftModule]:
         )
     by_name = mappings(model)
     modules = dict[str, list[Weight]]()
-    base = {_projection(weight): weight for weight in weights(model) if _projection(weight)}
+    base = {
+        _projection(weight): weight for weight in weights(model) if _projection(weight)
+    }
     for weight in (base[name] for name in PROJECTIONS if name in base):
-        modules.setdefault(by_name[weight.name].name.theirs.removesuffix(".weight"), []).append(
-            weight
-        )
-    return [PeftModule(name, tuple(projections)) for name, projections in modules.items()]
+        modules.setdefault(
+            by_name[weight.name].name.theirs.removesuffix(".weight"), []
+        ).append(weight)
+    return [
+        PeftModule(name, tuple(projections)) for name, projections in modules.items()
+    ]
 
 
 def _projection(weight: Weight) -> str:
     """Returns the name that a projection has in lora.targets, "" for any other weight."""
     last = weight.name.rpartition(".")[2]
-    return last if last in PROJECTIONS and weight.stacked and "experts" not in weight.axes else ""
+    return (
+        last
+        if last in PROJECTIONS and weight.stacked and "experts" not in weight.axes
+        else ""
+    )
 
 
 def merged_delta(
@@ -130,13 +146,17 @@ def merged_delta(
         return None
     left = source(a, layer).astype(np.float32).reshape(-1, lora.rank)
     right = source(b, layer).astype(np.float32).reshape(lora.rank, -1)
-    return (np.float32(lora_scale(lora)) * (left @ right)).reshape([n for _, n in weight.dims])
+    return (np.float32(lora_scale(lora)) * (left @ right)).reshape(
+        [n for _, n in weight.dims]
+    )
 
 
 # --- written
 
 
-def adapter_config(model: ModelConfig, lora: LoraConfig, base: str | None) -> dict[str, Any]:
+def adapter_config(
+    model: ModelConfig, lora: LoraConfig, base: str | None
+) -> dict[str, Any]:
     """Returns adapter_config.json of a resolved config's adapters; `base` is where the model is that they adapt."""
     number = lambda x: int(x) if x == int(x) else x
     ranks = {}
@@ -186,17 +206,24 @@ def adapter_tensors(
             ]
             names = [module.projections[i].name for i in places]
             a = [
-                source(factors[f"{name}_lora_a"], layer).reshape(-1, lora.rank).T for name in names
+                source(factors[f"{name}_lora_a"], layer).reshape(-1, lora.rank).T
+                for name in names
             ]
             b = [
-                source(factors[f"{name}_lora_b"], layer).reshape(lora.rank, -1).T for name in names
+                source(factors[f"{name}_lora_b"], layer).reshape(lora.rank, -1).T
+                for name in names
             ]
             outputs = len(b[0])
-            diagonal = np.zeros((len(module.projections), outputs, len(b), lora.rank), b[0].dtype)
+            diagonal = np.zeros(
+                (len(module.projections), outputs, len(b), lora.rank), b[0].dtype
+            )
             for at, (i, block) in enumerate(zip(places, b, strict=True)):
                 diagonal[i, :, at] = block
             yield module.tensor(A, layer), np.concatenate(a)
-            yield module.tensor(B, layer), diagonal.reshape(len(module.projections) * outputs, -1)
+            yield (
+                module.tensor(B, layer),
+                diagonal.reshape(len(module.projections) * outputs, -1),
+            )
 
 
 def adapter_metadata(model: ModelConfig, lora: LoraConfig) -> dict[str, str]:
@@ -206,7 +233,9 @@ def adapter_metadata(model: ModelConfig, lora: LoraConfig) -> dict[str, str]:
     return {"format": "pt"} | ({THIRDS: ",".join(thirds)} if fused else {})
 
 
-def _adapted_modules(model: ModelConfig, lora: LoraConfig) -> Iterator[tuple[PeftModule, int]]:
+def _adapted_modules(
+    model: ModelConfig, lora: LoraConfig
+) -> Iterator[tuple[PeftModule, int]]:
     chosen = adapted(model, lora)
     for module in peft_modules(model):
         if parts := sum(_projection(weight) in chosen for weight in module.projections):
@@ -223,7 +252,9 @@ def _written_name(prefix: str, name: str) -> str:
     An adapter of the class without a head, and the state of a module itself (with the adapter's name in it, without
     PEFT's own prefix), have other ones.
     """
-    module = re.sub(r"(\.lora_[AB])\.[^.]+(\.weight)$", r"\1\2", name.removeprefix(PREFIX))
+    module = re.sub(
+        r"(\.lora_[AB])\.[^.]+(\.weight)$", r"\1\2", name.removeprefix(PREFIX)
+    )
     return PREFIX + (module if module.startswith(prefix) else prefix + module)
 
 
@@ -251,7 +282,9 @@ class Adapters:
         """Returns one layer of a factor of `model.weights.adapters`, as ours, in the file's dtype."""
         assert layer is not None
         base, _, factor = weight.name.rpartition("_lora_")
-        module = next(m for m in self._modules if any(w.name == base for w in m.projections))
+        module = next(
+            m for m in self._modules if any(w.name == base for w in m.projections)
+        )
         part = [w.name for w in module.projections].index(base)
         array = self.files.tensor(module.tensor(A if factor == "a" else B, layer))
         if module.fused and factor == "b":
@@ -280,7 +313,9 @@ class Adapters:
                 )
         if start not in INITIALISATIONS:
             changes = f"init_lora_weights {short(repr(start))} changes the base itself"
-            raise ConfigError(f"{self.where}: {changes}; save it converted to plain LoRA.")
+            raise ConfigError(
+                f"{self.where}: {changes}; save it converted to plain LoRA."
+            )
 
     def _parts(self, module: PeftModule) -> int:
         """Returns how many adapters of ours an adapter of theirs holds."""
@@ -300,7 +335,9 @@ class Adapters:
             if tensors & present:
                 if missing := sorted(tensors - present):
                     all_layers = "here a projection has adapters in all layers"
-                    raise ConfigError(f"{directory} has no {short(missing[0])}; {all_layers}.")
+                    raise ConfigError(
+                        f"{directory} has no {short(missing[0])}; {all_layers}."
+                    )
                 modules.append(module)
                 used |= tensors
         if unused := sorted(present - used):
@@ -322,7 +359,11 @@ class Adapters:
             listed = isinstance(targets, list) and any(
                 f".{name}".endswith(f".{target}") for target in targets
             )
-            if (listed or targets == "all-linear") and module not in self._modules and not excluded:
+            if (
+                (listed or targets == "all-linear")
+                and module not in self._modules
+                and not excluded
+            ):
                 asks = f"target_modules asks for {name}"
                 raise ConfigError(
                     f"{self.where}: {asks}, but {short(self.directory)} has no adapter of it."
@@ -334,7 +375,9 @@ class Adapters:
         """
         text = self.files.metadata().get(THIRDS, "")
         thirds = tuple(text.split(",")) if text else ()
-        if any(name not in PROJECTIONS[:3] for name in thirds) or len(set(thirds)) < len(thirds):
+        if any(name not in PROJECTIONS[:3] for name in thirds) or len(
+            set(thirds)
+        ) < len(thirds):
             file = f"{short(self.directory / STEM)}{ENDING}"
             raise ConfigError(
                 f"{file} has {THIRDS} {short(repr(text))}, which are not among q, k, v."
@@ -356,7 +399,8 @@ class Adapters:
                         f"{self.where}: r is {short(repr(rank))}; it must be a whole number above 0."
                     )
                 alpha = self._number(
-                    self._match_pattern("alpha_pattern", name, "lora_alpha"), "lora_alpha"
+                    self._match_pattern("alpha_pattern", name, "lora_alpha"),
+                    "lora_alpha",
                 )
                 if rank % parts:
                     raise ConfigError(
@@ -374,7 +418,9 @@ class Adapters:
         if several:
             raise ConfigError(f"{self.where}: {several}; here all adapters have one.")
         stated = given.get("lora_alpha")
-        alpha = float(stated) if math.isclose(stated, alphas[0], rel_tol=1e-12) else alphas[0]  # type: ignore[arg-type]
+        alpha = alphas[0]
+        if math.isclose(stated, alpha, rel_tol=1e-12):  # type: ignore[arg-type]
+            alpha = float(stated)  # type: ignore[arg-type]
         present: set[str] = set()
         for module in self._modules:
             present |= (
@@ -397,11 +443,15 @@ class Adapters:
         """
         patterns = self._given.get(patterns_key) or {}
         if not isinstance(patterns, dict):
-            raise ConfigError(f"{self.where}: {patterns_key} must be a mapping of names.")
+            raise ConfigError(
+                f"{self.where}: {patterns_key} must be a mapping of names."
+            )
         for name, value in patterns.items():
             if not re.fullmatch(r"[A-Za-z0-9_.]+", name):
                 pattern = f"{patterns_key} has the pattern {short(repr(name))}"
-                raise ConfigError(f"{self.where}: {pattern}; only names of modules are read.")
+                raise ConfigError(
+                    f"{self.where}: {pattern}; only names of modules are read."
+                )
             if f".{module}".endswith(f".{name}"):
                 return value
         return self._given.get(key)
@@ -418,7 +468,9 @@ class Adapters:
         for module in self._modules:
             rank = self.lora.rank * self._parts(module)
             base = next(
-                weight.name for weight in module.projections if f"{weight.name}_lora_a" in factors
+                weight.name
+                for weight in module.projections
+                if f"{weight.name}_lora_a" in factors
             )
             a = factors[f"{base}_lora_a"]
             b = factors[f"{base}_lora_b"]
@@ -445,9 +497,14 @@ class Adapters:
     def _check_blocks(self, module: PeftModule, layer: int) -> None:
         """ConfigError for numbers beside the block diagonal: they would be lost."""
         array = self.files.tensor(module.tensor(B, layer))
-        for rows, third in zip(np.split(array, len(module.projections)), PROJECTIONS, strict=False):
+        for rows, third in zip(
+            np.split(array, len(module.projections)), PROJECTIONS, strict=False
+        ):
             for at, part in enumerate(self._thirds):
-                if part != third and rows[:, at * self.lora.rank : (at + 1) * self.lora.rank].any():
+                if (
+                    part != third
+                    and rows[:, at * self.lora.rank : (at + 1) * self.lora.rank].any()
+                ):
                     tensor = short(module.tensor(B, layer))
                     why = f"{third} depends on the share of {part}"
                     raise ConfigError(
@@ -458,9 +515,13 @@ class Adapters:
 def with_adapters(config: Config, adapters: Adapters | None) -> Config:
     """Returns the config with the section lora that adapters need; ConfigError if it has another one."""
     lora = LoraConfig() if adapters is None else adapters.lora
-    name = lora_difference(config.model, config.lora, lora) if config.lora.rank else None
+    name = (
+        lora_difference(config.model, config.lora, lora) if config.lora.rank else None
+    )
     if adapters is not None and name is not None:
-        theirs = f"the adapters in {short(adapters.directory)} have {getattr(lora, name)}"
+        theirs = (
+            f"the adapters in {short(adapters.directory)} have {getattr(lora, name)}"
+        )
         raise ConfigError(
             f"lora.{name} is {getattr(config.lora, name)}, but {theirs}; leave the key out."
         )

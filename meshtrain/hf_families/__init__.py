@@ -46,7 +46,12 @@ from meshtrain.hf_families.glm import GLM4_MOE
 from meshtrain.hf_families.gpt2 import GPT2
 from meshtrain.hf_families.gpt_oss import GPT_OSS, MXFP4
 from meshtrain.hf_families.hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
-from meshtrain.hf_families.json_fields import Json, check_types, read_json, refuse_unless
+from meshtrain.hf_families.json_fields import (
+    Json,
+    check_types,
+    read_json,
+    refuse_unless,
+)
 from meshtrain.hf_families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from meshtrain.hf_families.mixture import MIXTRAL, OLMOE, QWEN3_MOE
 from meshtrain.hf_families.vit import VIT
@@ -88,7 +93,9 @@ HF_FAMILIES = {
 MODEL_TYPES = {name: family.model_type or name for name, family in HF_FAMILIES.items()}
 # of several families that are one class the first
 BY_MODEL_TYPE = {
-    model_type: HF_FAMILIES[next(name for name, of in MODEL_TYPES.items() if of == model_type)]
+    model_type: HF_FAMILIES[
+        next(name for name, of in MODEL_TYPES.items() if of == model_type)
+    ]
     for model_type in MODEL_TYPES.values()
 } | {"kimi_k2": DEEPSEEK_V3}
 
@@ -121,7 +128,11 @@ def model_section(config: Json, where: str) -> dict[str, Any]:
     section = family.section(config, where)
     quantized = config.get("quantization_config")
     of_hub = {GPT_OSS.name: MXFP4, DEEPSEEK_V3.name: FP8}.get(family.name)
-    if not (isinstance(quantized, dict) and of_hub and quantized.get("quant_method") == of_hub):
+    if not (
+        isinstance(quantized, dict)
+        and of_hub
+        and quantized.get("quant_method") == of_hub
+    ):
         refuse_unless(where, config, "quantization_config", None)
     return {"family": family.name} | section
 
@@ -132,10 +143,18 @@ def config_json(model: Json, length: int, dtype: str) -> dict[str, Any]:
     """
     check_exportable(model)
     family = hf_family(model["family"])
-    config = {"model_type": MODEL_TYPES[family.name], "architectures": [family.architecture]}
+    config = {
+        "model_type": MODEL_TYPES[family.name],
+        "architectures": [family.architecture],
+    }
     if not FAMILIES[family.name].images:
-        config |= {"vocab_size": model["vocab_size"], "tie_word_embeddings": model["tied_head"]}
-    return config | {"dtype": dtype, "torch_dtype": dtype} | family.config(model, length)
+        config |= {
+            "vocab_size": model["vocab_size"],
+            "tie_word_embeddings": model["tied_head"],
+        }
+    return (
+        config | {"dtype": dtype, "torch_dtype": dtype} | family.config(model, length)
+    )
 
 
 def hf_family(name: str) -> HfFamily:
@@ -153,10 +172,14 @@ def check_exportable(model: Json) -> None:
     family = hf_family(model["family"])
     if (problem := _problem(family, model)) is None:
         return
-    same_names = [other for other in HF_FAMILIES.values() if other.names is family.names]
+    same_names = [
+        other for other in HF_FAMILIES.values() if other.names is family.names
+    ]
     others = [other.name for other in same_names if _problem(other, model) is None]
     way_out = f"; train it as model.family {others[0]} to export it" if others else ""
-    raise ConfigError(f"{family.architecture} of transformers cannot hold {problem}{way_out}.")
+    raise ConfigError(
+        f"{family.architecture} of transformers cannot hold {problem}{way_out}."
+    )
 
 
 def _problem(family: HfFamily, model: Json) -> str | None:
@@ -213,7 +236,9 @@ def _other_than(legal: Json, model: Json) -> str | None:
     for name, value in legal.items():
         if value is not None and model[name] != value:
             given = (
-                f"{model[name]:g}" if isinstance(model[name], float) else str(model[name]).lower()
+                f"{model[name]:g}"
+                if isinstance(model[name], float)
+                else str(model[name]).lower()
             )
             return f"model.{name} {given}"
     return None
@@ -226,5 +251,11 @@ def _expert_problem(family: HfFamily, moe: Any) -> str | None:
     legal |= {} if family.dense_first or family.hybrid else {"shared_experts": 0}
     legal |= {} if family.dense_first else {"route_scale": 1.0, "groups": ()}
     legal |= {} if family.normalize is None else {"normalize": family.normalize}
-    wrong = (name for name, value in legal.items() if moe.experts and getattr(moe, name) != value)
-    return next((f"model.moe.{name} {short(getattr(moe, name))}" for name in wrong), None)
+    wrong = (
+        name
+        for name, value in legal.items()
+        if moe.experts and getattr(moe, name) != value
+    )
+    return next(
+        (f"model.moe.{name} {short(getattr(moe, name))}" for name in wrong), None
+    )

@@ -43,7 +43,11 @@ def section(config: Json, where: str) -> dict[str, Any]:
     mla = {ours: config.get(theirs) or 0 for ours, theirs in SIZES.items()}
     moe = mixture.sigmoid_section(config, where, config.get("n_shared_experts") or 0)
     model["dense_d_ff"] = model.pop("d_ff")
-    model |= {"dense_layers": config.get("first_k_dense_replace", 3), "mla": mla, "moe": moe}
+    model |= {
+        "dense_layers": config.get("first_k_dense_replace", 3),
+        "mla": mla,
+        "moe": moe,
+    }
     return model | rope_section(config, where, mla["nope"] + mla["rope"])
 
 
@@ -54,7 +58,9 @@ def rope_section(config: Json, where: str, width: int) -> dict[str, Any]:
     for key in ("rope_parameters", "rope_scaling"):
         if plain.get(key):
             rope = dict(plain[key])
-            scales |= {name: float(rope.pop(name)) for name in MSCALES if rope.get(name)}
+            scales |= {
+                name: float(rope.pop(name)) for name in MSCALES if rope.get(name)
+            }
             plain[key] = rope
     model = llama.rope_section(plain, where)
     if model["rope_scaling"] != "yarn":
@@ -75,7 +81,10 @@ def config(model: Json, length: int) -> dict[str, Any]:
         **llama.sizes_config(model, length),
         **llama.rope_config(model, rope),
         **LEGAL,
-        **{theirs: getattr(model["mla"], ours) or None for ours, theirs in SIZES.items()},
+        **{
+            theirs: getattr(model["mla"], ours) or None
+            for ours, theirs in SIZES.items()
+        },
         "head_dim": model["mla"].rope,
         "rope_parameters": rope,
         "num_nextn_predict_layers": model["mtp"],
@@ -91,11 +100,14 @@ def rope_parameters(model: Json) -> dict[str, Any]:
     of_scores = (model["head_dim"] / model["query_scalar"]) ** 0.25
     of_angles = of_scores * (model["rope_amplitude"] or 1.0)
     shares = [
-        (grown - 1) / (yarn_amplitude(model["rope_factor"]) - 1) for grown in (of_angles, of_scores)
+        (grown - 1) / (yarn_amplitude(model["rope_factor"]) - 1)
+        for grown in (of_angles, of_scores)
     ]
     if shares[1]:
         rope.pop("attention_factor", None)
-        rope |= {name: round(share, 9) for name, share in zip(MSCALES, shares, strict=True)}
+        rope |= {
+            name: round(share, 9) for name, share in zip(MSCALES, shares, strict=True)
+        }
     return rope
 
 
@@ -136,7 +148,9 @@ def _names(model: Json) -> Iterator[WeightName]:
     mlp = f"{layer}mlp.shared_experts." if model["moe"].experts else f"{layer}mlp."
     for name in ("gate", "up", "down"):
         yield WeightName(f"blocks.mlp.{name}", f"{mlp}{name}_proj.weight", "linear")
-    yield WeightName("blocks.experts.load", f"{layer}mlp.gate.e_score_correction_bias", "load")
+    yield WeightName(
+        "blocks.experts.load", f"{layer}mlp.gate.e_score_correction_bias", "load"
+    )
 
 
 def _family(name: str) -> HfFamily:

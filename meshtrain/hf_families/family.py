@@ -11,7 +11,8 @@ class WeightName(NamedTuple):
     """A weight of ours, the tensor in their files, and how its numbers lie there (see `meshtrain.hf.mapping`)."""
 
     ours: str
-    theirs: str  # {} stands for the number of the layer, a second one for that of the expert
+    # {} stands for the number of the layer, a second one for that of the expert
+    theirs: str
     layout: Literal[
         "plain",
         "linear",
@@ -27,7 +28,8 @@ class WeightName(NamedTuple):
         "joined",
         "load",
     ] = "plain"
-    part: int = 0  # which third or half, or of the two that alternate or are joined; turned: how many outputs
+    # Which third or half, or of the two that alternate or are joined; turned: how many outputs
+    part: int = 0
     ones: int = 0  # plain: leading dimensions of size 1 of their tensor
     # rows: heads whose rows lie beside one another, the rows of each, and the first of those that are ours
     rows: tuple[int, int, int] = (1, 0, 0)
@@ -53,7 +55,8 @@ class HfFamily:
     )
     model_type: str = ""  # theirs, where it is not the name
     prefix: str = (
-        "model."  # before the names of all but the head; the class without a head has them without
+        # Before the names of all but the head; the class without a head has them without
+        "model."
     )
     qkv_bias: bool | None = False  # None: either
     qk_norm: bool | None = False  # None: either
@@ -66,7 +69,8 @@ class HfFamily:
     window_by_turns: bool = False  # every n-th layer may see all positions
     gemma: bool = False
     hybrid: bool = (
-        False  # norms by 1 + scale, layers of several kinds, heads turned in part, shared experts
+        # Norms by 1 + scale, layers of several kinds, heads turned in part, shared experts
+        False
     )
     score_cap: bool = False  # there may be one
     local_theta: bool = False  # there may be one

@@ -41,7 +41,9 @@ def section(family: str, config: Json, where: str) -> dict[str, Any]:
     )
     model |= {
         "head_dim": config.get("head_dim", 256),
-        "activation": activation(config.get("hidden_activation") or "gelu_pytorch_tanh", where),
+        "activation": activation(
+            config.get("hidden_activation") or "gelu_pytorch_tanh", where
+        ),
         "query_scalar": config.get("query_pre_attn_scalar", 256),
         "score_cap": float(config.get("attn_logit_softcapping", caps[0]) or 0),
         "logit_cap": float(config.get("final_logit_softcapping", caps[1]) or 0),
@@ -49,18 +51,23 @@ def section(family: str, config: Json, where: str) -> dict[str, Any]:
         "global_every": global_every,
     }
     return model | (
-        llama.rope_section(config, where) if family == "gemma2" else _two_ropes(config, where)
+        llama.rope_section(config, where)
+        if family == "gemma2"
+        else _two_ropes(config, where)
     )
 
 
-def alternating(config: Json, where: str, default: int, default_window: int) -> tuple[int, int]:
+def alternating(
+    config: Json, where: str, default: int, default_window: int
+) -> tuple[int, int]:
     """Returns the window, and of how many layers the last one sees all; the defaults are for what the config leaves
     out.
     """
     layers = positive(config, "num_hidden_layers", where)
     types = config.get("layer_types") or layer_types(layers, default)
     every = next(
-        (n for n in (default, *range(layers + 1)) if layer_types(layers, n) == types), None
+        (n for n in (default, *range(layers + 1)) if layer_types(layers, n) == types),
+        None,
     )
     if every is None:
         raise ConfigError(
@@ -77,7 +84,10 @@ def alternating(config: Json, where: str, default: int, default_window: int) -> 
 
 
 def layer_types(layers: int, global_every: int) -> list[str]:
-    return [LAYER_TYPES[global_every > 0 and (i + 1) % global_every == 0] for i in range(layers)]
+    return [
+        LAYER_TYPES[global_every > 0 and (i + 1) % global_every == 0]
+        for i in range(layers)
+    ]
 
 
 def _two_ropes(config: Json, where: str) -> dict[str, Any]:
@@ -85,9 +95,16 @@ def _two_ropes(config: Json, where: str) -> dict[str, Any]:
     ropes = config.get("rope_parameters") or {}
     for key in ropes.keys() - set(LAYER_TYPES):
         refuse_unless(where, ropes, key, None)
-    local = {"rope_scaling": None, "rope_theta": config.get("rope_local_base_freq", THETA)}
-    full = llama.rope_section({**config, "rope_parameters": ropes.get(FULL)}, where, THETA_GLOBAL)
-    sliding = llama.rope_section({**config, **local, "rope_parameters": ropes.get(SLIDING)}, where)
+    local = {
+        "rope_scaling": None,
+        "rope_theta": config.get("rope_local_base_freq", THETA),
+    }
+    full = llama.rope_section(
+        {**config, "rope_parameters": ropes.get(FULL)}, where, THETA_GLOBAL
+    )
+    sliding = llama.rope_section(
+        {**config, **local, "rope_parameters": ropes.get(SLIDING)}, where
+    )
     if sliding["rope_scaling"] == "none":
         return full | {"rope_theta_local": sliding["rope_theta"]}
     if sliding != full:
@@ -101,7 +118,9 @@ def _two_ropes(config: Json, where: str) -> dict[str, Any]:
 def config(model: Json, length: int) -> dict[str, Any]:
     # the same function; vLLM takes it by this name alone
     function = (
-        "gelu_pytorch_tanh" if model["activation"] == "gelu" else HF_FUNCTIONS[model["activation"]]
+        "gelu_pytorch_tanh"
+        if model["activation"] == "gelu"
+        else HF_FUNCTIONS[model["activation"]]
     )
     window: dict[str, Any] = {"sliding_window": model["window"] or None}
     if model["family"] == "gemma3":
@@ -143,5 +162,9 @@ def _family(name: str, architecture: str, **options: Any) -> HfFamily:
 GEMMA2 = _family("gemma2", "Gemma2ForCausalLM", score_cap=True)
 # their gemma3 is a text model and a vision tower
 GEMMA3 = _family(
-    "gemma3", "Gemma3ForCausalLM", model_type="gemma3_text", qk_norm=True, local_theta=True
+    "gemma3",
+    "Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    qk_norm=True,
+    local_theta=True,
 )

@@ -34,7 +34,8 @@ SAMPLING: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
 }
 IDS = dict.fromkeys(
-    ("bos_token_id", "eos_token_id"), (_are_ids, "a whole number from 0, or a list of them")
+    ("bos_token_id", "eos_token_id"),
+    (_are_ids, "a whole number from 0, or a list of them"),
 )
 
 

@@ -41,7 +41,9 @@ def section(config: Json, where: str) -> dict[str, Any]:
         "qk_norm": bool(config.get("use_qk_norm", False)),
         "rope_share": share,
         "dense_layers": dense,
-        "moe": mixture.sigmoid_section(config, where, config.get("n_shared_experts", 1)),
+        "moe": mixture.sigmoid_section(
+            config, where, config.get("n_shared_experts", 1)
+        ),
     }
     width = model.pop("d_ff")
     if dense:
@@ -68,11 +70,15 @@ def config(model: Json, length: int) -> dict[str, Any]:
 def names(model: Json) -> Iterator[WeightName]:
     """Yields the names of a stack's layers: of the shared experts that of a dense MLP too, whichever it has."""
     layer = "model.layers.{}.mlp."
-    yield from (name for name in llama.names(model) if not name.ours.startswith("blocks.mlp."))
+    yield from (
+        name for name in llama.names(model) if not name.ours.startswith("blocks.mlp.")
+    )
     mlp = f"{layer}shared_experts." if model["moe"].experts else layer
     for name in ("gate", "up", "down"):
         yield WeightName(f"blocks.mlp.{name}", f"{mlp}{name}_proj.weight", "linear")
-    yield WeightName("blocks.experts.load", f"{layer}gate.e_score_correction_bias", "load")
+    yield WeightName(
+        "blocks.experts.load", f"{layer}gate.e_score_correction_bias", "load"
+    )
 
 
 GLM4_MOE = HfFamily(

@@ -57,7 +57,9 @@ def names(model: Json) -> Iterator[WeightName]:
         yield WeightName(f"blocks.{ours}.scale", f"{layer}{theirs}.weight")
         yield WeightName(f"blocks.{ours}.bias", f"{layer}{theirs}.bias")
     for third, ours in enumerate("qkv"):
-        yield WeightName(f"blocks.attention.{ours}", f"{layer}attn.c_attn.weight", "third", third)
+        yield WeightName(
+            f"blocks.attention.{ours}", f"{layer}attn.c_attn.weight", "third", third
+        )
         yield WeightName(
             f"blocks.attention.{ours}_bias", f"{layer}attn.c_attn.bias", "third", third
         )

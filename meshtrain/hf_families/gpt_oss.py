@@ -38,7 +38,9 @@ def section(config: Json, where: str) -> dict[str, Any]:
     for key, legal in LEGAL.items():
         refuse_unless(where, config, key, legal)
     window, global_every = alternating(config, where, 2, WINDOW)
-    model = llama.sizes_section(config, where, config.get("num_key_value_heads", 8), tied=False)
+    model = llama.sizes_section(
+        config, where, config.get("num_key_value_heads", 8), tied=False
+    )
     model |= {
         "norm_eps": config.get("rms_norm_eps", 1e-5),
         "head_dim": config.get("head_dim", 64),
@@ -56,7 +58,9 @@ def section(config: Json, where: str) -> dict[str, Any]:
         if config.get("rope_parameters") or config.get("rope_scaling")
         else {"rope_parameters": ROPE}
     )
-    return model | {"moe": moe} | llama.rope_section({**config, **stretched}, where, THETA)
+    return (
+        model | {"moe": moe} | llama.rope_section({**config, **stretched}, where, THETA)
+    )
 
 
 def config(model: Json, length: int) -> dict[str, Any]:
@@ -85,9 +89,13 @@ def names(model: Json) -> Iterator[WeightName]:
     for suffix in ("", "_bias"):
         for part, ours in enumerate(("gate", "up")):
             theirs = f"{layer}mlp.experts.gate_up_proj{suffix}"
-            yield WeightName(f"blocks.experts.{ours}{suffix}", theirs, "alternating", part)
+            yield WeightName(
+                f"blocks.experts.{ours}{suffix}", theirs, "alternating", part
+            )
         yield WeightName(
-            f"blocks.experts.down{suffix}", f"{layer}mlp.experts.down_proj{suffix}", "merged"
+            f"blocks.experts.down{suffix}",
+            f"{layer}mlp.experts.down_proj{suffix}",
+            "merged",
         )
 
 

@@ -69,7 +69,9 @@ def section(family: str, config: Json, where: str) -> dict[str, Any]:
         "d_ff": model.pop("d_ff"),
         "shared_experts": _shared(config, where),
         "router": "softmax",
-        "normalize": config.get("norm_topk_prob", True) if family == "qwen3_next" else True,
+        "normalize": config.get("norm_topk_prob", True)
+        if family == "qwen3_next"
+        else True,
     }
     return model
 
@@ -90,7 +92,10 @@ def _pattern(config: Json, where: str) -> tuple[str, ...]:
     """Returns the shortest sequence of kinds that the layers go through over and over."""
     layers = positive(config, "num_hidden_layers", where)
     every = config.get("full_attention_interval") or 4
-    default = [TYPES["full" if (layer + 1) % every == 0 else "linear"] for layer in range(layers)]
+    default = [
+        TYPES["full" if (layer + 1) % every == 0 else "linear"]
+        for layer in range(layers)
+    ]
     types = config.get("layer_types") or default
     if len(types) != layers or not set(types) <= set(KINDS):
         raise ConfigError(
@@ -103,12 +108,17 @@ def _pattern(config: Json, where: str) -> tuple[str, ...]:
 def config(model: Json, length: int) -> dict[str, Any]:
     fields = llama.sizes_config(model, length)
     rope = llama.rope_parameters(model) | {SHARE: model["rope_share"]}
-    fields |= llama.rope_config(model, rope) | {"rope_parameters": rope, SHARE: rope[SHARE]}
+    fields |= llama.rope_config(model, rope) | {
+        "rope_parameters": rope,
+        SHARE: rope[SHARE],
+    }
     pattern = model["pattern"] or ("full",)
     fields["layer_types"] = [
         TYPES[pattern[layer % len(pattern)]] for layer in range(model["layers"])
     ]
-    fields |= {theirs: getattr(model["linear"], ours) for ours, (theirs, _) in LINEAR.items()}
+    fields |= {
+        theirs: getattr(model["linear"], ours) for ours, (theirs, _) in LINEAR.items()
+    }
     moe = model["moe"]
     if not moe.experts:
         return fields
@@ -131,7 +141,9 @@ def names(model: Json) -> Iterator[WeightName]:
     layer = "model.layers.{}."
     linear = tuple(model["pattern"]) == ("linear",)
     replaced = (
-        ("blocks.attention.", "blocks.mlp.") if model["moe"].experts else ("blocks.attention.",)
+        ("blocks.attention.", "blocks.mlp.")
+        if model["moe"].experts
+        else ("blocks.attention.",)
     )
     kept = (
         "blocks.attention.k",
@@ -140,13 +152,17 @@ def names(model: Json) -> Iterator[WeightName]:
         "blocks.attention.q_norm",
     )
     for name in llama.names(model):
-        if not name.ours.startswith(replaced) or (not linear and name.ours.startswith(kept)):
+        if not name.ours.startswith(replaced) or (
+            not linear and name.ours.startswith(kept)
+        ):
             yield name
     if model["moe"].experts:
         for ours in ("gate", "up", "down"):
             theirs = f"{layer}mlp.shared_expert.{ours}_proj.weight"
             yield WeightName(f"blocks.mlp.{ours}", theirs, "linear")
-        yield WeightName("blocks.mlp.token_gate", f"{layer}mlp.shared_expert_gate.weight", "linear")
+        yield WeightName(
+            "blocks.mlp.token_gate", f"{layer}mlp.shared_expert_gate.weight", "linear"
+        )
     if linear:
         yield from _linear_names(model, f"{layer}linear_attn.")
         return
@@ -167,7 +183,9 @@ def _linear_names(model: Json, at: str) -> Iterator[WeightName]:
     yield from _rows(f"{ours}{{}}_conv", f"{at}conv1d.weight", widths)
     if model["family"] == "qwen3_next":
         heads = sizes.key_heads
-        yield from _rows(f"{ours}{{}}", f"{at}in_proj_qkvz.weight", widths | {"z": values}, heads)
+        yield from _rows(
+            f"{ours}{{}}", f"{at}in_proj_qkvz.weight", widths | {"z": values}, heads
+        )
         yield from _rows(f"{ours}{{}}", f"{at}in_proj_ba.weight", gates, heads)
     else:
         yield from _rows(f"{ours}{{}}", f"{at}in_proj_qkv.weight", widths)
@@ -179,7 +197,9 @@ def _linear_names(model: Json, at: str) -> Iterator[WeightName]:
     yield WeightName(f"{ours}out", f"{at}out_proj.weight", "linear")
 
 
-def _rows(ours: str, theirs: str, widths: dict[str, int], groups: int = 1) -> Iterator[WeightName]:
+def _rows(
+    ours: str, theirs: str, widths: dict[str, int], groups: int = 1
+) -> Iterator[WeightName]:
     """Yields weights whose outputs are rows of one tensor, those of each of `groups` heads beside one another."""
     total = sum(widths.values()) // groups
     first = 0
@@ -201,7 +221,11 @@ def _family(name: str, architecture: str, **options: Any) -> HfFamily:
     )
 
 
-EXPERTS: dict[str, Any] = {"in_memory": mixture.in_memory, "router": "softmax", "normalize": None}
+EXPERTS: dict[str, Any] = {
+    "in_memory": mixture.in_memory,
+    "router": "softmax",
+    "normalize": None,
+}
 QWEN3_NEXT = _family("qwen3_next", "Qwen3NextForCausalLM", **EXPERTS)
 QWEN3_5 = _family("qwen3_5", "Qwen3_5ForCausalLM", model_type="qwen3_5_text")
 QWEN3_5_MOE = _family(

@@ -92,7 +92,13 @@ FIELDS: dict[type, tuple[str, ...]] = {
     ),
     list: ("layer_types",),
     # rope_parameters holds full_attention and sliding_attention where the layers differ
-    dict: ("rope_parameters", "rope_scaling", "full_attention", "sliding_attention", "id2label"),
+    dict: (
+        "rope_parameters",
+        "rope_scaling",
+        "full_attention",
+        "sliding_attention",
+        "id2label",
+    ),
 }
 LEGAL = {
     int: "a whole number, not negative",
@@ -144,7 +150,9 @@ def check_types(config: Json, where: str) -> None:
                 )
     for key in ("num_hidden_layers", "n_layer"):
         if (config.get(key) or 0) > MOST_LAYERS:
-            raise ConfigError(f"{where}: {key} is {config[key]}; it must be at most {MOST_LAYERS}.")
+            raise ConfigError(
+                f"{where}: {key} is {config[key]}; it must be at most {MOST_LAYERS}."
+            )
     for key in FIELDS[dict]:
         for value in [config.get(key), *(config.get(key) or {}).values()]:
             if isinstance(value, dict):
@@ -199,4 +207,6 @@ def dropout(config: Json, where: str, default: float, *keys: str) -> float:
 def refuse_unless(where: str, config: Json, key: str, legal: Any) -> None:
     """ConfigError where a field asks for anything but the one legal value."""
     if config.get(key, legal) != legal and config.get(key) is not None:
-        raise ConfigError(f"{where}: {key} {short(repr(config[key]))} is not computed here.")
+        raise ConfigError(
+            f"{where}: {key} {short(repr(config[key]))} is not computed here."
+        )

@@ -36,7 +36,9 @@ THETAS = {"mixtral": 1_000_000.0}  # the others: THETA
 EPSILONS = {"mixtral": 1e-5, "olmoe": 1e-5}  # the others: 1e-6
 
 
-def sizes_section(config: Json, where: str, kv_heads: int, tied: bool) -> dict[str, Any]:
+def sizes_section(
+    config: Json, where: str, kv_heads: int, tied: bool
+) -> dict[str, Any]:
     """Returns the keys that all these classes have; `tied`: whether the head is, where nothing is said of it."""
     return {
         "layers": positive(config, "num_hidden_layers", where),
@@ -52,7 +54,11 @@ def sizes_section(config: Json, where: str, kv_heads: int, tied: bool) -> dict[s
 
 def section(family: str, config: Json, where: str) -> dict[str, Any]:
     # Qwen2 has biases of q, k and v without a field for them
-    for key, legal in (("mlp_bias", False), ("attention_bias", False), ("attention_dropout", 0.0)):
+    for key, legal in (
+        ("mlp_bias", False),
+        ("attention_bias", False),
+        ("attention_dropout", 0.0),
+    ):
         refuse_unless(where, config, key, legal)
     heads = positive(config, "num_attention_heads", where)
     kv_heads = config.get("num_key_value_heads", KV_HEADS.get(family)) or heads
@@ -97,7 +103,9 @@ def _window(family: str, config: Json, where: str) -> int:
         return 0
     if types != [SLIDING] * layers:
         which = (
-            "layer_types" if "layer_types" in config else f"max_window_layers {first} of {layers}"
+            "layer_types"
+            if "layer_types" in config
+            else f"max_window_layers {first} of {layers}"
         )
         raise ConfigError(
             f"{where}: sliding_window {window} of some layers alone ({which}) is not computed here; all have it, or "
@@ -126,13 +134,18 @@ def rope_section(config: Json, where: str, theta: float = THETA) -> dict[str, An
     for holder in (config, rope):
         refuse_unless(where, holder, "partial_rotary_factor", 1.0)
     model = {"rope_theta": float(base), "rope_scaling": ROPES[kind]}
-    return model if kind == "default" else model | _scaling_section(config, rope, kind, where)
+    return (
+        model
+        if kind == "default"
+        else model | _scaling_section(config, rope, kind, where)
+    )
 
 
 def _merge_rope(config: Json, where: str) -> Json:
     """Returns what rope_parameters and rope_scaling say together."""
     new, old = (
-        _add_rope_type(config.get(key) or {}) for key in ("rope_parameters", "rope_scaling")
+        _add_rope_type(config.get(key) or {})
+        for key in ("rope_parameters", "rope_scaling")
     )
     for key in old.keys() & new.keys():
         if old[key] != new[key]:
@@ -151,9 +164,13 @@ def _scaling_section(config: Json, rope: Json, kind: str, where: str) -> dict[st
     original = config.get("original_max_position_embeddings") or rope.get(
         "original_max_position_embeddings"
     )
-    model["rope_original"] = original or positive(config, "max_position_embeddings", where)
+    model["rope_original"] = original or positive(
+        config, "max_position_embeddings", where
+    )
     if kind == "llama3":
-        slow, fast = (number(rope, f"{which}_freq_factor", where) for which in ("low", "high"))
+        slow, fast = (
+            number(rope, f"{which}_freq_factor", where) for which in ("low", "high")
+        )
         return model | {"rope_slow": slow, "rope_fast": fast}
     return model | {
         "rope_slow": float(rope.get("beta_slow") or 1),
@@ -175,26 +192,38 @@ def config(model: Json, length: int) -> dict[str, Any]:
         window["max_window_layers"] = 0 if model["window"] else model["layers"]
     rope = rope_parameters(model)
     return (
-        window | rope_config(model, rope) | {"rope_parameters": rope} | sizes_config(model, length)
+        window
+        | rope_config(model, rope)
+        | {"rope_parameters": rope}
+        | sizes_config(model, length)
     )
 
 
 def rope_parameters(model: Json) -> dict[str, Any]:
-    kind = next(theirs for theirs, ours in ROPES.items() if ours == model["rope_scaling"])
+    kind = next(
+        theirs for theirs, ours in ROPES.items() if ours == model["rope_scaling"]
+    )
     rope: dict[str, Any] = {"rope_type": kind}
     if kind != "default":
         rope["factor"] = model["rope_factor"]
     if kind in ("llama3", "yarn"):
         rope["original_max_position_embeddings"] = model["rope_original"]
     if kind == "llama3":
-        rope |= {"low_freq_factor": model["rope_slow"], "high_freq_factor": model["rope_fast"]}
+        rope |= {
+            "low_freq_factor": model["rope_slow"],
+            "high_freq_factor": model["rope_fast"],
+        }
     if kind == "yarn":
         rope |= {
             "beta_slow": model["rope_slow"],
             "beta_fast": model["rope_fast"],
             "truncate": model["rope_truncate"],
         }
-        rope |= {"attention_factor": model["rope_amplitude"]} if model["rope_amplitude"] else {}
+        rope |= (
+            {"attention_factor": model["rope_amplitude"]}
+            if model["rope_amplitude"]
+            else {}
+        )
     return rope | {"rope_theta": model["rope_theta"]}
 
 
@@ -207,11 +236,15 @@ def rope_config(model: Json, rope: Json) -> dict[str, Any]:
     }
 
 
-def sizes_config(model: Json, length: int, function: str | None = None) -> dict[str, Any]:
+def sizes_config(
+    model: Json, length: int, function: str | None = None
+) -> dict[str, Any]:
     """Returns the fields that all these classes have; `function` is the activation, where it has another name than
     usual.
     """
-    stretched = model["rope_original"] if model["rope_scaling"] in ("llama3", "yarn") else 0
+    stretched = (
+        model["rope_original"] if model["rope_scaling"] in ("llama3", "yarn") else 0
+    )
     return {
         "num_hidden_layers": model["layers"],
         "hidden_size": model["d_model"],
@@ -234,18 +267,29 @@ def names(model: Json) -> Iterator[WeightName]:
     yield WeightName("blocks.attention_norm.scale", f"{layer}input_layernorm.weight")
     if model["post_norms"]:
         yield WeightName(
-            "blocks.attention_post_norm.scale", f"{layer}post_attention_layernorm.weight"
+            "blocks.attention_post_norm.scale",
+            f"{layer}post_attention_layernorm.weight",
         )
-        yield WeightName("blocks.mlp_norm.scale", f"{layer}pre_feedforward_layernorm.weight")
-        yield WeightName("blocks.mlp_post_norm.scale", f"{layer}post_feedforward_layernorm.weight")
+        yield WeightName(
+            "blocks.mlp_norm.scale", f"{layer}pre_feedforward_layernorm.weight"
+        )
+        yield WeightName(
+            "blocks.mlp_post_norm.scale", f"{layer}post_feedforward_layernorm.weight"
+        )
     else:
-        yield WeightName("blocks.mlp_norm.scale", f"{layer}post_attention_layernorm.weight")
+        yield WeightName(
+            "blocks.mlp_norm.scale", f"{layer}post_attention_layernorm.weight"
+        )
     for ours in "qkv":
         yield WeightName(
             f"blocks.attention.{ours}", f"{layer}self_attn.{ours}_proj.weight", "linear"
         )
-        yield WeightName(f"blocks.attention.{ours}_bias", f"{layer}self_attn.{ours}_proj.bias")
-    yield WeightName("blocks.attention.out", f"{layer}self_attn.o_proj.weight", "linear")
+        yield WeightName(
+            f"blocks.attention.{ours}_bias", f"{layer}self_attn.{ours}_proj.bias"
+        )
+    yield WeightName(
+        "blocks.attention.out", f"{layer}self_attn.o_proj.weight", "linear"
+    )
     yield WeightName("blocks.attention.q_norm.scale", f"{layer}self_attn.q_norm.weight")
     yield WeightName("blocks.attention.k_norm.scale", f"{layer}self_attn.k_norm.weight")
     if model["family"] == "mixtral":
@@ -255,9 +299,13 @@ def names(model: Json) -> Iterator[WeightName]:
         mlp = "mlp"
         experts = {ours: f"{ours}_proj" for ours in ("gate", "up", "down")}
     for ours, theirs in experts.items():
-        yield WeightName(f"blocks.mlp.{ours}", f"{layer}{mlp}.{theirs}.weight", "linear")
         yield WeightName(
-            f"blocks.experts.{ours}", f"{layer}{mlp}.experts.{{}}.{theirs}.weight", "experts"
+            f"blocks.mlp.{ours}", f"{layer}{mlp}.{theirs}.weight", "linear"
+        )
+        yield WeightName(
+            f"blocks.experts.{ours}",
+            f"{layer}{mlp}.experts.{{}}.{theirs}.weight",
+            "experts",
         )
     yield WeightName("blocks.experts.router", f"{layer}{mlp}.gate.weight", "linear")
     yield WeightName("head.norm.scale", "model.norm.weight")
@@ -265,7 +313,9 @@ def names(model: Json) -> Iterator[WeightName]:
 
 
 def _family(name: str, architecture: str, **options: Any) -> HfFamily:
-    return HfFamily(name, architecture, partial(section, name), config, names, **options)
+    return HfFamily(
+        name, architecture, partial(section, name), config, names, **options
+    )
 
 
 LLAMA = _family("llama", "LlamaForCausalLM", window=False)

@@ -38,7 +38,9 @@ def section(family: str, config: Json, where: str) -> dict[str, Any]:
     model = llama.section(family, {**config, **sizes}, where)
     normalize = family == "mixtral" or bool(config.get("norm_topk_prob"))
     moe = {
-        "experts": positive({experts: config.get("num_local_experts"), **config}, experts, where),
+        "experts": positive(
+            {experts: config.get("num_local_experts"), **config}, experts, where
+        ),
         "top_k": positive(config, "num_experts_per_tok", where),
         "d_ff": model.pop("d_ff"),
         "router": "softmax",
@@ -70,7 +72,10 @@ def config(model: Json, length: int) -> dict[str, Any]:
 def _fields(family: str) -> tuple[str, str]:
     """Returns the names of the number of experts and of their width."""
     experts = "num_local_experts" if family == "mixtral" else "num_experts"
-    return experts, "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size"
+    return (
+        experts,
+        "moe_intermediate_size" if family == "qwen3_moe" else "intermediate_size",
+    )
 
 
 def in_memory(model: Json) -> Iterator[WeightName]:
@@ -100,7 +105,12 @@ def _family(name: str, architecture: str, **options: Any) -> HfFamily:
 MIXTRAL = _family("mixtral", "MixtralForCausalLM")
 QWEN3_MOE = _family("qwen3_moe", "Qwen3MoeForCausalLM", qk_norm=True, normalize=None)
 OLMOE = _family(
-    "olmoe", "OlmoeForCausalLM", qk_norm=True, normalize=None, window=False, wide_heads=False
+    "olmoe",
+    "OlmoeForCausalLM",
+    qk_norm=True,
+    normalize=None,
+    window=False,
+    wide_heads=False,
 )
 
 
@@ -126,7 +136,8 @@ def dense_first_config(model: Json) -> dict[str, Any]:
     return {
         "first_k_dense_replace": model["dense_layers"],
         "intermediate_size": model["dense_d_ff"],
-        "moe_intermediate_size": moe.d_ff or FAMILIES[model["family"]].d_ff(model["d_model"]),
+        "moe_intermediate_size": moe.d_ff
+        or FAMILIES[model["family"]].d_ff(model["d_model"]),
         "n_routed_experts": moe.experts,
         "n_shared_experts": moe.shared_experts,
         "num_experts_per_tok": moe.top_k,

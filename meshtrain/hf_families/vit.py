@@ -33,7 +33,9 @@ def section(config: Json, where: str) -> dict[str, Any]:
         "d_model": d_model,
         "heads": heads,
         "d_ff": positive(config, "intermediate_size", where),
-        "vocab_size": len(config.get("id2label") or ()) or config.get("num_labels") or 2,
+        "vocab_size": len(config.get("id2label") or ())
+        or config.get("num_labels")
+        or 2,
         "norm_eps": config.get("layer_norm_eps", 1e-12),
         "activation": activation(config.get("hidden_act", "gelu"), where),
         "dropout": dropout(config, where, 0.0, *DROPOUTS),
@@ -80,12 +82,17 @@ def names(model: Json) -> Iterator[WeightName]:
     layer = "vit.encoder.layer.{}."
     embeddings = "vit.embeddings."
     yield WeightName(
-        "embedding.patches", f"{embeddings}patch_embeddings.projection.weight", "patches"
+        "embedding.patches",
+        f"{embeddings}patch_embeddings.projection.weight",
+        "patches",
     )
     yield WeightName("embedding.bias", f"{embeddings}patch_embeddings.projection.bias")
     yield WeightName("embedding.class_token", f"{embeddings}cls_token", ones=2)
     yield WeightName("embedding.positions", f"{embeddings}position_embeddings", ones=1)
-    for ours, theirs in (("attention_norm", "layernorm_before"), ("mlp_norm", "layernorm_after")):
+    for ours, theirs in (
+        ("attention_norm", "layernorm_before"),
+        ("mlp_norm", "layernorm_after"),
+    ):
         yield WeightName(f"blocks.{ours}.scale", f"{layer}{theirs}.weight")
         yield WeightName(f"blocks.{ours}.bias", f"{layer}{theirs}.bias")
     for ours, theirs in (

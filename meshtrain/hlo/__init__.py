@@ -21,7 +21,12 @@ from meshtrain.hlo.module import (
     replica_groups,
     short_path,
 )
-from meshtrain.hlo.traffic import Collective, CompiledCollectives, collectives, live_bytes
+from meshtrain.hlo.traffic import (
+    Collective,
+    CompiledCollectives,
+    collectives,
+    live_bytes,
+)
 
 __all__ = [
     "KINDS",

@@ -19,7 +19,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute", "all-to-all")
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "collective-permute",
+    "all-to-all",
+)
 # the scope of loops that turn only where experts' loads are uneven (`parallel.rounds`)
 FURTHER_ROUNDS = "further_rounds"
 # Of rows on their way to experts, which may lie over the axis of others' messages.
@@ -68,8 +74,10 @@ class Operation:
     name: str
     opcode: str
     kind: str  # the collective it is, or ""
-    result: str  # type of what it yields, the bookkeeping of asynchronous forms taken off
-    attributes: str  # all behind the opening parenthesis: operands, and what XLA says besides
+    # Type of what it yields, the bookkeeping of asynchronous forms taken off
+    result: str
+    # All behind the opening parenthesis: operands, and what XLA says besides
+    attributes: str
     root: bool  # whether it is what its computation yields
 
     @cached_property
@@ -77,7 +85,9 @@ class Operation:
         """Names of its operands; of a parameter its number."""
         listed = self.attributes[: _closing("(" + self.attributes) - 2]
         return tuple(
-            operand.split()[-1].lstrip("%") for operand in _parts(listed) if operand.strip()
+            operand.split()[-1].lstrip("%")
+            for operand in _parts(listed)
+            if operand.strip()
         )
 
     @property
@@ -125,7 +135,9 @@ class Module:
         while frame in frames:
             place, parent = map(int, re.findall(r"=(\d+)", frames[frame])[:2])
             file, function, number = map(int, re.findall(r"=(\d+)", places[place])[:3])
-            lines.append(HloLine(files[file].strip('"'), number, functions[function].strip('"')))
+            lines.append(
+                HloLine(files[file].strip('"'), number, functions[function].strip('"'))
+            )
             # counted from 1, where 1 is none
             frame = parent - 1
         return tuple(lines)
@@ -147,7 +159,11 @@ class Module:
             elif not op.opcode.endswith(
                 ("-done", "-update")
             ):  # those name once more what was started
-                inside = (*conditionals, len(loops)) if op.opcode == "conditional" else conditionals
+                inside = (
+                    (*conditionals, len(loops))
+                    if op.opcode == "conditional"
+                    else conditionals
+                )
                 for computation in self.called(op):
                     yield from self.walk(computation, loops, inside)
 
@@ -176,7 +192,8 @@ class Module:
     def loop(self, op: Operation) -> tuple[str, str, int | None]:
         """Returns body, condition and turns of a while loop."""
         body, condition = (
-            re.search(rf"\b{k}=%?([\w.\-]+)", op.attributes) for k in ("body", "condition")
+            re.search(rf"\b{k}=%?([\w.\-]+)", op.attributes)
+            for k in ("body", "condition")
         )
         assert body and condition, "a while loop has both"
         return body.group(1), condition.group(1), self._turns(op, condition.group(1))
@@ -192,7 +209,9 @@ class Module:
     def named(self, computation: str) -> dict[str, Operation]:
         """Returns the instructions of a computation by name."""
         if computation not in self._named:
-            self._named[computation] = {op.name: op for op in self.computations[computation]}
+            self._named[computation] = {
+                op.name: op for op in self.computations[computation]
+            }
         return self._named[computation]
 
     def _turns(self, op: Operation, condition: str) -> int | None:
@@ -209,7 +228,8 @@ class Module:
         limits = [
             int(number.group(1))
             for constant in compared
-            if constant.opcode == "constant" and re.match(r"[su]\d+\[\]", constant.result)
+            if constant.opcode == "constant"
+            and re.match(r"[su]\d+\[\]", constant.result)
             for number in [re.match(r"(-?\d+)\)", constant.attributes)]
             if number
         ]
@@ -262,18 +282,27 @@ def replica_groups(attributes: str, devices: int) -> list[list[int]]:
     The groups of a permutation are its pairs.
     """
     if listed := re.search(
-        r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d, ]*\},?\s*)*)\}", attributes
+        r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d, ]*\},?\s*)*)\}",
+        attributes,
     ):
         groups = [
-            [int(n) for n in g.split(",")] for g in re.findall(r"\{([\d, ]+)\}", listed.group(1))
+            [int(n) for n in g.split(",")]
+            for g in re.findall(r"\{([\d, ]+)\}", listed.group(1))
         ]
         return groups or [list(range(devices))]
     if named := re.search(
-        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?\)?)\))? \{(.*?)\}", attributes
+        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?\)?)\))? \{(.*?)\}",
+        attributes,
     ):
         return _named_groups(*named.groups())
-    if iota := re.search(r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", attributes):
-        return _numbers(iota.group(2)).reshape([int(n) for n in iota.group(1).split(",")]).tolist()
+    if iota := re.search(
+        r"replica_groups=\[([\d,]+)\]<=(\[[\d,]+\](?:T\([\d,]+\))?)", attributes
+    ):
+        return (
+            _numbers(iota.group(2))
+            .reshape([int(n) for n in iota.group(1).split(",")])
+            .tolist()
+        )
     raise ValueError(f"no replica groups in {attributes[:120]}")
 
 
@@ -283,7 +312,11 @@ def _numbers(text: str) -> np.ndarray:
     if not iota:
         return np.array([int(n) for n in re.findall(r"\d+", text)])
     shape = [int(n) for n in iota.group(1).split(",")]
-    order = [int(n) for n in iota.group(2).split(",")] if iota.group(2) else list(range(len(shape)))
+    order = (
+        [int(n) for n in iota.group(2).split(",")]
+        if iota.group(2)
+        else list(range(len(shape)))
+    )
     return np.arange(math.prod(shape)).reshape(shape).transpose(order).reshape(-1)
 
 
@@ -307,7 +340,12 @@ def _named_groups(mesh: str, devices: str | None, along: str) -> list[list[int]]
     numbers = _numbers(devices) if devices else np.arange(math.prod(shape))
     others = [d for d in range(len(shape)) if d not in grouped]
     members = math.prod(shape[d] for d in grouped)
-    return numbers.reshape(shape).transpose([*others, *grouped]).reshape(-1, members).tolist()
+    return (
+        numbers.reshape(shape)
+        .transpose([*others, *grouped])
+        .reshape(-1, members)
+        .tolist()
+    )
 
 
 def byte_count(kind: str) -> int:

@@ -34,9 +34,11 @@ class Collective:
     kind: str  # one of KINDS
     axes: tuple[
         str, ...
-    ]  # the mesh axes along which it talks, in the mesh's order; () if every group is one device
+        # The mesh axes along which it talks, in the mesh's order; () if every group is one device
+    ]
     ranks: int  # devices that talk to each other
-    bytes: int  # of the full buffer on one device: what is reduced, what is gathered, what is scattered, the message
+    # Of the full buffer on one device: what is reduced, what is gathered, what is scattered, the message
+    bytes: int
     dtype: str  # as HLO writes it: f32, bf16, ...
     loops: tuple[
         int | None, ...
@@ -54,7 +56,11 @@ class Collective:
     def where(self) -> str:
         """The line that it came from and its caller, in short, without those of `meshtrain.compat`."""
         return " ← ".join(
-            [str(line) for line in self.lines if not Path(line.file).name.startswith("compat")][:2]
+            [
+                str(line)
+                for line in self.lines
+                if not Path(line.file).name.startswith("compat")
+            ][:2]
         )
 
     @property
@@ -91,7 +97,12 @@ class Collective:
         """
         if self.kind == "collective-permute":
             return float(self.bytes)
-        return (2 if self.kind == "all-reduce" else 1) * self.bytes * (self.ranks - 1) / self.ranks
+        return (
+            (2 if self.kind == "all-reduce" else 1)
+            * self.bytes
+            * (self.ranks - 1)
+            / self.ranks
+        )
 
 
 class CompiledCollectives(Shown, list[Collective]):
@@ -116,7 +127,9 @@ class CompiledCollectives(Shown, list[Collective]):
         counts: dict[str, int] = defaultdict(int)
         for c in self:
             if c.axes:
-                counts[f"{c.kind} over {c.axis}"] += math.prod(n for n in c.loops if n is not None)
+                counts[f"{c.kind} over {c.axis}"] += math.prod(
+                    n for n in c.loops if n is not None
+                )
         most_first = sorted(counts.items(), key=lambda named: -named[1])
         line = ", ".join(f"{count} {name}" for name, count in most_first)
         return line if len(line) <= 400 else re.sub(r", [^,]*$", ", ...", line[:400])
@@ -165,7 +178,11 @@ def live_bytes(tree: Any, device: jax.Device | None = None) -> int:
     for array in jax.tree.leaves(tree):
         for shard in array.addressable_shards:
             per_device[shard.device] += shard.data.nbytes
-    return per_device[device] if device is not None else max(per_device.values(), default=0)
+    return (
+        per_device[device]
+        if device is not None
+        else max(per_device.values(), default=0)
+    )
 
 
 def senders(op: Operation, devices: int) -> float:

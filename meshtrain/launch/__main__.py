@@ -13,13 +13,17 @@ MODULES = ("local_nodes", "ssh", "slurm", "kubernetes", "on_ray", "sky")
 LAUNCHERS: dict[str, Launcher] = {}
 for module in MODULES:
     LAUNCHERS |= import_module(f"meshtrain.launch.{module}").LAUNCHERS
-SHARED = "every node must see the config, the data and the run directory at the same path"
+SHARED = (
+    "every node must see the config, the data and the run directory at the same path"
+)
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     words = parser()
-    _check_options(words.commands, list(sys.argv[1:] if arguments is None else arguments))
+    _check_options(
+        words.commands, list(sys.argv[1:] if arguments is None else arguments)
+    )
     options = words.parse_args(arguments)
     chosen = LAUNCHERS[options.launcher]
     if chosen.run is not None:
@@ -40,7 +44,9 @@ def parser() -> Parser:
     commands = parser.add_subparsers(dest="launcher", required=True)
     for name, launcher in LAUNCHERS.items():
         launcher.add(
-            commands.add_parser(name, help=launcher.meaning, description=f"{launcher.meaning}.")
+            commands.add_parser(
+                name, help=launcher.meaning, description=f"{launcher.meaning}."
+            )
         )
     return parser
 
@@ -51,7 +57,9 @@ def _check_options(parsers: Mapping[str, Parser], words: Sequence[str]) -> None:
         return
     # argparse has no other way to ask a parser for its options.
     options = {name: parser._option_string_actions for name, parser in parsers.items()}
-    for option in (word.partition("=")[0] for word in words[1:] if word.startswith("--")):
+    for option in (
+        word.partition("=")[0] for word in words[1:] if word.startswith("--")
+    ):
         having = [name for name, own in options.items() if option in own]
         if having and words[0] not in having:
             parsers[words[0]].error(

@@ -32,7 +32,8 @@ KNOWN = (
     "0.13",
 )  # versions of jaxlib from, and before, which XLA's flags were seen to be taken
 XLA = "xla_"
-STUCK = 3600  # seconds; `meshtrain.train` has processes wait as long for one that compiles
+# Seconds; `meshtrain.train` has processes wait as long for one that compiles
+STUCK = 3600
 
 
 @dataclass(frozen=True)
@@ -159,16 +160,26 @@ ADVICE = {
 
 
 def settings(
-    config: Config, cluster: Cluster, versions: Mapping[str, str], variables: Mapping[str, str]
+    config: Config,
+    cluster: Cluster,
+    versions: Mapping[str, str],
+    variables: Mapping[str, str],
 ) -> list[Setting]:
     """Returns what is of use for a config on a cluster, with the versions of libraries that are there (those of
     `installed`) and a user's own environment, which wins.
     """
-    if cluster.accelerator.platform != "gpu" or config.mesh.devices <= cluster.devices_per_node:
+    if (
+        cluster.accelerator.platform != "gpu"
+        or config.mesh.devices <= cluster.devices_per_node
+    ):
         return []
     return [
         Setting(
-            p.name, p.value, p.versions, p.reason, _left(p, versions.get(p.library, ""), variables)
+            p.name,
+            p.value,
+            p.versions,
+            p.reason,
+            _left(p, versions.get(p.library, ""), variables),
         )
         for p in PRESETS
         if p.is_of_use(config, cluster)
@@ -176,7 +187,9 @@ def settings(
 
 
 def _left(preset: Preset, version: str, variables: Mapping[str, str]) -> str:
-    if preset.name in variables or re.search(rf"--{preset.name}\b", variables.get("XLA_FLAGS", "")):
+    if preset.name in variables or re.search(
+        rf"--{preset.name}\b", variables.get("XLA_FLAGS", "")
+    ):
         return "set by the user"
     if not version:
         # An unknown variable of NCCL's is ignored, and an unknown flag ends the process.
@@ -197,9 +210,15 @@ def _left(preset: Preset, version: str, variables: Mapping[str, str]) -> str:
 def environment(chosen: list[Setting], variables: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that a process needs besides its own `variables`."""
     taken = [setting for setting in chosen if not setting.left]
-    new = {setting.name: setting.value for setting in taken if not setting.name.startswith(XLA)}
+    new = {
+        setting.name: setting.value
+        for setting in taken
+        if not setting.name.startswith(XLA)
+    }
     if flags := [
-        f"--{setting.name}={setting.value}" for setting in taken if setting.name.startswith(XLA)
+        f"--{setting.name}={setting.value}"
+        for setting in taken
+        if setting.name.startswith(XLA)
     ]:
         new["XLA_FLAGS"] = " ".join([variables.get("XLA_FLAGS", ""), *flags]).strip()
     return new
@@ -211,7 +230,9 @@ def choose_step_settings(config: Config, cluster: Cluster) -> list[Setting]:
         return []
     ways = overlaps_reduce_scatter(config), sends_by_table(config)
     options = xla.step_options(config.mesh.devices, config.mesh.tensor, *ways)
-    return [Setting(option.name, str(option.value), "", option.reason) for option in options]
+    return [
+        Setting(option.name, str(option.value), "", option.reason) for option in options
+    ]
 
 
 def installed() -> dict[str, str]:
@@ -225,7 +246,10 @@ def installed() -> dict[str, str]:
 
 
 def to_text(
-    config: Config, cluster: Cluster, versions: Mapping[str, str], variables: Mapping[str, str]
+    config: Config,
+    cluster: Cluster,
+    versions: Mapping[str, str],
+    variables: Mapping[str, str],
 ) -> str:
     """Returns what `plan --flags` prints."""
     there = (
@@ -241,7 +265,8 @@ def to_text(
     lines.append("launch sets" if chosen else "launch sets nothing")
     for entry in chosen:
         lines += [
-            f"  {entry.name}={entry.value}" + (f"   LEFT: {entry.left}" if entry.left else ""),
+            f"  {entry.name}={entry.value}"
+            + (f"   LEFT: {entry.left}" if entry.left else ""),
             f"      {entry.reason}",
             f"      {entry.versions}",
         ]
@@ -263,9 +288,7 @@ def to_text(
 
 def _collection(config: Config) -> str:
     if config.train.gc_every:
-        return (
-            "all processes collect Python's garbage at the same steps; 0 leaves it to each of them"
-        )
+        return "all processes collect Python's garbage at the same steps; 0 leaves it to each of them"
     return (
         "each process collects Python's garbage when it thinks fit, and all others wait for it; 100 has them "
         "collect together"
@@ -273,7 +296,10 @@ def _collection(config: Config) -> str:
 
 
 def as_json(
-    config: Config, cluster: Cluster, versions: Mapping[str, str], variables: Mapping[str, str]
+    config: Config,
+    cluster: Cluster,
+    versions: Mapping[str, str],
+    variables: Mapping[str, str],
 ) -> dict:
     """Returns what `plan --flags --json` prints."""
     chosen = settings(config, cluster, versions, variables)
@@ -281,7 +307,9 @@ def as_json(
         "versions": dict(versions),
         "set": [asdict(entry) for entry in chosen],
         "environment": environment(chosen, variables),
-        "by_the_step": [asdict(entry) for entry in choose_step_settings(config, cluster)],
+        "by_the_step": [
+            asdict(entry) for entry in choose_step_settings(config, cluster)
+        ],
         "by_the_run": [
             {
                 "name": "train.gc_every",

@@ -82,8 +82,12 @@ def add_engine(parser: Parser) -> None:
         metavar="N",
         help="CPU cores (default: left to the engine)",
     )
-    parser.add_argument("--name", type=_name, help="of the job (default: the run directory's)")
-    parser.add_argument("--python", default="python", help="the interpreter on the nodes")
+    parser.add_argument(
+        "--name", type=_name, help="of the job (default: the run directory's)"
+    )
+    parser.add_argument(
+        "--python", default="python", help="the interpreter on the nodes"
+    )
 
 
 def add_flags(parser: Parser) -> None:
@@ -102,7 +106,9 @@ def add_flags(parser: Parser) -> None:
 
 def add_requeues(parser: Parser) -> None:
     meaning = "times that a stopped run (exit code 75) is started again, at most"
-    parser.add_argument("--requeues", type=_count, default=REQUEUES, metavar="N", help=meaning)
+    parser.add_argument(
+        "--requeues", type=_count, default=REQUEUES, metavar="N", help=meaning
+    )
 
 
 def add_mount(parser: Parser) -> None:
@@ -112,7 +118,9 @@ def add_mount(parser: Parser) -> None:
 
 def add_time(parser: Parser) -> None:
     parser.add_argument(
-        "--time", type=duration, help="the longest that it may run: H:MM:SS or DAYS-HH:MM:SS"
+        "--time",
+        type=duration,
+        help="the longest that it may run: H:MM:SS or DAYS-HH:MM:SS",
     )
 
 
@@ -135,7 +143,11 @@ def _job_name(config: Config) -> str:
 
 
 def make(
-    config: Config, options: argparse.Namespace, nodes: int, python: str, shipped: str = ""
+    config: Config,
+    options: argparse.Namespace,
+    nodes: int,
+    python: str,
+    shipped: str = "",
 ) -> LaunchJob:
     """Makes a job on so many nodes.
 
@@ -170,7 +182,9 @@ def make(
     cluster = options.cluster or usual_cluster(config)
     if options.cluster or not options.no_flags:
         _refuse_crowded(cluster, devices, wanted)
-    if not options.no_flags and flags.settings(config, named(cluster, config.mesh.devices), {}, {}):
+    if not options.no_flags and flags.settings(
+        config, named(cluster, config.mesh.devices), {}, {}
+    ):
         # Each node sets what its own versions take.
         words += ["--flags", cluster]
     return LaunchJob(
@@ -188,9 +202,14 @@ def _is_file(entry: str) -> bool:
     return entry.endswith(".py")
 
 
-def _import_from(there: PurePath, imports: Sequence[str], overrides: Sequence[str]) -> list[str]:
+def _import_from(
+    there: PurePath, imports: Sequence[str], overrides: Sequence[str]
+) -> list[str]:
     """Returns overrides that import the files of `imports` from the folder `there`."""
-    names = [str(there / PurePath(entry).name) if _is_file(entry) else entry for entry in imports]
+    names = [
+        str(there / PurePath(entry).name) if _is_file(entry) else entry
+        for entry in imports
+    ]
     others = [o for o in overrides if o.partition("=")[0].strip() != IMPORTS]
     return [*others, f"{IMPORTS}={as_text(names)}"]
 
@@ -244,7 +263,8 @@ _name = text_of(
 )
 # A cluster's name of something, to stand in a script or a manifest as it is: a partition, a namespace, an accelerator.
 word = text_of(
-    "[A-Za-z0-9][A-Za-z0-9._,-]{0,252}", "is not a name; letters, digits and . _ - , are legal"
+    "[A-Za-z0-9][A-Za-z0-9._,-]{0,252}",
+    "is not a name; letters, digits and . _ - , are legal",
 )
 
 
@@ -273,4 +293,6 @@ _ManifestDumper.add_representer(str, _ManifestDumper.represent_str)
 
 def manifest(*documents: object) -> str:
     """Returns YAML as an engine takes it: keys in the given order, scripts as lines."""
-    return yaml.dump_all(documents, Dumper=_ManifestDumper, sort_keys=False, width=2**16)
+    return yaml.dump_all(
+        documents, Dumper=_ManifestDumper, sort_keys=False, width=2**16
+    )

@@ -40,7 +40,8 @@ from meshtrain.launch.job import (
 
 CONFIG = "/etc/meshtrain/config.yaml"  # in a pod
 MEMORY = 4  # GiB that a device's process asks for, if nothing is said
-NODE = "node"  # of the replicated job and of its container, as Kubeflow Trainer looks for them
+# Of the replicated job and of its container, as Kubeflow Trainer looks for them
+NODE = "node"
 ANCESTOR = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
 INDEX = "$(JOB_COMPLETION_INDEX)"  # the kubelet puts it in
 
@@ -48,7 +49,9 @@ INDEX = "$(JOB_COMPLETION_INDEX)"  # the kubelet puts it in
 def add(parser: Parser) -> None:
     add_engine(parser)
     add_time(parser)
-    parser.add_argument("--image", required=True, help="a container image that has meshtrain")
+    parser.add_argument(
+        "--image", required=True, help="a container image that has meshtrain"
+    )
     parser.add_argument("--namespace", type=word)
     parser.add_argument(
         "--volume",
@@ -87,7 +90,9 @@ def jobset(options: argparse.Namespace) -> str:
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
             "kind": "JobSet",
             "metadata": _metadata(job, options),
-            "spec": _set(job, options, {"parallelism": job.nodes, "completions": job.nodes}, {}),
+            "spec": _set(
+                job, options, {"parallelism": job.nodes, "completions": job.nodes}, {}
+            ),
         },
     )
 
@@ -103,7 +108,11 @@ def trainjob(options: argparse.Namespace) -> str:
             "template": {"spec": _set(job, options, {}, ANCESTOR)},
         },
     }
-    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name}
+    reference = {
+        "apiGroup": "trainer.kubeflow.org",
+        "kind": "TrainingRuntime",
+        "name": job.name,
+    }
     trained = {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
@@ -126,7 +135,9 @@ def _config(job: LaunchJob, options: argparse.Namespace) -> dict:
 
 
 def _metadata(job: LaunchJob, options: argparse.Namespace) -> dict:
-    return {"name": job.name} | ({"namespace": options.namespace} if options.namespace else {})
+    return {"name": job.name} | (
+        {"namespace": options.namespace} if options.namespace else {}
+    )
 
 
 def _set(job: LaunchJob, options: argparse.Namespace, size: dict, labels: dict) -> dict:
@@ -137,14 +148,22 @@ def _set(job: LaunchJob, options: argparse.Namespace, size: dict, labels: dict) 
     def match_codes(action: str, *codes: int) -> dict:
         return {
             "action": action,
-            "onExitCodes": {"containerName": NODE, "operator": "In", "values": list(codes)},
+            "onExitCodes": {
+                "containerName": NODE,
+                "operator": "In",
+                "values": list(codes),
+            },
         }
 
     drained = {
         "action": "Ignore",
         "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
     }
-    rules = [match_codes("FailJob", USAGE, GIVEN_UP), match_codes("Ignore", STOPPED), drained]
+    rules = [
+        match_codes("FailJob", USAGE, GIVEN_UP),
+        match_codes("Ignore", STOPPED),
+        drained,
+    ]
     spec = {
         "completionMode": "Indexed",
         **size,
@@ -158,7 +177,9 @@ def _set(job: LaunchJob, options: argparse.Namespace, size: dict, labels: dict) 
     return {
         "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
         "failurePolicy": {"maxRestarts": 0},
-        "replicatedJobs": [{"name": NODE, "replicas": 1, "template": template | {"spec": spec}}],
+        "replicatedJobs": [
+            {"name": NODE, "replicas": 1, "template": template | {"spec": spec}}
+        ],
     }
 
 
@@ -189,10 +210,16 @@ def _pod(job: LaunchJob, options: argparse.Namespace) -> dict:
         "volumeMounts": [
             {"name": "runs", "mountPath": options.mount},
             {"name": "memory", "mountPath": "/dev/shm"},
-            {"name": "config", "mountPath": CONFIG.rpartition("/")[0], "readOnly": True},
+            {
+                "name": "config",
+                "mountPath": CONFIG.rpartition("/")[0],
+                "readOnly": True,
+            },
         ],
     }
-    priority = {"priorityClassName": options.priority_class} if options.priority_class else {}
+    priority = (
+        {"priorityClassName": options.priority_class} if options.priority_class else {}
+    )
     return {
         "restartPolicy": "Never",
         **priority,
@@ -213,7 +240,9 @@ def _pod(job: LaunchJob, options: argparse.Namespace) -> dict:
 _quantity = text_of("[1-9][0-9]{0,8}(Mi|Gi|Ti)", "is not a size; write it as 512Gi")
 
 LAUNCHERS = {
-    "jobset": Launcher("print a Kubernetes JobSet", add, text=jobset, hint="kubectl apply -f it"),
+    "jobset": Launcher(
+        "print a Kubernetes JobSet", add, text=jobset, hint="kubectl apply -f it"
+    ),
     "trainjob": Launcher(
         "print a Kubeflow TrainJob", add, text=trainjob, hint="kubectl apply -f it"
     ),

@@ -41,10 +41,15 @@ def add(parser: Parser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    job = make(load(options.config, options.set), options, options.nodes, sys.executable)
+    job = make(
+        load(options.config, options.set), options, options.nodes, sys.executable
+    )
     names = [f"n{number}" for number in range(options.nodes)]
     return supervise_all(
-        {name: [*job.supervisor, "--node", name, "--address", ADDRESS] for name in names}
+        {
+            name: [*job.supervisor, "--node", name, "--address", ADDRESS]
+            for name in names
+        }
     )
 
 
@@ -57,7 +62,9 @@ class NodeProcess:
     `listens`: signals reach it as words on its standard input, one a line, as it runs on another machine.
     """
 
-    def __init__(self, name: str, command: Sequence[str], piped: bool, listens: bool) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], piped: bool, listens: bool
+    ) -> None:
         self.name = name
         pipe = subprocess.PIPE if piped else None
         self.process = subprocess.Popen(
@@ -76,7 +83,9 @@ class NodeProcess:
         # Its connection may be gone, and it then ends by itself.
         with contextlib.suppress(OSError):
             # A shell starts what is in its background with SIGINT ignored.
-            self.process.stdin.write(b"KILL\n" if number == signal.SIGKILL else b"TERM\n")
+            self.process.stdin.write(
+                b"KILL\n" if number == signal.SIGKILL else b"TERM\n"
+            )
             self.process.stdin.flush()
 
 
@@ -97,7 +106,9 @@ def supervise_all(commands: Mapping[str, Sequence[str]], listens: bool = False) 
                 ):
                     if pipe is not None:
                         os.set_blocking(pipe.fileno(), False)
-                        pipes.register(pipe, selectors.EVENT_READ, _Lines(name, pipe, to))
+                        pipes.register(
+                            pipe, selectors.EVENT_READ, _Lines(name, pipe, to)
+                        )
             return _wait(children, pipes, received)
         finally:
             for child in children:
@@ -183,7 +194,8 @@ def _signals() -> Iterator[list[int]]:
     # Under nohup, or in a script's background, some are ignored, and stay so.
     heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     before = {
-        number: signal.signal(number, lambda number, _: received.append(number)) for number in heard
+        number: signal.signal(number, lambda number, _: received.append(number))
+        for number in heard
     }
     try:
         yield received

@@ -24,15 +24,25 @@ from typing import Any
 from meshtrain.cli import DONE, FAILED, STOPPED, Parser
 from meshtrain.errors import say, short
 from meshtrain.launch import GIVEN_UP, is_final, outcome
-from meshtrain.launch.job import GRACE, Launcher, absolute, add_engine, add_requeues, engine_job
+from meshtrain.launch.job import (
+    GRACE,
+    Launcher,
+    absolute,
+    add_engine,
+    add_requeues,
+    engine_job,
+)
 from meshtrain.orphans import die_with_parent
 
-VARIABLE = "MESHTRAIN_RAY"  # environment variable, JSON: supervisor, directory, nodes, share, again
+# Environment variable, JSON: supervisor, directory, nodes, share, again
+VARIABLE = "MESHTRAIN_RAY"
 PAUSE = 10.0  # seconds before a supervisor is started again
 STOP_TIME = (
-    "RAY_JOB_STOP_WAIT_TIME_S"  # environment variable of Ray's: seconds from SIGTERM to SIGKILL
+    # Environment variable of Ray's: seconds from SIGTERM to SIGKILL
+    "RAY_JOB_STOP_WAIT_TIME_S"
 )
-LOOK = 0.5  # seconds from one look at what was asked of the job, or of a task, to the next
+# Seconds from one look at what was asked of the job, or of a task, to the next
+LOOK = 0.5
 LAST = 60.0  # seconds that the others have to end after the run is over
 SCRIPT = """\
 #!/bin/bash
@@ -60,9 +70,13 @@ def text(options: argparse.Namespace) -> str:
         "again": options.requeues,
     }
     # In a variable: Ray's releases differ in how they quote the words of a command.
-    environment = json.dumps({"env_vars": {VARIABLE: json.dumps(request), STOP_TIME: str(GRACE)}})
+    environment = json.dumps(
+        {"env_vars": {VARIABLE: json.dumps(request), STOP_TIME: str(GRACE)}}
+    )
     return SCRIPT.format(
-        name=job.name, environment=shlex.quote(environment), python=shlex.quote(options.python)
+        name=job.name,
+        environment=shlex.quote(environment),
+        python=shlex.quote(options.python),
     )
 
 
@@ -81,7 +95,9 @@ def supervise(words: list[str], directory: str, node: str, address: str) -> int:
     It stops with a checkpoint when its task is cancelled, or the worker of Ray's is ended.
     """
     words = [*words, "--node", node, "--address", address]
-    process = subprocess.Popen(words, cwd=directory, preexec_fn=die_with_parent(signal.SIGTERM))
+    process = subprocess.Popen(
+        words, cwd=directory, preexec_fn=die_with_parent(signal.SIGTERM)
+    )
     while True:
         try:
             # Ray cancels a task as Ctrl-C does, and without a signal that would wake a longer wait.
@@ -140,7 +156,8 @@ def main() -> int:
     ray.init()
     share = request["share"]
     bundles = [
-        {"CPU": share["num_cpus"], "GPU": share["num_gpus"]} for _ in range(request["nodes"])
+        {"CPU": share["num_cpus"], "GPU": share["num_gpus"]}
+        for _ in range(request["nodes"])
     ]
     group = placement_group(bundles, strategy="STRICT_SPREAD")
     ray.get(group.ready())

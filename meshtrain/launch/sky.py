@@ -11,7 +11,15 @@ import shlex
 
 from meshtrain.cli import STOPPED, Parser
 from meshtrain.errors import ConfigError
-from meshtrain.launch.job import Launcher, add_engine, add_mount, again, engine_job, manifest, word
+from meshtrain.launch.job import (
+    Launcher,
+    add_engine,
+    add_mount,
+    again,
+    engine_job,
+    manifest,
+    word,
+)
 
 NODE = '--node "n$SKYPILOT_NODE_RANK" --address "$address"'
 RUN = """\
@@ -33,10 +41,15 @@ def add(parser: Parser) -> None:
         help="a container image that has meshtrain (default: the checkout in which sky is called is installed)",
     )
     parser.add_argument(
-        "--volume", required=True, type=word, help="a SkyPilot volume that all nodes share"
+        "--volume",
+        required=True,
+        type=word,
+        help="a SkyPilot volume that all nodes share",
     )
     add_mount(parser)
-    parser.add_argument("--spot", action="store_true", help="take machines that may be taken away")
+    parser.add_argument(
+        "--spot", action="store_true", help="take machines that may be taken away"
+    )
 
 
 def text(options: argparse.Namespace) -> str:
@@ -50,13 +63,18 @@ def text(options: argparse.Namespace) -> str:
         "cpus": f"{options.cpus_per_node}+" if options.cpus_per_node else None,
         "image_id": f"docker:{options.image}" if options.image else None,
         "use_spot": options.spot or None,
-        "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [STOPPED]},
+        "job_recovery": {
+            "max_restarts_on_errors": 0,
+            "recover_on_exit_codes": [STOPPED],
+        },
     }
     setup = f"{shlex.quote(options.python)} -m pip install --quiet '.{'[cuda12]' if job.devices else ''}'\n"
     task = {
         "name": job.name,
         "num_nodes": job.nodes,
-        "resources": {key: value for key, value in resources.items() if value is not None},
+        "resources": {
+            key: value for key, value in resources.items() if value is not None
+        },
         **({} if options.image else {"workdir": ".", "setup": setup}),
         "volumes": {options.mount: options.volume},
         "run": RUN.format(mount=shlex.quote(options.mount), again=again(job, NODE)),
@@ -65,5 +83,7 @@ def text(options: argparse.Namespace) -> str:
 
 
 LAUNCHERS = {
-    "sky": Launcher("print a SkyPilot task", add, text=text, hint="give it to sky jobs launch")
+    "sky": Launcher(
+        "print a SkyPilot task", add, text=text, hint="give it to sky jobs launch"
+    )
 }

@@ -187,14 +187,18 @@ def _template(path: str) -> tuple[dict[str, str], str]:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = refusal(error) if isinstance(error, OSError) else "it is not text"
-        raise ConfigError(f"--template {short(path)} cannot be read: {reason}.") from None
+        raise ConfigError(
+            f"--template {short(path)} cannot be read: {reason}."
+        ) from None
     settings = {}
     commands = []
     for number, line in enumerate(lines, 1):
         if not line.startswith("#SBATCH"):
             commands += [] if number == 1 and line.startswith("#!") else [line]
             continue
-        for option in re.findall(r"(?<=\s)(?:--[a-z-]+|-[A-Za-z])", line.partition(" #")[0]):
+        for option in re.findall(
+            r"(?<=\s)(?:--[a-z-]+|-[A-Za-z])", line.partition(" #")[0]
+        ):
             name = LETTERS.get(option, option.lstrip("-"))
             if name in OWN:
                 raise ConfigError(
@@ -211,5 +215,7 @@ _constraint = text_of(
 )
 
 LAUNCHERS = {
-    "slurm": Launcher("print a script for sbatch", add, text=text, hint="submit it with sbatch")
+    "slurm": Launcher(
+        "print a script for sbatch", add, text=text, hint="submit it with sbatch"
+    )
 }

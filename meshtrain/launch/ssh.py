@@ -43,16 +43,26 @@ FAR_SIDE = (
 def add(parser: Parser) -> None:
     hosts = parser.add_mutually_exclusive_group(required=True)
     hosts.add_argument(
-        "--hosts", metavar="HOST,HOST", help="names that every host resolves; USER@HOST is legal"
+        "--hosts",
+        metavar="HOST,HOST",
+        help="names that every host resolves; USER@HOST is legal",
     )
-    hosts.add_argument("--hostfile", metavar="FILE", help="one host a line; # begins a comment")
+    hosts.add_argument(
+        "--hostfile", metavar="FILE", help="one host a line; # begins a comment"
+    )
     parser.add_config()
     add_flags(parser)
     parser.add_argument(
-        "--directory", type=absolute, help="where to start on the hosts (default: this directory)"
+        "--directory",
+        type=absolute,
+        help="where to start on the hosts (default: this directory)",
     )
-    parser.add_argument("--python", default=sys.executable, help="the interpreter on the hosts")
-    parser.add_argument("--print", action="store_true", help="print the commands, and run nothing")
+    parser.add_argument(
+        "--python", default=sys.executable, help="the interpreter on the hosts"
+    )
+    parser.add_argument(
+        "--print", action="store_true", help="print the commands, and run nothing"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -61,7 +71,9 @@ def run(options: argparse.Namespace) -> int:
         refuse_others_files(str(file), "--config")
     directory = options.directory or os.getcwd()
     job = make(load(options.config, options.set), options, len(hosts), options.python)
-    commands = {name: command(host, directory, job.supervisor) for name, host in hosts.items()}
+    commands = {
+        name: command(host, directory, job.supervisor) for name, host in hosts.items()
+    }
     if options.print:
         print("\n".join(map(shlex.join, commands.values())))
         return DONE
@@ -72,7 +84,18 @@ def command(host: str, directory: str, supervisor: Sequence[str]) -> list[str]:
     """Returns the ssh command of one host. The login shell there sees only quoted words."""
     name = host.rpartition("@")[2]
     words = shlex.join(
-        ["exec", "sh", "-c", FAR_SIDE, "supervisor", *supervisor, "--node", name, "--address", name]
+        [
+            "exec",
+            "sh",
+            "-c",
+            FAR_SIDE,
+            "supervisor",
+            *supervisor,
+            "--node",
+            name,
+            "--address",
+            name,
+        ]
     )
     return [*SSH, "--", host, f"cd {shlex.quote(directory)} && {words}"]
 
@@ -90,7 +113,9 @@ def refuse_others_files(path: str, option: str) -> None:
         fault = "can be written by everyone"
     else:
         return
-    raise ConfigError(f"{option} {short(path)} {fault}; nothing is run from what others may write.")
+    raise ConfigError(
+        f"{option} {short(path)} {fault}; nothing is run from what others may write."
+    )
 
 
 def _hosts(options: argparse.Namespace) -> dict[str, str]:
@@ -111,7 +136,9 @@ def _hosts(options: argparse.Namespace) -> dict[str, str]:
                 f"{where}: {short(repr(host))} is not a host; write HOST or USER@HOST."
             )
         if name in hosts:
-            raise ConfigError(f"{where}: {name} stands there twice; a node has one supervisor.")
+            raise ConfigError(
+                f"{where}: {name} stands there twice; a node has one supervisor."
+            )
         hosts[name] = host
     if not hosts:
         raise ConfigError(f"{where} names no host.")

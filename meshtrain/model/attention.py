@@ -20,7 +20,13 @@ from meshtrain.config import ModelConfig
 from meshtrain.families import FAMILIES
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import NO_DROPOUT, Dropout, drop
-from meshtrain.model.kernels import MASKED, WIDTHS_APART, Kernel, attention_kernel, block_size
+from meshtrain.model.kernels import (
+    MASKED,
+    WIDTHS_APART,
+    Kernel,
+    attention_kernel,
+    block_size,
+)
 
 
 class Heads(NamedTuple):
@@ -142,7 +148,9 @@ def attend(
             attend, window=window, scale=scale, cap=cap, causal=causal, local=local
         )
         of_tokens = segments_BT, counted
-        return collectives.attend_by_heads(attend_heads, given, of_tokens, dropout, sinks)
+        return collectives.attend_by_heads(
+            attend_heads, given, of_tokens, dropout, sinks
+        )
     drops = dropout.rate > 0
     words = None
     if drops:
@@ -291,7 +299,9 @@ def output_shape(q: jax.Array, v: jax.Array) -> tuple[int, ...]:
     return (*q.shape[:-1], v.shape[-1])
 
 
-def forward(kernel: Kernel, scoring: Scoring, heads: Heads, masks: MaskArrays) -> Outputs:
+def forward(
+    kernel: Kernel, scoring: Scoring, heads: Heads, masks: MaskArrays
+) -> Outputs:
     """Returns the outputs of any kernel."""
     if kernel == "blocks":
         grouped = _group_heads(scoring, heads)
@@ -320,10 +330,14 @@ def backward(
         rows = out.reshape(out.shape[0] * out.shape[1], -1)
         sums = log_sum.reshape(grouped[0].shape[:-1])
         residuals = Residuals(*grouped, rows, sums)
-        return _backward_blocks(scoring, residuals, masks, cotangent.reshape(rows.shape))
+        return _backward_blocks(
+            scoring, residuals, masks, cotangent.reshape(rows.shape)
+        )
     *given, out, d_out = _widen(kernel, *heads, outputs.out, cotangent)
     outputs = Outputs(out, outputs.log_sum)
-    cotangents = _imported(kernel).backward(scoring, Heads(*given), masks, outputs, d_out)
+    cotangents = _imported(kernel).backward(
+        scoring, Heads(*given), masks, outputs, d_out
+    )
     pairs = zip(cotangents, heads, strict=True)
     return tuple(_cut(cotangent, array.shape[-1]) for cotangent, array in pairs)
 
@@ -382,7 +396,9 @@ def _forward(
     sinks: jax.Array | None,
 ) -> tuple[Any, tuple[Residuals, MaskArrays, jax.Array | None]]:
     q, k, v = _group_heads(scoring, heads)
-    out, log_sum, top = run_windowed(scoring, masks.local, _forward_blocks, q, k, v, masks)
+    out, log_sum, top = run_windowed(
+        scoring, masks.local, _forward_blocks, q, k, v, masks
+    )
     if sinks is not None:
         total = add_sinks(_join_groups(heads, out, log_sum, None), sinks)
         out = total.out.reshape(out.shape)
@@ -396,14 +412,18 @@ def _forward(
     return (out, top_by_head), (residuals, masks, sinks)
 
 
-def _join_groups(heads: Heads, out: jax.Array, *of_queries: jax.Array | None) -> Outputs:
+def _join_groups(
+    heads: Heads, out: jax.Array, *of_queries: jax.Array | None
+) -> Outputs:
     """Returns outputs from those of `_forward_blocks`."""
     batch, length, queries, _ = heads.q.shape
     by_head = jax.tree.map(lambda x: x.reshape(batch, queries, length), of_queries)
     return Outputs(out.reshape(output_shape(heads.q, heads.v)), *by_head)
 
 
-def _group_heads(scoring: Scoring, heads: Heads) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _group_heads(
+    scoring: Scoring, heads: Heads
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns q (scaled), k and v in the shapes of `Residuals`."""
     q, k, v = heads
     batch, length, queries, width = q.shape
@@ -435,7 +455,10 @@ def _forward_blocks(
         total = jnp.sum(p, axis=-1, keepdims=True)
         dropped = _drop(start, seen, scoring, p, masks).astype(v.dtype)
         weighted = jnp.einsum(
-            "bgrqs,bgsk->bgrqk", dropped, v[:, :, seen], preferred_element_type=jnp.float32
+            "bgrqs,bgsk->bgrqk",
+            dropped,
+            v[:, :, seen],
+            preferred_element_type=jnp.float32,
         )
         out = weighted / total
         log_sum = top + jnp.log(total)
@@ -459,7 +482,9 @@ def _backward(
 ) -> tuple[Heads, None, jax.Array | None]:
     cotangent, _ = cotangents
     parts, masks, sinks = residuals
-    d_heads = run_windowed(scoring, masks.local, _backward_blocks, parts, masks, cotangent)
+    d_heads = run_windowed(
+        scoring, masks.local, _backward_blocks, parts, masks, cotangent
+    )
     batch, groups, repeats, length, _ = parts.q.shape
     shape = (batch, length, groups * repeats, -1)
     out = parts.out.reshape(shape)
@@ -478,7 +503,9 @@ def _backward_blocks(
     products = (out * cotangent).astype(jnp.float32)
     rows_BTH = jnp.sum(products.reshape(batch, length, -1, values), axis=-1)
     rows = rows_BTH.transpose(0, 2, 1).reshape(log_sum.shape)
-    d_out = cotangent.reshape(batch, length, groups, -1, values).transpose(0, 2, 3, 1, 4)
+    d_out = cotangent.reshape(batch, length, groups, -1, values).transpose(
+        0, 2, 3, 1, 4
+    )
     dq: list[jax.Array] = []
     dk = dv = jnp.zeros(())
     for start, stop in reversed(_blocks(length)):
@@ -488,7 +515,10 @@ def _backward_blocks(
         scores = _scores(start, seen, scoring, q_block, k[:, :, seen], masks)
         p = jnp.exp(scores - log_sum[..., start:stop, None])
         dp = jnp.einsum(
-            "bgrqk,bgsk->bgrqs", d_block, v[:, :, seen], preferred_element_type=jnp.float32
+            "bgrqk,bgsk->bgrqs",
+            d_block,
+            v[:, :, seen],
+            preferred_element_type=jnp.float32,
         )
         dropped_dp = _drop(start, seen, scoring, dp, masks)
         ds = p * (dropped_dp - rows[..., start:stop, None])
@@ -538,7 +568,12 @@ def _seen(start: int, stop: int, length: int, scoring: Scoring) -> slice:
 
 
 def _scores(
-    start: int, seen: slice, scoring: Scoring, q: jax.Array, k: jax.Array, masks: MaskArrays
+    start: int,
+    seen: slice,
+    scoring: Scoring,
+    q: jax.Array,
+    k: jax.Array,
+    masks: MaskArrays,
 ) -> jax.Array:
     """Queries from `start` on, [B, G, R, Q, K], against the keys `seen` by any of them: float32 [B, G, R, Q, S]."""
     scores = jnp.einsum("bgrqk,bgsk->bgrqs", q, k, preferred_element_type=jnp.float32)
@@ -571,7 +606,9 @@ def _scores(
     return jnp.where(visible, scores, MASKED)
 
 
-def _drop(start: int, seen: slice, scoring: Scoring, p: jax.Array, masks: MaskArrays) -> jax.Array:
+def _drop(
+    start: int, seen: slice, scoring: Scoring, p: jax.Array, masks: MaskArrays
+) -> jax.Array:
     """Dropout on [B, G, R, Q, S] of queries from `start` on and keys `seen`; linear, so it serves probabilities and
     their cotangents alike.
     """

@@ -53,7 +53,11 @@ def sum_chunk_losses(
     losses, which have none.
     """
     cuts = _Cuts(x_BTD, labels_BL, chunk)
-    given = cuts.cut_stream(x_BTD), cuts.cut_labels(labels_BL), cuts.cut_labels(counts_BL)
+    given = (
+        cuts.cut_stream(x_BTD),
+        cuts.cut_labels(labels_BL),
+        cuts.cut_labels(counts_BL),
+    )
     total, losses = _summed(loss)(weights, *given)
     return total, jax.tree.map(cuts.joined, lax.stop_gradient(losses))
 
@@ -81,7 +85,9 @@ class _Cuts:
     def joined(self, losses: jax.Array) -> jax.Array:
         """[count, 1, ranks size] to [B, L]."""
         by_token = (
-            losses.reshape(self.count, self.ranks, self.size).swapaxes(1, 2).reshape(-1, self.ranks)
+            losses.reshape(self.count, self.ranks, self.size)
+            .swapaxes(1, 2)
+            .reshape(-1, self.ranks)
         )
         return (
             by_token[: self.tokens]
@@ -92,7 +98,9 @@ class _Cuts:
 
     def _cut(self, a: jax.Array) -> jax.Array:
         short = self.count * self.size - self.tokens
-        padded = jnp.pad(a, ((0, short), *((0, 0) for _ in a.shape[1:]))) if short else a
+        padded = (
+            jnp.pad(a, ((0, short), *((0, 0) for _ in a.shape[1:]))) if short else a
+        )
         return padded.reshape(self.count, 1, self.size, *a.shape[1:])
 
 
@@ -142,7 +150,9 @@ def _summed(
         found, *gradients = _gradients(loss, *_parted(weights), xs, labels, counts)
         return (jnp.sum(counts * found.losses), found), tuple(gradients)
 
-    def backward(gradients: tuple[Tree, jax.Array], g: tuple[Any, Any]) -> tuple[Any, ...]:
+    def backward(
+        gradients: tuple[Tree, jax.Array], g: tuple[Any, Any]
+    ) -> tuple[Any, ...]:
         return *jax.tree.map(lambda a: g[0].astype(a.dtype) * a, gradients), None, None
 
     total = jax.custom_vjp(run)
@@ -151,7 +161,12 @@ def _summed(
 
 
 def _gradients(
-    loss: Loss, trained: Tree, frozen: Tree, xs: jax.Array, labels: jax.Array, cotangents: jax.Array
+    loss: Loss,
+    trained: Tree,
+    frozen: Tree,
+    xs: jax.Array,
+    labels: jax.Array,
+    cotangents: jax.Array,
 ) -> tuple[LabelLosses, Tree, jax.Array]:
     """Returns the losses of chunks, and the gradients of the trained weights and of the stream, where theirs are
     `cotangents`.
@@ -168,25 +183,40 @@ def _gradients(
 
         cut_labels, vjp, found = jax.vjp(losses, trained, x, has_aux=True)
         gradient, gx = vjp(vary(g, varying(cut_labels)))
-        return jax.tree.map(lambda total, new: total + new.astype(jnp.float32), sums, gradient), (
+        return jax.tree.map(
+            lambda total, new: total + new.astype(jnp.float32), sums, gradient
+        ), (
             found,
             gx,
         )
 
-    zeros = jax.tree.map(lambda w: vary(jnp.zeros(w.shape, jnp.float32), varying(w)), trained)
+    zeros = jax.tree.map(
+        lambda w: vary(jnp.zeros(w.shape, jnp.float32), varying(w)), trained
+    )
     sums, (found, gx) = lax.scan(chunk, zeros, (xs, labels, cotangents))
-    return found, jax.tree.map(lambda total, w: total.astype(w.dtype), sums, trained), gx
+    return (
+        found,
+        jax.tree.map(lambda total, w: total.astype(w.dtype), sums, trained),
+        gx,
+    )
 
 
 def _parted(weights: Tree) -> tuple[Tree, Tree]:
     """Returns the weights that have a gradient to come, and the others."""
-    primals, tree = jax.tree.flatten(weights, is_leaf=lambda w: isinstance(w, CustomVJPPrimal))
+    primals, tree = jax.tree.flatten(
+        weights, is_leaf=lambda w: isinstance(w, CustomVJPPrimal)
+    )
     of_kind = lambda which: [w.value if w.perturbed == which else None for w in primals]
-    return jax.tree.unflatten(tree, of_kind(True)), jax.tree.unflatten(tree, of_kind(False))
+    return jax.tree.unflatten(tree, of_kind(True)), jax.tree.unflatten(
+        tree, of_kind(False)
+    )
 
 
 def _joined(weights: Tree, others: Tree) -> Tree:
     """Weights of two trees, of which one has None where the other has a weight."""
     return jax.tree.map(
-        lambda w, other: other if w is None else w, weights, others, is_leaf=lambda w: w is None
+        lambda w, other: other if w is None else w,
+        weights,
+        others,
+        is_leaf=lambda w: w is None,
     )

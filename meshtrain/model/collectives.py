@@ -20,7 +20,8 @@ class Collectives:
     platform: str = "cpu"
     vocabulary: tuple[str, ...] = ()  # mesh axes that share the vocabulary, major first
     vocabulary_ranks: int = 1  # how many they share it between
-    context: int = 1  # ranks that the tokens of a row are split over, see `parallel.context`
+    # Ranks that the tokens of a row are split over, see `parallel.context`
+    context: int = 1
     # whether attention swaps these tokens for heads (Ulysses); else they are in zigzag order
     by_heads: bool = False
 
@@ -146,7 +147,12 @@ class Collectives:
         return x
 
     def dispatch(
-        self, compute: Any, experts: int, rows: jax.Array, chosen: jax.Array, weights: jax.Array
+        self,
+        compute: Any,
+        experts: int,
+        rows: jax.Array,
+        chosen: jax.Array,
+        weights: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         """Returns the output of the chosen experts for rows [N, D], computed by `model.experts.Experts.compute`, and
         what is noted of it: the pairs that a capacity dropped, without one the rounds of each token.

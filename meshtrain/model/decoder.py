@@ -37,7 +37,13 @@ from meshtrain.model.attention import capped
 from meshtrain.model.collectives import Collectives
 from meshtrain.model.dropout import EMBEDDING_SITE, NO_DROPOUT, Dropout
 from meshtrain.model.layers import MLP, Attention, Norm
-from meshtrain.model.products import enter, linear, linear_float32, make_parameters, unrounded
+from meshtrain.model.products import (
+    enter,
+    linear,
+    linear_float32,
+    make_parameters,
+    unrounded,
+)
 from meshtrain.model.rope import Sequence, sequences
 
 
@@ -68,7 +74,11 @@ class Embedding(nnx.Module):
         return self.stream(x, positions, collectives, dropout)
 
     def stream(
-        self, x_BTD: jax.Array, positions: jax.Array, collectives: Collectives, dropout: Dropout
+        self,
+        x_BTD: jax.Array,
+        positions: jax.Array,
+        collectives: Collectives,
+        dropout: Dropout,
     ) -> jax.Array:
         """Returns the stream from what this rank has looked up: the rows of its tokens, zero for those of other
         ranks.
@@ -97,7 +107,10 @@ def _enter_stream(
 
 
 def add_rows(
-    total_VD: jax.Array, tokens_BT: jax.Array, g_BTD: jax.Array, collectives: Collectives
+    total_VD: jax.Array,
+    tokens_BT: jax.Array,
+    g_BTD: jax.Array,
+    collectives: Collectives,
 ) -> jax.Array:
     """Adds the gradient of the table: `total_VD` with each token's cotangent in its row."""
     local, mine = _own(tokens_BT, total_VD, collectives)
@@ -158,13 +171,17 @@ class PatchEmbedding(nnx.Module):
         return _enter_stream(x, self.positions, positions, collectives, dropout)
 
 
-def _own_numbers(patches_BNP: jax.Array, rows: int, collectives: Collectives) -> jax.Array:
+def _own_numbers(
+    patches_BNP: jax.Array, rows: int, collectives: Collectives
+) -> jax.Array:
     """Returns the numbers of each patch that this rank's `rows` of the weight are for; zeros where rows are padding."""
     padding = rows * collectives.vocabulary_ranks - patches_BNP.shape[-1]
     padded = patches_BNP
     if padding:
         padded = jnp.pad(patches_BNP, ((0, 0), (0, 0), (0, padding)))
-    return jax.lax.dynamic_slice_in_dim(padded, collectives.first_token_id(rows), rows, axis=-1)
+    return jax.lax.dynamic_slice_in_dim(
+        padded, collectives.first_token_id(rows), rows, axis=-1
+    )
 
 
 class Head(nnx.Module):
@@ -214,7 +231,9 @@ class Head(nnx.Module):
         long, have of it.
         """
         if self.pool == "mean":
-            return jnp.mean(x_BTD, axis=1, keepdims=True, dtype=jnp.float32).astype(x_BTD.dtype)
+            return jnp.mean(x_BTD, axis=1, keepdims=True, dtype=jnp.float32).astype(
+                x_BTD.dtype
+            )
         return self.read(x_BTD)
 
 
@@ -246,7 +265,9 @@ class Block(nnx.Module):
     attention_post_norm: Norm | None = None
     mlp_post_norm: Norm | None = None
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None
+    ) -> None:
         self.attention_norm = Norm("blocks.attention_norm", config, rngs)
         self.attention = mixer_of(config)("blocks.attention", config, rngs, lora)
         self.mlp_norm = Norm("blocks.mlp_norm", config, rngs)
@@ -261,7 +282,11 @@ class Block(nnx.Module):
             self.mlp_post_norm = Norm("blocks.mlp_post_norm", config, rngs)
 
     def __call__(
-        self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives, dropout: Dropout
+        self,
+        x_BTD: jax.Array,
+        sequence: Sequence,
+        collectives: Collectives,
+        dropout: Dropout,
     ) -> jax.Array:
         first = collectives.first_position(x_BTD.shape[1])
         normed = self.attention_norm(x_BTD)
@@ -292,7 +317,9 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """The whole model on one device; also the recipe for its parts elsewhere."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None
+    ) -> None:
         self.config = config
         root = rngs.params()
         # A layer's numbers follow from its index alone.
@@ -312,7 +339,9 @@ class Decoder(nnx.Module):
         if config.mtp:
             from meshtrain.model.prediction import Predictions
 
-            self.mtp = Predictions(config, Block, nnx.Rngs(params=jax.random.fold_in(root, 3)))
+            self.mtp = Predictions(
+                config, Block, nnx.Rngs(params=jax.random.fold_in(root, 3))
+            )
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """Logits [B, T, V] of tokens [B, T], or [B, 1, V] of patches [B, N, P], on one device, for notebooks and

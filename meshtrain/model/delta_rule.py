@@ -129,13 +129,17 @@ def _backward(
     )
     later, _ = _between_ranks(from_later, collectives, reverse=True)
     products = states.starts * later.starts
-    over = tuple(axis for axis, n in enumerate(terms.keep.shape) if n != products.shape[axis])
+    over = tuple(
+        axis for axis, n in enumerate(terms.keep.shape) if n != products.shape[axis]
+    )
     (d_arrays,) = vjp(
         _Terms(
             _product("iv,jv->ij", d_out, states.new),
             _product("cv,kv->ck", d_out, states.starts),
             _product("cv,kv->ck", states.new, later.starts),
-            None if terms.w is None else _product("cv,kv->ck", later.new, states.starts),
+            None
+            if terms.w is None
+            else _product("cv,kv->ck", later.new, states.starts),
             later.new,
             jnp.sum(products, axis=over, keepdims=True),
             None if terms.more is None else d_out,
@@ -226,7 +230,9 @@ def _terms(chunk: int, documents: Documents | None, inputs: RuleInputs) -> _Term
         beta = beta[..., None]
         given = [v * beta, of_heads(k) * (-beta * advance)]
         system = jnp.tril(pairs(k) * beta, -1)
-        v, w = jnp.split(_solve(system, jnp.concatenate(given, -1)), [v.shape[-1]], axis=-1)
+        v, w = jnp.split(
+            _solve(system, jnp.concatenate(given, -1)), [v.shape[-1]], axis=-1
+        )
     return _Terms(pairs(q), of_heads(q) * advance, keys, w, v, keep, more)
 
 
@@ -258,7 +264,9 @@ def _masks(chunk: int, documents: Documents | None) -> _Masks:
     ids = _chunked(ids[:, :, None], chunk)[..., None]  # [n, R, 1, C, 1]
     before = before.T[:, :, None, None, None]
     end = ids[:, :, :, -1:]
-    return _Masks(ids == jnp.swapaxes(ids, 3, 4), ids == before, ids == end, end == before)
+    return _Masks(
+        ids == jnp.swapaxes(ids, 3, 4), ids == before, ids == end, end == before
+    )
 
 
 def _ids(chunk: int, documents: Documents) -> tuple[Array, Array]:
@@ -287,7 +295,9 @@ def _decayed_pairs(x: Array, k: Array, decay: Array) -> Array:
 
 def _later_sums(decay: Array) -> Array:
     """Returns the sum of the decays behind each token of [.., C, K]."""
-    behind = jnp.concatenate([decay[..., 1:, :], jnp.zeros_like(decay[..., :1, :])], axis=-2)
+    behind = jnp.concatenate(
+        [decay[..., 1:, :], jnp.zeros_like(decay[..., :1, :])], axis=-2
+    )
     return lax.cumsum(behind, axis=behind.ndim - 2, reverse=True)
 
 
@@ -303,7 +313,9 @@ def _solve_forward(system: Array, given: Array) -> tuple[Array, tuple[Array, Arr
     return x, (inverse, x)
 
 
-def _solve_backward(residuals: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array]:
+def _solve_backward(
+    residuals: tuple[Array, Array], cotangent: Array
+) -> tuple[Array, Array]:
     inverse, x = residuals
     d_given = _product("ji,jn->in", inverse, cotangent)
     return -jnp.tril(_product("in,jn->ij", d_given, x), -1), d_given
@@ -323,10 +335,14 @@ def _inverse(system: Array) -> Array:
     half = system.shape[-1] // 2
     if not half:
         return jnp.ones_like(system)
-    diagonal = jnp.stack([system[..., :half, :half], system[..., half:, half:]], axis=-3)
+    diagonal = jnp.stack(
+        [system[..., :half, :half], system[..., half:, half:]], axis=-3
+    )
     inverses = _inverse(diagonal)
     first, second = (inverses[..., at, :, :] for at in (0, 1))
-    below = _product("ij,jk->ik", second, _product("ij,jk->ik", system[..., half:, :half], first))
+    below = _product(
+        "ij,jk->ik", second, _product("ij,jk->ik", system[..., half:, :half], first)
+    )
     return _triangle(first, -below, second)
 
 

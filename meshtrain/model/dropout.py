@@ -130,7 +130,9 @@ def _gradient(rate: float, keep: Array, g: Array) -> tuple[None, Array]:
 _apply.defvjp(_applied, _gradient)
 
 
-def keep_mask(rate: float, word: Array, other: Array, queries: Array, keys: Array) -> Array:
+def keep_mask(
+    rate: float, word: Array, other: Array, queries: Array, keys: Array
+) -> Array:
     """Returns whether the scores of `queries` and `keys` stay: positions in a sequence, arrays that broadcast to one
     shape.
 

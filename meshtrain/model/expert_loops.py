@@ -58,7 +58,10 @@ def looped(
     """
     operands = weights, rows_ND, weights_NK, slots
     return _looped(
-        hidden, *vary(operands, frozenset[str]().union(*map(varying, jax.tree.leaves(operands))))
+        hidden,
+        *vary(
+            operands, frozenset[str]().union(*map(varying, jax.tree.leaves(operands)))
+        ),
     )
 
 
@@ -83,16 +86,22 @@ class _Blocks(NamedTuple):
         return len(self.slots.pairs) // len(self.slots.expert_of_block)
 
     def take_rows(self, x_ND: jax.Array, i: jax.Array) -> jax.Array:
-        return taken(x_ND, block_of(self.slots.pairs, i, self.length) // self.weights_NK.shape[1])
+        return taken(
+            x_ND, block_of(self.slots.pairs, i, self.length) // self.weights_NK.shape[1]
+        )
 
     def weight(self, i: jax.Array) -> jax.Array:
-        return taken(self.weights_NK.reshape(-1, 1), block_of(self.slots.pairs, i, self.length))
+        return taken(
+            self.weights_NK.reshape(-1, 1), block_of(self.slots.pairs, i, self.length)
+        )
 
 
 def _one(weights: LoopedWeights) -> OneExpert:
     gate, up, down, gate_bias, up_bias, down_bias = weights
     into_bias = (
-        None if gate_bias is None or up_bias is None else jnp.concatenate([gate_bias, up_bias])
+        None
+        if gate_bias is None or up_bias is None
+        else jnp.concatenate([gate_bias, up_bias])
     )
     return OneExpert(jnp.concatenate([gate, up], 1), down, into_bias, down_bias)
 
@@ -122,9 +131,13 @@ def _looped(
             1,
             0,
         )
-        return (y if expert.down_bias is None else y + weight * expert.down_bias).astype(rows.dtype)
+        return (
+            y if expert.down_bias is None else y + weight * expert.down_bias
+        ).astype(rows.dtype)
 
-    return summed(map_blocks(block, weights, slots.expert_of_block, slots.blocks), slots.places)
+    return summed(
+        map_blocks(block, weights, slots.expert_of_block, slots.blocks), slots.places
+    )
 
 
 def _backward(
@@ -139,7 +152,9 @@ def _backward(
         expert = _one(own)
         g = blocks.take_rows(g_ND, i)
         into = _into(expert, blocks.take_rows(rows, i))
-        h, between_vjp = jax.vjp(partial(weighted_hidden, hidden), blocks.weight(i), into)
+        h, between_vjp = jax.vjp(
+            partial(weighted_hidden, hidden), blocks.weight(i), into
+        )
         to_weight, to_into = between_vjp(dot(g, expert.down, 1, 1).astype(g.dtype))
         if expert.down_bias is not None:
             to_weight = to_weight + jnp.sum(g * expert.down_bias, 1, keepdims=True)
@@ -164,11 +179,23 @@ def _backward(
             *jnp.split(jnp.sum(to_into, 0, jnp.float32), 2),
             jnp.sum(g * blocks.weight(i), 0, jnp.float32),
         )
-        of_biases = [None if w is None else s for w, s in zip(weights[3:], to_biases, strict=True)]
+        of_biases = [
+            None if w is None else s
+            for w, s in zip(weights[3:], to_biases, strict=True)
+        ]
         return LoopedWeights(to_gate, to_up, dot(h, g, 0, 0), *of_biases)
 
-    to_experts = sums_by_expert(differentiate_weights, weights, slots.expert_of_block, slots.blocks)
-    return to_experts, summed(to_rows, slots.places), taken(to_weights[:, 0], slots.places), None
+    to_experts = sums_by_expert(
+        differentiate_weights, weights, slots.expert_of_block, slots.blocks
+    )
+    return (
+        to_experts,
+        summed(to_rows, slots.places),
+        taken(to_weights[:, 0], slots.places),
+        None,
+    )
 
 
-_looped.defvjp(lambda hidden, *operands: (_looped(hidden, *operands), operands), _backward)
+_looped.defvjp(
+    lambda hidden, *operands: (_looped(hidden, *operands), operands), _backward
+)

@@ -72,7 +72,9 @@ def route(
 
 def _choose(moe: MoeConfig, scores_NE: jax.Array, bias_E: jax.Array) -> jax.Array:
     biased = lax.stop_gradient(scores_NE) + (bias_E if moe.balance == "bias" else 0)
-    return lax.top_k(_keep_best_groups(moe, biased) if moe.groups else biased, moe.top_k)[1]
+    return lax.top_k(
+        _keep_best_groups(moe, biased) if moe.groups else biased, moe.top_k
+    )[1]
 
 
 def _keep_best_groups(moe: MoeConfig, scores_NE: jax.Array) -> jax.Array:
@@ -131,13 +133,17 @@ def auxiliary_losses(
         """Averages over the routed tokens of each row: [N, ...] to [B, ...]."""
         of_rows = values.reshape(*mask.shape, *values.shape[1:])
         total = jnp.einsum("bt,bt...->b...", mask, of_rows, precision="highest")
-        return collectives.row_sum(total) / tokens_B.reshape(rows, *(1,) * (total.ndim - 1))
+        return collectives.row_sum(total) / tokens_B.reshape(
+            rows, *(1,) * (total.ndim - 1)
+        )
 
     losses = jnp.zeros(rows)
     if moe.z_loss:
         losses = losses + moe.z_loss * mean(jax.nn.logsumexp(logits, axis=-1) ** 2)
     if moe.balance == "sequence":
-        shares = mean(jax.nn.one_hot(routes.chosen, moe.experts).sum(1)) * (moe.experts / moe.top_k)
+        shares = mean(jax.nn.one_hot(routes.chosen, moe.experts).sum(1)) * (
+            moe.experts / moe.top_k
+        )
         losses = losses + moe.balance_weight * (
             lax.stop_gradient(shares) * mean(routes.probabilities)
         ).sum(-1)
@@ -163,10 +169,14 @@ class Experts(nnx.Module):
 
     def __init__(self, name: str, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self.moe = config.moe
-        self.hidden = hidden(config.activation, True, FAMILIES[config.family].gate_limit)
+        self.hidden = hidden(
+            config.activation, True, FAMILIES[config.family].gate_limit
+        )
         make_parameters(self, name, config, rngs)
 
-    def __call__(self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives) -> jax.Array:
+    def __call__(
+        self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives
+    ) -> jax.Array:
         """The experts' output, [B, T, D] (T / tensor of it with sequence parallelism)."""
         moe = self.moe
         routing = sequence.routing or Routing()
@@ -189,7 +199,9 @@ class Experts(nnx.Module):
             losses = auxiliary_losses(moe, logits, routes, routed, collectives)
             rows = add_losses(rows, losses, collectives.once(routing.seeds_B))
         compute = partial(self.compute, collectives)
-        y, noted = collectives.dispatch(compute, moe.experts, rows, routes.chosen, routes.weights)
+        y, noted = collectives.dispatch(
+            compute, moe.experts, rows, routes.chosen, routes.weights
+        )
         y = recorded(y, load, collectives.once(counted(routes, noted)))
         return checkpoint_name(collectives.leave(y.reshape(x_BTD.shape)), "mlp_out")
 
@@ -214,16 +226,25 @@ class Experts(nnx.Module):
         """
         slots = slots_of(chosen_NK, len(self.gate[...]), room, skipped)
         if collectives.platform == "gpu" or self.float8 is not None:
-            return self.compute_slots(collectives, rows_ND, weights_NK, slots), slots.dropped
-        down_bias = None if self.down_bias is None else collectives.share(self.down_bias[...])
+            return self.compute_slots(
+                collectives, rows_ND, weights_NK, slots
+            ), slots.dropped
+        down_bias = (
+            None if self.down_bias is None else collectives.share(self.down_bias[...])
+        )
         gate_bias, up_bias = (
-            None if bias is None else bias[...] for bias in (self.gate_bias, self.up_bias)
+            None if bias is None else bias[...]
+            for bias in (self.gate_bias, self.up_bias)
         )
         weights = LoopedWeights(
             self.gate[...], self.up[...], self.down[...], gate_bias, up_bias, down_bias
         )
         return looped(
-            self.hidden, weights, checkpoint_name(rows_ND, "dispatched"), weights_NK, slots
+            self.hidden,
+            weights,
+            checkpoint_name(rows_ND, "dispatched"),
+            weights_NK,
+            slots,
         ), slots.dropped
 
     def compute_slots(
@@ -236,27 +257,34 @@ class Experts(nnx.Module):
         """Returns what `looped` does, where kernels or roundings take all slots at once."""
         block_of = slots.expert_of_block, slots.blocks, collectives.platform
         source = slots.pairs // weights_NK.shape[1]
-        x = self.rows(checkpoint_name(spread(rows_ND, source, slots.places), "dispatched"))
+        x = self.rows(
+            checkpoint_name(spread(rows_ND, source, slots.places), "dispatched")
+        )
         branches = self._products_in(x, len(source), block_of)
         if self.gate_bias is not None and self.up_bias is not None:
             both = jnp.concatenate([self.gate_bias[...], self.up_bias[...]], 1)
             biases = jnp.split(both, len(branches), axis=1)
             branches = [
-                b + slot_biases(bias, slots) for b, bias in zip(branches, biases, strict=True)
+                b + slot_biases(bias, slots)
+                for b, bias in zip(branches, biases, strict=True)
             ]
-        weights = spread(weights_NK.reshape(-1, 1), slots.pairs, slots.places.reshape(-1, 1))
+        weights = spread(
+            weights_NK.reshape(-1, 1), slots.pairs, slots.places.reshape(-1, 1)
+        )
         # weights before the last product, so that its output is not kept for their gradient
         weighted = keeping_arguments(partial(weighted_hidden, self.hidden))
         branches = [checkpoint_name(b, "mlp_in") for b in branches]
         h = checkpoint_name(weighted(weights, *branches), "mlp_hidden")
         y = self.product("down", self.rows(h), *block_of)
         if self.down_bias is not None:
-            y = y + (slot_biases(collectives.share(self.down_bias[...]), slots) * weights).astype(
-                y.dtype
-            )
+            y = y + (
+                slot_biases(collectives.share(self.down_bias[...]), slots) * weights
+            ).astype(y.dtype)
         return collected(y, source, slots.places)
 
-    def _products_in(self, x: Any, slots: int, block_of: tuple[Any, ...]) -> list[jax.Array]:
+    def _products_in(
+        self, x: Any, slots: int, block_of: tuple[Any, ...]
+    ) -> list[jax.Array]:
         """Returns the products of slots with gate and up: [S, 2 F] where they lie side by side, else two [S, F]."""
         experts, _, width = self.gate[...].shape
         if self.float8 is None and lie_side_by_side(slots, experts, width):
@@ -300,4 +328,5 @@ def counted(routes: RouterChoice, noted: jax.Array) -> jax.Array:
     return lax.stop_gradient(counts)
 
 
-Compute = Callable[..., tuple[jax.Array, jax.Array]]  # `Experts.compute` but for the collectives
+# `Experts.compute` but for the collectives
+Compute = Callable[..., tuple[jax.Array, jax.Array]]

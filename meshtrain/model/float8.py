@@ -63,10 +63,13 @@ class Rounded(NamedTuple):
     def matrix(self, rows: int) -> "Rounded":
         """Returns the matrix whose `rows` are the first dimensions."""
         cut = next(
-            d for d in range(1, self.values.ndim) if math.prod(self.values.shape[:d]) == rows
+            d
+            for d in range(1, self.values.ndim)
+            if math.prod(self.values.shape[:d]) == rows
         )
         return Rounded(
-            self.values.reshape(rows, -1), self.scale.reshape(math.prod(self.scale.shape[:cut]), -1)
+            self.values.reshape(rows, -1),
+            self.scale.reshape(math.prod(self.scale.shape[:cut]), -1),
         )
 
 
@@ -112,13 +115,17 @@ def cast(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
     return jnp.clip(x.astype(jnp.float32) / scale, -top, top).astype(dtype)
 
 
-def rounded(x: jax.Array, groups: Groups, dtype: Any = E4M3, over: tuple[str, ...] = ()) -> Rounded:
+def rounded(
+    x: jax.Array, groups: Groups, dtype: Any = E4M3, over: tuple[str, ...] = ()
+) -> Rounded:
     """Rounds an array; `over` are mesh axes that share each scale."""
     blocks = _blocks(x, [group or n for group, n in zip(groups, x.shape, strict=True)])
     within = tuple(range(1, blocks.ndim, 2))
     amax = jnp.max(jnp.abs(blocks.astype(jnp.float32)), within, keepdims=True)
     scale = scale_of(lax.pmax(amax, over) if over else amax, dtype)
-    return Rounded(_unblocked(cast(blocks, scale, dtype), x.shape), jnp.squeeze(scale, within))
+    return Rounded(
+        _unblocked(cast(blocks, scale, dtype), x.shape), jnp.squeeze(scale, within)
+    )
 
 
 def widened(q: Rounded, dtype: Any) -> jax.Array:
@@ -130,17 +137,23 @@ def widened(q: Rounded, dtype: Any) -> jax.Array:
         for n, s in zip(shape, q.scale.shape, strict=True)
     ]
     scale = jnp.expand_dims(q.scale, tuple(range(1, 2 * len(shape), 2)))
-    return _unblocked(_blocks(q.numbers, size).astype(jnp.float32) * scale, shape).astype(dtype)
+    return _unblocked(
+        _blocks(q.numbers, size).astype(jnp.float32) * scale, shape
+    ).astype(dtype)
 
 
 def _blocks(x: jax.Array, size: list[int]) -> jax.Array:
     padding = [(0, -n % s) for n, s in zip(x.shape, size, strict=True)]
     x = jnp.pad(x, padding) if any(map(sum, padding)) else x
-    return x.reshape([m for n, s in zip(x.shape, size, strict=True) for m in (n // s, s)])
+    return x.reshape(
+        [m for n, s in zip(x.shape, size, strict=True) for m in (n // s, s)]
+    )
 
 
 def _unblocked(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    x = blocks.reshape([a * b for a, b in zip(blocks.shape[::2], blocks.shape[1::2], strict=True)])
+    x = blocks.reshape(
+        [a * b for a, b in zip(blocks.shape[::2], blocks.shape[1::2], strict=True)]
+    )
     return x if x.shape == shape else x[tuple(map(slice, shape))]
 
 
@@ -161,7 +174,9 @@ class Float8Recipe(NamedTuple):
         if self.recipe == "tensorwise":
             return 0, 0
         along, across = (
-            (FLOAT8_BLOCK, FLOAT8_BLOCK if weight else 1) if self.recipe == "blockwise" else (0, 1)
+            (FLOAT8_BLOCK, FLOAT8_BLOCK if weight else 1)
+            if self.recipe == "blockwise"
+            else (0, 1)
         )
         return (across, along) if summed else (along, across)
 
@@ -180,14 +195,20 @@ class Float8Recipe(NamedTuple):
             else rounded(widened(q, jnp.float32), groups)
         )
 
-    def times(self, a: Rounded, b: Rounded, summed: tuple[int, int], dtype: Any) -> jax.Array:
+    def times(
+        self, a: Rounded, b: Rounded, summed: tuple[int, int], dtype: Any
+    ) -> jax.Array:
         """Returns the product in `dtype`, summed over one dimension of each."""
         dimensions = (((summed[0],), (summed[1],)), ((), ()))
         # float16 would not hold the sums before they are scaled
         inner = jnp.float32 if dtype == jnp.float16 else dtype
-        y = lax.dot_general(a.numbers, b.numbers, dimensions, preferred_element_type=inner)
+        y = lax.dot_general(
+            a.numbers, b.numbers, dimensions, preferred_element_type=inner
+        )
         return (
-            y * a.scale.reshape(-1, 1).astype(inner) * b.scale.reshape(1, -1).astype(inner)
+            y
+            * a.scale.reshape(-1, 1).astype(inner)
+            * b.scale.reshape(1, -1).astype(inner)
         ).astype(dtype)
 
     def selected(
@@ -204,7 +225,9 @@ class Float8Recipe(NamedTuple):
         `turned`: it is for the other dimension already.
         """
         groups = self.groups(summed, weight)
-        if self.products == "compute" or (turned and groups == self.groups(1 - summed, weight)):
+        if self.products == "compute" or (
+            turned and groups == self.groups(1 - summed, weight)
+        ):
             return x
         y = widened(rounded(x, (1,) * (x.ndim - 2) + groups, dtype), x.dtype)
         return y if skip is None else jnp.where(skip, x, y)
@@ -212,7 +235,12 @@ class Float8Recipe(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(
-    how: Float8Recipe, keeps_x: bool, x: Any, q: Rounded, weight: Any, b: RoundedWeight | None
+    how: Float8Recipe,
+    keeps_x: bool,
+    x: Any,
+    q: Rounded,
+    weight: Any,
+    b: RoundedWeight | None,
 ) -> jax.Array:
     """x W by what they are rounded to, `q` and `b`.
 
@@ -223,12 +251,18 @@ def _product(
     return how.times(q, w, (1, 0), x.dtype)
 
 
-def _product_forward(how: Float8Recipe, keeps_x: bool, *operands: Any) -> tuple[jax.Array, Any]:
+def _product_forward(
+    how: Float8Recipe, keeps_x: bool, *operands: Any
+) -> tuple[jax.Array, Any]:
     """Keeps nothing for the gradient of a frozen weight, since it has none."""
     trained = operands[2].perturbed
     x, q, weight, b = _values(operands)
     kept = (x if keeps_x else q) if trained else None
-    return _product(how, keeps_x, x, q, weight, b), (kept, weight if b is None else None, b)
+    return _product(how, keeps_x, x, q, weight, b), (
+        kept,
+        weight if b is None else None,
+        b,
+    )
 
 
 def _product_backward(
@@ -241,15 +275,24 @@ def _product_backward(
     if b is not None and b.turned is not None:
         turned = b.turned.matrix(rows)
     else:
-        w = how.weight(weight.reshape(rows, width)) if b is None else b.forward.matrix(rows)
+        w = (
+            how.weight(weight.reshape(rows, width))
+            if b is None
+            else b.forward.matrix(rows)
+        )
         turned = how.turned(w, 1, weight=True)
-    to_x = how.times(rounded(g_NF, how.groups(1), how.cotangent_dtype), turned, (1, 1), g_NF.dtype)
+    to_x = how.times(
+        rounded(g_NF, how.groups(1), how.cotangent_dtype), turned, (1, 1), g_NF.dtype
+    )
     if kept is None:
         return to_x, None, None, None
     q = rounded(kept, how.groups(1)) if keeps_x else kept
     if how.wgrad:
         to_weight = how.times(
-            how.turned(q, 0), rounded(g_NF, how.groups(0), how.cotangent_dtype), (0, 0), g_NF.dtype
+            how.turned(q, 0),
+            rounded(g_NF, how.groups(0), how.cotangent_dtype),
+            (0, 0),
+            g_NF.dtype,
         )
     else:
         to_weight = lax.dot_general(widened(q, g_NF.dtype), g_NF, OVER_ROWS)
@@ -268,7 +311,11 @@ def _values(operands: Any) -> Any:
 # By powers of two the same sums as of numbers of 8 bits. Where layers of both kinds run by one program, as in the
 # stages of a pipeline, operands are selected. With `blocks` the product is a grouped one.
 def _times(
-    platform: str, x: jax.Array, w: jax.Array, blocks: Sequence[Any], transposed: bool = False
+    platform: str,
+    x: jax.Array,
+    w: jax.Array,
+    blocks: Sequence[Any],
+    transposed: bool = False,
 ) -> jax.Array:
     if not blocks:
         return x @ (w.T if transposed else w)
@@ -319,7 +366,9 @@ def _wide_weight(
     return how.selected(skip, w, 1, weight=True, turned=True)
 
 
-def _wide_forward(how: Float8Recipe, platform: str, *operands: Any) -> tuple[jax.Array, Any]:
+def _wide_forward(
+    how: Float8Recipe, platform: str, *operands: Any
+) -> tuple[jax.Array, Any]:
     trained = operands[3].perturbed
     skip, x, q, weight, b, *blocks = _values(operands)
     kept = (x if q is None else None, q) if trained else None
@@ -356,7 +405,9 @@ def _wide_backward(
         g = how.selected(skip, g, 0, dtype=how.cotangent_dtype)
     if blocks:
         w = _wide_weight(how, skip, weight, b, shape)
-        to_weight = implementation(platform, g, w, blocks[0]).weight_gradient(x, g, *blocks, w)
+        to_weight = implementation(platform, g, w, blocks[0]).weight_gradient(
+            x, g, *blocks, w
+        )
     else:
         to_weight = lax.dot_general(x, g, OVER_ROWS)
     return (
@@ -438,7 +489,12 @@ class Float8Products:
         return _product(self.how, name == "out", x, q, weight, b)
 
     def grouped(
-        self, name: str, rows: Rows, weight: jax.Array, platform: str, blocks: tuple[jax.Array, ...]
+        self,
+        name: str,
+        rows: Rows,
+        weight: jax.Array,
+        platform: str,
+        blocks: tuple[jax.Array, ...],
     ) -> jax.Array:
         """`grouped.grouped` of the weights `name`: its `blocks` are the expert of each, and how many are in use."""
         operands = (self.skip, *rows[:2], weight, self.weights.get(name), *blocks)
@@ -450,5 +506,7 @@ class Float8Products:
         x, q, values = rows
         if values is not None:
             return values
-        chosen = self.how.selected(self.skip, x, 1) if q is None else widened(q, x.dtype)
+        chosen = (
+            self.how.selected(self.skip, x, 1) if q is None else widened(q, x.dtype)
+        )
         return _straight_through(x, lax.stop_gradient(chosen))

@@ -56,7 +56,8 @@ class Masks(NamedTuple):
     # [B, T / block], of a block of queries the first block of keys that it may see, or of keys the first of queries
     first: Any
     last: Any  # the same, the last block
-    origin: Any  # [1, 2] int32, positions of the first query and of the first key; None: both 0
+    # [1, 2] int32, positions of the first query and of the first key; None: both 0
+    origin: Any
     words: Any  # [B, H, 2] uint32, what a head's dropout is drawn from
 
 
@@ -70,7 +71,9 @@ class Backward(NamedTuple):
 
 # jit, since before 0.12 a kernel call that nothing reads stays in a program, as where remat keeps what it returned
 @partial(jax.jit, static_argnums=0)
-def forward(scoring: Scoring, given: Heads, arrays: MaskArrays) -> tuple[jax.Array, ...]:
+def forward(
+    scoring: Scoring, given: Heads, arrays: MaskArrays
+) -> tuple[jax.Array, ...]:
     """Returns the output [B, T, H, V] and float32 log of sums [B, H, T]; with `scoring.tops` also largest scores."""
     q, k, v = given
     batch, length, heads, _ = q.shape
@@ -87,7 +90,10 @@ def forward(scoring: Scoring, given: Heads, arrays: MaskArrays) -> tuple[jax.Arr
     out, *by_query = _call(
         partial(_forward_kernel, scoring, length),
         (padded // block, heads, batch),
-        [Heads._make([rows(q), all_keys(k), all_keys(v)]), _specs(masks, lambda i, h, b: (b, h))],
+        [
+            Heads._make([rows(q), all_keys(k), all_keys(v)]),
+            _specs(masks, lambda i, h, b: (b, h)),
+        ],
         [rows(v), *[sums] * numbers],
         [struct_like(output_shape(q, v), q.dtype, q), *[number] * numbers],
     )(Heads(q, k, v), masks)
@@ -96,7 +102,11 @@ def forward(scoring: Scoring, given: Heads, arrays: MaskArrays) -> tuple[jax.Arr
 
 @partial(jax.jit, static_argnums=0)
 def backward(
-    scoring: Scoring, given: Heads, arrays: MaskArrays, outputs: Outputs, d_out: jax.Array
+    scoring: Scoring,
+    given: Heads,
+    arrays: MaskArrays,
+    outputs: Outputs,
+    d_out: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the cotangents of `forward`'s queries, keys and values."""
     q, k, v = given
@@ -107,7 +117,9 @@ def backward(
     size, (q, k, v, d_out) = _padded(q * scoring.scale, k, v, d_out)
     masks = _masks(size, length, arrays, of_keys=False)
     padded = q.shape[1]
-    log_sum, rows = (jnp.pad(a, ((0, 0), (0, 0), (0, padded - length))) for a in (log_sum, rows))
+    log_sum, rows = (
+        jnp.pad(a, ((0, 0), (0, 0), (0, padded - length))) for a in (log_sum, rows)
+    )
     groups = k.shape[2]
     repeats = heads // groups
     block = partial(_rows, size)
@@ -127,7 +139,9 @@ def backward(
     masks = _masks(size, length, arrays, of_keys=True)
 
     def group_spec(x: jax.Array) -> pl.BlockSpec:
-        return pl.BlockSpec((None, padded, repeats, x.shape[3]), lambda j, g, b: (b, 0, g, 0))
+        return pl.BlockSpec(
+            (None, padded, repeats, x.shape[3]), lambda j, g, b: (b, 0, g, 0)
+        )
 
     sums = pl.BlockSpec((None, repeats, padded), lambda j, g, b: (b, g, 0))
     dk, dv = _call(
@@ -141,7 +155,9 @@ def backward(
         [block(k), block(v)],
         [struct_like(k.shape, k.dtype, q), struct_like(v.shape, v.dtype, q)],
     )(Heads(q, k, v), masks, Backward(log_sum, rows, d_out))
-    dq, dk, dv = (a[:, :length, :, : x.shape[3]] for a, x in zip((dq, dk, dv), given, strict=True))
+    dq, dk, dv = (
+        a[:, :length, :, : x.shape[3]] for a, x in zip((dq, dk, dv), given, strict=True)
+    )
     return dq * scoring.scale, dk, dv
 
 
@@ -177,11 +193,16 @@ def _masks(block: int, length: int, arrays: MaskArrays, of_keys: bool) -> Masks:
     """
     segments = arrays.segments
     keys = arrays.of_keys
-    origin = None if arrays.first is None else jnp.stack(arrays.first).astype(jnp.int32)[None]
+    origin = (
+        None
+        if arrays.first is None
+        else jnp.stack(arrays.first).astype(jnp.int32)[None]
+    )
     if segments is None or keys is None:
         return Masks(None, None, None, None, origin, arrays.words)
     segments, keys = (
-        jnp.pad(ids, ((0, 0), (0, -length % block)), mode="edge") for ids in (segments, keys)
+        jnp.pad(ids, ((0, 0), (0, -length % block)), mode="edge")
+        for ids in (segments, keys)
     )
     mine, others = (keys, segments) if of_keys else (segments, keys)
     low, high, others_low, others_high = (
@@ -224,7 +245,9 @@ def _forward_kernel(
 
     zeros = jnp.zeros(block, jnp.float32)
     none = jnp.zeros((block, heads.v.shape[1]), jnp.float32), zeros + MASKED, zeros
-    out, top, total = jax.lax.fori_loop(*_keys(scoring, length, block, i, masks), step, none)
+    out, top, total = jax.lax.fori_loop(
+        *_keys(scoring, length, block, i, masks), step, none
+    )
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
     log_sum_ref[...] = top + jnp.log(total)
     for ref in top_ref:
@@ -232,7 +255,12 @@ def _forward_kernel(
 
 
 def _query_kernel(
-    scoring: Scoring, length: int, heads: Heads, masks: Masks, given: Backward, dq_ref: Any
+    scoring: Scoring,
+    length: int,
+    heads: Heads,
+    masks: Masks,
+    given: Backward,
+    dq_ref: Any,
 ) -> None:
     i = pl.program_id(0)
     block = heads.q.shape[0]
@@ -257,7 +285,12 @@ def _query_kernel(
 
 
 def _key_kernel(
-    scoring: Scoring, length: int, heads: Heads, masks: Masks, given: Backward, *gradients: Any
+    scoring: Scoring,
+    length: int,
+    heads: Heads,
+    masks: Masks,
+    given: Backward,
+    *gradients: Any,
 ) -> None:
     j = pl.program_id(0)
     repeats = heads.q.shape[1]
@@ -304,20 +337,32 @@ def _positions(square: Square, block: int, origin: Any) -> tuple[jax.Array, jax.
     """Positions of the queries, [block, 1], and of the keys, [1, block]."""
     queries = _places(square.i, block)[:, None]
     keys = _places(square.j, block)[None, :]
-    return (queries, keys) if origin is None else (queries + origin[0, 0], keys + origin[0, 1])
+    return (
+        (queries, keys)
+        if origin is None
+        else (queries + origin[0, 0], keys + origin[0, 1])
+    )
 
 
-def _keys(scoring: Scoring, length: int, block: int, i: Any, masks: Masks) -> tuple[Any, Any]:
+def _keys(
+    scoring: Scoring, length: int, block: int, i: Any, masks: Masks
+) -> tuple[Any, Any]:
     """The first block of keys that query block i reads, and the one behind the last."""
     start, stop = _meeting(length, block, i, masks)
     # the first key that the block's first query sees; of earlier chunks some key is read in any case, so that there is
     # a sum to divide by
     bounded = scoring.window and scoring.causal
-    start = jnp.maximum(start, (i * block - scoring.window + 1) // block) if bounded else start
+    start = (
+        jnp.maximum(start, (i * block - scoring.window + 1) // block)
+        if bounded
+        else start
+    )
     return start, i + 1 if scoring.causal else stop
 
 
-def _queries(scoring: Scoring, length: int, block: int, j: Any, masks: Masks) -> tuple[Any, Any]:
+def _queries(
+    scoring: Scoring, length: int, block: int, j: Any, masks: Masks
+) -> tuple[Any, Any]:
     """The first block of queries that reads key block j, and the one behind the last."""
     start, stop = _meeting(length, block, j, masks)
     # the last query that sees the block's last key
@@ -340,7 +385,12 @@ def _meeting(length: int, block: int, n: Any, masks: Masks) -> tuple[Any, Any]:
 
 
 def _scores(
-    scoring: Scoring, length: int, q: jax.Array, k: jax.Array, masks: Masks, square: Square
+    scoring: Scoring,
+    length: int,
+    q: jax.Array,
+    k: jax.Array,
+    masks: Masks,
+    square: Square,
 ) -> jax.Array:
     """Scores of a block of queries and a block of keys, float32."""
     i, j = square
@@ -359,7 +409,9 @@ def _scores(
         of_keys = masks.key_segments[pl.ds(j * block, block)]
         visible = visible & (of_queries[:, None] == of_keys[None, :])
     scores = triton.dot(q, k.T)
-    return jnp.where(visible, within(scoring.cap, scores) if scoring.cap else scores, MASKED)
+    return jnp.where(
+        visible, within(scoring.cap, scores) if scoring.cap else scores, MASKED
+    )
 
 
 def _through_cap(scoring: Scoring, scores: jax.Array, ds: jax.Array) -> jax.Array:
@@ -380,21 +432,31 @@ def _dropout(
     return lambda p: jnp.where(keep, p / (1 - rate), 0.0)
 
 
-def _specs(masks: Masks, place: Callable[..., tuple[Any, Any]], heads: int = 1) -> Masks:
+def _specs(
+    masks: Masks, place: Callable[..., tuple[Any, Any]], heads: int = 1
+) -> Masks:
     """The parts of `masks` that a program reads: all of its sequence, and of `heads` at a `place` (sequence, heads)."""
     specs: Any = [
         *(
-            a if a is None else pl.BlockSpec((None, a.shape[1]), lambda *at: (place(*at)[0], 0))
+            a
+            if a is None
+            else pl.BlockSpec((None, a.shape[1]), lambda *at: (place(*at)[0], 0))
             for a in masks[:4]
         ),
         pl.BlockSpec((1, 2), lambda *at: (0, 0)),
         pl.BlockSpec((None, heads, 2), lambda *at: (*place(*at), 0)),
     ]
-    return Masks(*(None if a is None else spec for a, spec in zip(masks, specs, strict=True)))
+    return Masks(
+        *(None if a is None else spec for a, spec in zip(masks, specs, strict=True))
+    )
 
 
 def _call(
-    kernel: partial, grid: tuple[int, ...], in_specs: list, out_specs: Any, out_shape: Any
+    kernel: partial,
+    grid: tuple[int, ...],
+    in_specs: list,
+    out_specs: Any,
+    out_shape: Any,
 ) -> Callable:
     return pl.pallas_call(
         kernel,

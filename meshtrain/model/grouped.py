@@ -50,24 +50,36 @@ def grouped(
     are multiples of 16, else the loop.
     """
     weights = weight_EKN if isinstance(weight_EKN, tuple) else (weight_EKN,)
-    axes = frozenset[str]().union(*map(varying, (rows_RK, *weights, expert_of_block, blocks)))
+    axes = frozenset[str]().union(
+        *map(varying, (rows_RK, *weights, expert_of_block, blocks))
+    )
     return _grouped(platform, *vary((rows_RK, weights, expert_of_block, blocks), axes))
 
 
-def implementation(platform: str, rows: jax.Array, weight: jax.Array, experts: jax.Array) -> Any:
+def implementation(
+    platform: str, rows: jax.Array, weight: jax.Array, experts: jax.Array
+) -> Any:
     """Returns the module whose `multiply_blocks` and `weight_gradient` are run.
 
     The kernels' module takes Pallas, which is slow to import.
     """
-    in_tiles = all(size % 16 == 0 for size in (len(rows) // len(experts), *weight.shape[1:]))
+    in_tiles = all(
+        size % 16 == 0 for size in (len(rows) // len(experts), *weight.shape[1:])
+    )
     return import_module(
-        "meshtrain.model.grouped_kernels" if platform == "gpu" and in_tiles else __name__
+        "meshtrain.model.grouped_kernels"
+        if platform == "gpu" and in_tiles
+        else __name__
     )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped(
-    platform: str, rows: jax.Array, weights: Matrices, experts: jax.Array, blocks: jax.Array
+    platform: str,
+    rows: jax.Array,
+    weights: Matrices,
+    experts: jax.Array,
+    blocks: jax.Array,
 ) -> jax.Array:
     weight = jnp.concatenate(weights, 2)
     return implementation(platform, rows, weight, experts).multiply_blocks(
@@ -118,13 +130,19 @@ def multiply_blocks(
     length = len(rows) // len(experts)
 
     def block(own: jax.Array, i: jax.Array) -> jax.Array:
-        return dot(block_of(rows, i, length), own, 1, 1 if transposed else 0).astype(rows.dtype)
+        return dot(block_of(rows, i, length), own, 1, 1 if transposed else 0).astype(
+            rows.dtype
+        )
 
     return map_blocks(block, weight, experts, blocks)
 
 
 def weight_gradient(
-    rows: jax.Array, g_RN: jax.Array, experts: jax.Array, blocks: jax.Array, weight: jax.Array
+    rows: jax.Array,
+    g_RN: jax.Array,
+    experts: jax.Array,
+    blocks: jax.Array,
+    weight: jax.Array,
 ) -> jax.Array:
     """Returns, in the shape and dtype of the weight, the sum over an expert's blocks of rowsᵀ times their cotangent;
     zero where it has none.
@@ -138,7 +156,10 @@ def weight_gradient(
 
 
 def map_blocks(
-    function: Callable[[Any, jax.Array], Any], weights: Any, experts: jax.Array, blocks: jax.Array
+    function: Callable[[Any, jax.Array], Any],
+    weights: Any,
+    experts: jax.Array,
+    blocks: jax.Array,
 ) -> Any:
     """Returns what `function` makes of the weights of an expert and of each of its blocks in use, one after another,
     and zeros behind them.
@@ -160,14 +181,18 @@ def map_blocks(
     # not a constant, which loops would share and each copy
     zero = jnp.minimum(blocks, 0)
     empty = jax.tree.map(
-        lambda b: jnp.full((len(experts) * b.shape[0], *b.shape[1:]), zero, b.dtype), of_block
+        lambda b: jnp.full((len(experts) * b.shape[0], *b.shape[1:]), zero, b.dtype),
+        of_block,
     )
     ends = first_blocks(experts, blocks, len(jax.tree.leaves(weights)[0]))
     return lax.scan(run_expert, empty, (weights, ends[:-1], ends[1:]))[0]
 
 
 def sums_by_expert(
-    function: Callable[[jax.Array], Any], weights: Any, experts: jax.Array, blocks: jax.Array
+    function: Callable[[jax.Array], Any],
+    weights: Any,
+    experts: jax.Array,
+    blocks: jax.Array,
 ) -> Any:
     """Returns the sum over each expert's blocks of what `function` makes of them in float32, in the shapes and dtypes
     of the weights.
@@ -191,7 +216,9 @@ def first_blocks(experts: jax.Array, blocks: jax.Array, count: int) -> jax.Array
     use.
     """
     in_use = jnp.where(jnp.arange(len(experts)) < blocks, experts, count)
-    return jnp.searchsorted(in_use, jnp.arange(count + 1), method="compare_all").astype(jnp.int32)
+    return jnp.searchsorted(in_use, jnp.arange(count + 1), method="compare_all").astype(
+        jnp.int32
+    )
 
 
 def dot(a: jax.Array, b: jax.Array, summed_of_a: int, summed_of_b: int) -> jax.Array:

@@ -52,7 +52,9 @@ def multiply_blocks(
     over, width = weight.shape[1:][::-1] if transposed else weight.shape[1:]
     height = _tile(SIDE, rows, len(rows) // len(experts))
     columns = _tile(2 * SIDE, rows, width)
-    of_columns = (len(weight), columns, over) if transposed else (len(weight), over, columns)
+    of_columns = (
+        (len(weight), columns, over) if transposed else (len(weight), over, columns)
+    )
     place = partial(_place, len(rows) // height, width // columns)
     return _call(
         partial(
@@ -66,7 +68,8 @@ def multiply_blocks(
         [
             pl.BlockSpec((height, over), lambda p: (place(p)[0], 0)),
             pl.BlockSpec(
-                of_columns, lambda p: (0, place(p)[1], 0) if transposed else (0, 0, place(p)[1])
+                of_columns,
+                lambda p: (0, place(p)[1], 0) if transposed else (0, 0, place(p)[1]),
             ),
             pl.BlockSpec(experts.shape, lambda p: (0,)),
             pl.BlockSpec((1,), lambda p: (0,)),
@@ -78,7 +81,11 @@ def multiply_blocks(
 
 @jax.jit
 def weight_gradient(
-    rows: jax.Array, g_RN: jax.Array, experts: jax.Array, blocks: jax.Array, weight: jax.Array
+    rows: jax.Array,
+    g_RN: jax.Array,
+    experts: jax.Array,
+    blocks: jax.Array,
+    weight: jax.Array,
 ) -> jax.Array:
     """Returns what `grouped.weight_gradient` does."""
     firsts = first_blocks(experts, blocks, len(weight))
@@ -112,7 +119,9 @@ def _product_kernel(  # type: ignore[no-untyped-def]
 
     # of a block that is not in use there is nothing to add: zeros are written
     steps = jnp.where(block < blocks[0], jnp.int32(rows.shape[1] // step), 0)
-    out[...] = jax.lax.fori_loop(0, steps, add, jnp.zeros(out.shape, jnp.float32)).astype(out.dtype)
+    out[...] = jax.lax.fori_loop(
+        0, steps, add, jnp.zeros(out.shape, jnp.float32)
+    ).astype(out.dtype)
 
 
 def _weight_kernel(step, rows, cotangents, firsts, out) -> None:  # type: ignore[no-untyped-def]
@@ -144,7 +153,11 @@ def _tile(limit: int, rows: jax.Array, size: int) -> int:
 
 
 def _call(
-    kernel: partial, grid: tuple[int, ...], in_specs: list, out_spec: pl.BlockSpec, out_shape: Any
+    kernel: partial,
+    grid: tuple[int, ...],
+    in_specs: list,
+    out_spec: pl.BlockSpec,
+    out_shape: Any,
 ) -> Any:
     return pl.pallas_call(
         kernel,

@@ -27,7 +27,9 @@ def check_call(kind: str, hook: Any, names: list[str]) -> None:
             f"the {kind} hook is {short(repr(hook))}; it must be a function, and {wanted}."
         )
     if taken := misfit(hook, names):
-        raise ConfigError(f"the {kind} hook {name_of(hook)} takes {short(taken)}, but {wanted}.")
+        raise ConfigError(
+            f"the {kind} hook {name_of(hook)} takes {short(taken)}, but {wanted}."
+        )
 
 
 def misfit(function: Callable[..., Any], names: Sequence[str]) -> str:
@@ -97,7 +99,11 @@ def check_sharded_loss(
     ):
         return
     at = np.unravel_index(np.argmin(same(cut[0], complete)), complete.shape)
-    masks = f", and leave out the ids from {size} on, which are padding" if size % degree else ""
+    masks = (
+        f", and leave out the ids from {size} on, which are padding"
+        if size % degree
+        else ""
+    )
     raise ConfigError(
         f"the loss hook {name_of(hook)} gives {cut[0][at]:.4f} where the vocabulary is cut into {degree} shares, and "
         f"{complete[at]:.4f} of the "
@@ -110,8 +116,12 @@ def _example(size: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns logits, float32 [2, 3, size], and labels from the first id to the last, of probability 0.1 to 0.9."""
     labels = np.linspace(0, size - 1, 6).round().astype(np.int32).reshape(2, 3)
     # their mean is not 0, and rises with the id: what is true of one share is not of another
-    logits = np.random.default_rng(0).normal(size=(2, 3, size)) + np.linspace(0, 2, size)
+    logits = np.random.default_rng(0).normal(size=(2, 3, size)) + np.linspace(
+        0, 2, size
+    )
     at_label = np.arange(size) == labels[..., None]
     others = np.log(np.sum(np.exp(logits), axis=-1, where=~at_label))
-    logits = np.where(at_label, (others + np.linspace(-2, 2, 6).reshape(2, 3))[..., None], logits)
+    logits = np.where(
+        at_label, (others + np.linspace(-2, 2, 6).reshape(2, 3))[..., None], logits
+    )
     return logits.astype(np.float32), labels

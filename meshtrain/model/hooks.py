@@ -106,7 +106,8 @@ class Hooks:
     def of(config: Config, **given: Any) -> "Hooks":
         """Returns the given functions and, in the place of None, those that the config names."""
         return Hooks(
-            **hooks(config) | {kind: hook for kind, hook in given.items() if hook is not None}
+            **hooks(config)
+            | {kind: hook for kind, hook in given.items() if hook is not None}
         )
 
     def check(self, config: Config) -> None:
@@ -121,7 +122,11 @@ class Hooks:
             if (hook := getattr(self, kind)) is not None:
                 from meshtrain.model.hook_checks import check_call
 
-                check_call(kind, hook, list(inspect.signature(protocol.__call__).parameters)[1:])
+                check_call(
+                    kind,
+                    hook,
+                    list(inspect.signature(protocol.__call__).parameters)[1:],
+                )
         if (
             self.attention is not None
             and config.mesh.context > 1
@@ -154,7 +159,9 @@ class Hooks:
     @property
     def names(self) -> dict[str, str]:
         """The names of the functions by what they replace: for checkpoints, which cannot hold the functions."""
-        return {kind: name_of(hook) for kind, hook in vars(self).items() if hook is not None}
+        return {
+            kind: name_of(hook) for kind, hook in vars(self).items() if hook is not None
+        }
 
 
 class ModelParts:
@@ -173,10 +180,14 @@ class ModelParts:
         )
         # Answers are learned from at the temperature that they were drawn at.
         self.temperature = config.rl.temperature if train.objective == "grpo" else 1.0
-        self.block: BlockHook = hooks.block or FAMILIES[config.model.family].block or Block.__call__
+        self.block: BlockHook = (
+            hooks.block or FAMILIES[config.model.family].block or Block.__call__
+        )
         self._loss: Callable[..., Any] = hooks.loss or built_in
         # the built-in one as a hook means no hook
-        self._attention_hook = hooks.attention if hooks.attention is not attend else None
+        self._attention_hook = (
+            hooks.attention if hooks.attention is not attend else None
+        )
         if self._attention_hook is not None and FAMILIES[config.model.family].sinks:
             raise ConfigError(
                 f"model.attention takes no sinks, which {config.model.family} has; leave it out."
@@ -243,7 +254,8 @@ class ModelParts:
             losses = self._loss(logits_BTV, labels_BT, self.vocabulary)
         else:
             first, other = (
-                self.loss(logits_BTV, labels).losses for labels in (labels_BT, mixed.labels)
+                self.loss(logits_BTV, labels).losses
+                for labels in (labels_BT, mixed.labels)
             )
             losses = mixed.share * first + (1 - mixed.share) * other
         wanted = jax.ShapeDtypeStruct(labels_BT.shape, jnp.float32)

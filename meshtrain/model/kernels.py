@@ -58,7 +58,12 @@ def attention_kernel(
         return "fused"
     length = length // 2 if in_pieces else length
     blocks = dropout or tops or (window and in_pieces)
-    if platform == "tpu" and length % SPLASH_BLOCKS[-1] == 0 and head_dim % 64 == 0 and not blocks:
+    if (
+        platform == "tpu"
+        and length % SPLASH_BLOCKS[-1] == 0
+        and head_dim % 64 == 0
+        and not blocks
+    ):
         return "splash"
     return "blocks"
 

@@ -47,7 +47,11 @@ class LatentAttention(Attention):
     kv_norm: Norm
 
     def __init__(
-        self, name: str, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None
+        self,
+        name: str,
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+        lora: LoraConfig | None = None,
     ) -> None:
         super().__init__(name, config, rngs, lora)
         self.sizes = config.mla
@@ -75,7 +79,9 @@ class LatentAttention(Attention):
         gathered = collectives.gather_row(latents)
         return self.attend(q, *self.expanded(gathered), *arguments, **how)
 
-    def queries(self, shape: tuple[int, ...], rows: jax.Array, sequence: Sequence) -> jax.Array:
+    def queries(
+        self, shape: tuple[int, ...], rows: jax.Array, sequence: Sequence
+    ) -> jax.Array:
         """Returns queries [B, T, H, nope + rope] of rows [N, D]."""
         name = "q"
         if self.q_norm is not None:
@@ -90,7 +96,9 @@ class LatentAttention(Attention):
         assert sequence.rotary_TK is not None
         return jnp.concatenate([plain, rotate(turned, *sequence.rotary_TK)], axis=-1)
 
-    def latents(self, shape: tuple[int, ...], rows: jax.Array, sequence: Sequence) -> Latents:
+    def latents(
+        self, shape: tuple[int, ...], rows: jax.Array, sequence: Sequence
+    ) -> Latents:
         """Returns the latents of rows [N, D]."""
         y = checkpoint_name(project(self, "kv_down", rows), "qkv").reshape(
             shape[0], -1, self.sizes.kv_rank + self.sizes.rope
@@ -108,5 +116,7 @@ class LatentAttention(Attention):
             project(self, name, rows).reshape(*content.shape[:-1], -1, width)
             for name, width in (("k_up", self.sizes.nope), ("v_up", self.sizes.value))
         )
-        shared = jnp.broadcast_to(position[..., None, :], (*plain.shape[:-1], position.shape[-1]))
+        shared = jnp.broadcast_to(
+            position[..., None, :], (*plain.shape[:-1], position.shape[-1])
+        )
         return jnp.concatenate([plain, shared], axis=-1), values

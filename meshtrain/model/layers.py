@@ -85,7 +85,9 @@ class Norm(nnx.Module):
         `normalised`.
         """
         function = keeping_arguments(
-            partial(normalised, self.eps, self.bias is not None, self.plus_one, over_ranks)
+            partial(
+                normalised, self.eps, self.bias is not None, self.plus_one, over_ranks
+            )
         )
         y = function(x, share(self.scale[...]))
         if self.bias is None:
@@ -113,10 +115,17 @@ class Attention(nnx.Module):
     float8: Any = None  # `float8.Float8Products`, where products are
 
     def __init__(
-        self, name: str, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None
+        self,
+        name: str,
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+        lora: LoraConfig | None = None,
     ) -> None:
-        self.attend: Callable[..., jax.Array] = partial(attend, **attention_arguments(config))
-        self.group = config.heads // config.kv_heads  # query heads that share a key/value head
+        self.attend: Callable[..., jax.Array] = partial(
+            attend, **attention_arguments(config)
+        )
+        # Query heads that share a key/value head
+        self.group = config.heads // config.kv_heads
         make_parameters(self, name, config, rngs)
         make_adapters(self, name, config, rngs, lora)
         if config.qk_norm:
@@ -126,13 +135,19 @@ class Attention(nnx.Module):
         self.joint_norm = FAMILIES[config.family].joint_qk_norm
 
     def __call__(
-        self, x_BTD: jax.Array, sequence: Sequence, collectives: Collectives, dropout: Dropout
+        self,
+        x_BTD: jax.Array,
+        sequence: Sequence,
+        collectives: Collectives,
+        dropout: Dropout,
     ) -> jax.Array:
         (shape, rows) = rows_of(self, x_BTD)
         more = {} if self.sinks is None else {"sinks": self.sinks[...]}
         if sequence.maxima is not None:
             more["counted"] = sequence.maxima.counted_BT
-        a = self.attended(shape, rows, sequence, collectives, dropout, local=sequence.local, **more)
+        a = self.attended(
+            shape, rows, sequence, collectives, dropout, local=sequence.local, **more
+        )
         if sequence.maxima is not None:
             a = sequence.maxima.record(*a)
         if self.z is not None:
@@ -206,7 +221,11 @@ class MLP(nnx.Module):
     float8: Any = None  # `float8.Float8Products`, where products are
 
     def __init__(
-        self, name: str, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None
+        self,
+        name: str,
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+        lora: LoraConfig | None = None,
     ) -> None:
         self.activation = config.activation
         self.limit = FAMILIES[config.family].gate_limit

@@ -94,7 +94,11 @@ class LinearAttention(nnx.Module):
     float8: Any = None  # `float8.Float8Products`, where products are
 
     def __init__(
-        self, name: str, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None = None
+        self,
+        name: str,
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+        lora: LoraConfig | None = None,
     ) -> None:
         self.mix: Callable[..., Array] = partial(mixed, chunk=config.linear.chunk)
         make_parameters(self, name, config, rngs)
@@ -111,7 +115,9 @@ class LinearAttention(nnx.Module):
         segments = sequence.segments_BT
         o = self.mix(Heads(q, k, v), beta, decay, self.kernels(), segments, collectives)
         gated = self.norm(checkpoint_name(o.astype(z.dtype), "attention"), z)
-        y = project(self, "out", gated.reshape(z.shape[0] * z.shape[1], -1)).reshape(shape)
+        y = project(self, "out", gated.reshape(z.shape[0] * z.shape[1], -1)).reshape(
+            shape
+        )
         return checkpoint_name(collectives.leave(y), "attention_out")
 
     def project_heads(self, batch: int, rows: Any, name: str) -> Array:
@@ -129,7 +135,9 @@ class LinearAttention(nnx.Module):
 
     def kernels(self) -> Kernels:
         """Returns the weights between the projections and the rule."""
-        of: Any = lambda name: None if (weight := getattr(self, name)) is None else weight[...]
+        of: Any = lambda name: (
+            None if (weight := getattr(self, name)) is None else weight[...]
+        )
         return Kernels(
             Heads(*(of(f"{name}_conv") for name in "qkv")),
             self.decay_log[...],
@@ -146,9 +154,13 @@ class GatedNorm(nnx.Module):
 
     def __init__(self, name: str, config: ModelConfig, rngs: nnx.Rngs) -> None:
         linear = config.linear
-        together = linear.value_heads // linear.key_heads if linear.kind == "mamba2" else 0
+        together = (
+            linear.value_heads // linear.key_heads if linear.kind == "mamba2" else 0
+        )
         gate = jax.nn.sigmoid if linear.kind == "kda" else jax.nn.silu
-        self.function = keeping_arguments(partial(normed_gated, config.norm_eps, gate, together))
+        self.function = keeping_arguments(
+            partial(normed_gated, config.norm_eps, gate, together)
+        )
         make_parameters(self, name, config, rngs)
 
     def __call__(self, x: Array, z: Array) -> Array:
@@ -156,7 +168,12 @@ class GatedNorm(nnx.Module):
 
 
 def normed_gated(
-    eps: float, gate: Callable[[Array], Array], together: int, x: Array, z: Array, scale: Array
+    eps: float,
+    gate: Callable[[Array], Array],
+    together: int,
+    x: Array,
+    z: Array,
+    scale: Array,
 ) -> Array:
     y = x.astype(jnp.float32)
     scale = scale.astype(jnp.float32)
@@ -189,7 +206,10 @@ def mixed(
     widths = [x.shape[2] * x.shape[3] for x in qkv]
     parts = jnp.split(tails, [widths[0], widths[0] + widths[1]], axis=-1)
     earlier = Heads(
-        *(part.reshape(*part.shape[:2], *x.shape[2:]) for part, x in zip(parts, qkv, strict=True))
+        *(
+            part.reshape(*part.shape[:2], *x.shape[2:])
+            for part, x in zip(parts, qkv, strict=True)
+        )
     )
     documents = None
     if segments_BT is not None:
@@ -200,12 +220,16 @@ def mixed(
     return out.reshape(batch, length, *out.shape[2:])
 
 
-def rule_inputs(arrays: tuple[Projected, Kernels], documents: Documents | None) -> RuleInputs:
+def rule_inputs(
+    arrays: tuple[Projected, Kernels], documents: Documents | None
+) -> RuleInputs:
     """Returns what the rule computes with, float32."""
     projected, kernels = arrays
     q, k, v = (
         jax.nn.silu(convolved(*of, documents))
-        for of in zip(projected.earlier, projected.qkv, kernels.qkv, kernels.biases, strict=True)
+        for of in zip(
+            projected.earlier, projected.qkv, kernels.qkv, kernels.biases, strict=True
+        )
     )
     steps = jax.nn.softplus(projected.decay.astype(jnp.float32) + kernels.decay_bias)
     rates = jnp.exp(kernels.decay_log)
@@ -223,7 +247,11 @@ def rule_inputs(arrays: tuple[Projected, Kernels], documents: Documents | None) 
 
 
 def convolved(
-    earlier: Array, x: Array, kernel: Array, bias: Array | None, documents: Documents | None
+    earlier: Array,
+    x: Array,
+    kernel: Array,
+    bias: Array | None,
+    documents: Documents | None,
 ) -> Array:
     """Returns Σ kernel_j x_(t - conv + 1 + j) + bias of each channel, within documents, float32 [R, T, ...]."""
     length = x.shape[1]

@@ -87,7 +87,8 @@ class LabelLosses(NamedTuple):
 
     losses: Array  # float32: what training minimises
     nll: Array | None = (
-        None  # float32: the negative log-likelihood alone, without gradient, where losses hold more
+        # float32: the negative log-likelihood alone, without gradient, where losses hold more
+        None
     )
     correct: Array | None = None  # of images: float32, 1 where the argmax is the label
 
@@ -139,13 +140,24 @@ def cross_entropies(
         log_z = jnp.log(total)
         loss = nll = log_z - target
         if label_smoothing:
-            loss = (1 - label_smoothing) * loss + label_smoothing * log_z - even * everything[0]
+            loss = (
+                (1 - label_smoothing) * loss
+                + label_smoothing * log_z
+                - even * everything[0]
+            )
         log_z = log_z + top
         if z_loss:
             loss = loss + z_loss * log_z**2
-        return LabelLosses(loss, None if loss is nll else nll), (logits, labels, mixed, log_z)
+        return LabelLosses(loss, None if loss is nll else nll), (
+            logits,
+            labels,
+            mixed,
+            log_z,
+        )
 
-    def backward(residuals: tuple[Any, ...], g: LabelLosses) -> tuple[Array, None, None]:
+    def backward(
+        residuals: tuple[Any, ...], g: LabelLosses
+    ) -> tuple[Array, None, None]:
         logits, labels, mixed, log_z = residuals
         p = jnp.exp(vocabulary.no_padding(logits, MASKED) - log_z[..., None])
         target = targeted(labels, mixed, 1 - label_smoothing)
@@ -213,7 +225,9 @@ def counted(batch: Arrays, collectives: Collectives = ONE_DEVICE) -> Array:
     if "pairs" not in batch:
         return jnp.sum(batch["weights"])
     return _part(
-        jnp.sum(_learned(batch, collectives), dtype=jnp.float32), batch["weights"], collectives
+        jnp.sum(_learned(batch, collectives), dtype=jnp.float32),
+        batch["weights"],
+        collectives,
     )
 
 
@@ -232,14 +246,17 @@ def _sum_pairs(values: Array, pairs: Array, collectives: Collectives) -> Array:
     return sum_by_number(values, pairs, most, collectives)
 
 
-def sum_by_number(values: Array, numbers: Array, most: int, collectives: Collectives) -> Array:
+def sum_by_number(
+    values: Array, numbers: Array, most: int, collectives: Collectives
+) -> Array:
     """Sums each row's values by their numbers, 0 to `most`, over all its parts: [.., T] to float32 [rows, most + 1]."""
     length = numbers.shape[-1]
     values = values.reshape(-1, length)
     numbers = numbers.reshape(-1, length)
     rows = jnp.arange(len(numbers))[:, None]
     zeros = vary(
-        jnp.zeros((len(numbers), most + 1), jnp.float32), varying(values) | varying(numbers)
+        jnp.zeros((len(numbers), most + 1), jnp.float32),
+        varying(values) | varying(numbers),
     )
     return collectives.row_sum(zeros.at[rows, numbers].add(values))
 

@@ -39,7 +39,9 @@ def policy_loss(
     logprobs = -losses
     log_ratio = jnp.where(counts, jnp.clip(logprobs - batch["drawn"], -MOST, MOST), 0.0)
     if rl.loss == "gspo":
-        log_ratio = _mean_over_answers(log_ratio, counts, batch["segments"], collectives)
+        log_ratio = _mean_over_answers(
+            log_ratio, counts, batch["segments"], collectives
+        )
     advantages = batch["advantages"]
     ratio = jnp.exp(log_ratio)
     low, high = rl.clip
@@ -64,7 +66,9 @@ def policy_loss(
         each = each + rl.beta * kl
         measured["rl/kl"] = kl
     loss = jnp.sum(jnp.where(counts, each * batch["weights"], 0.0))
-    return loss, {name: jnp.sum(jnp.where(counts, x, 0.0)) for name, x in measured.items()}
+    return loss, {
+        name: jnp.sum(jnp.where(counts, x, 0.0)) for name, x in measured.items()
+    }
 
 
 def row_gaps(losses: Array, batch: Arrays) -> Array:
@@ -80,7 +84,10 @@ def _mean_over_answers(
     length = segments.shape[-1]
     most = length * collectives.context
     total, number = (
-        sum_by_number(x, segments, most, collectives) for x in (values, counts.astype(jnp.float32))
+        sum_by_number(x, segments, most, collectives)
+        for x in (values, counts.astype(jnp.float32))
     )
     means = total / jnp.maximum(number, 1.0)
-    return jnp.take_along_axis(means, segments.reshape(-1, length), axis=1).reshape(values.shape)
+    return jnp.take_along_axis(means, segments.reshape(-1, length), axis=1).reshape(
+        values.shape
+    )

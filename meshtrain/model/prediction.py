@@ -46,7 +46,10 @@ class Prediction(nnx.Module):
         weight = self.project[...]
         both = [
             collectives.enter(norm(x))
-            for norm, x in ((self.embedding_norm, embedded_BTD), (self.stream_norm, h_BTD))
+            for norm, x in (
+                (self.embedding_norm, embedded_BTD),
+                (self.stream_norm, h_BTD),
+            )
         ]
         joined = jnp.concatenate(both, axis=-1)
         first = collectives.first_head(len(weight))
@@ -59,7 +62,9 @@ class Prediction(nnx.Module):
 class Predictions(nnx.Module):
     """All depths, `depth_0` the first."""
 
-    def __init__(self, config: ModelConfig, make_block: Callable, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self, config: ModelConfig, make_block: Callable, rngs: nnx.Rngs
+    ) -> None:
         for name in depths(config):
             setattr(self, name, Prediction(f"mtp.{name}", config, make_block, rngs))
 

@@ -30,7 +30,9 @@ ProductResiduals = tuple[jax.Array | None, jax.Array]
 # --- parameters
 
 
-def make_parameters(module: nnx.Module, name: str, config: ModelConfig, rngs: nnx.Rngs) -> None:
+def make_parameters(
+    module: nnx.Module, name: str, config: ModelConfig, rngs: nnx.Rngs
+) -> None:
     """Gives a module its float32 parameters: those whose names in `weights` begin with the module's own, `name`."""
     for weight in weights(config):
         _make(module, name, weight, rngs)
@@ -55,7 +57,9 @@ def _make(module: nnx.Module, name: str, weight: Weight, rngs: nnx.Rngs) -> None
         return
     shape = tuple(n for _, n in weight.dims)
     if weight.bound:
-        drawn = jax.random.uniform(rngs.lora(), shape, minval=-weight.bound, maxval=weight.bound)
+        drawn = jax.random.uniform(
+            rngs.lora(), shape, minval=-weight.bound, maxval=weight.bound
+        )
     elif weight.std:
         drawn = weight.std * jax.random.normal(rngs.params(), shape)
     else:
@@ -124,7 +128,9 @@ def rows_of(module: Any, x_BTD: Any) -> tuple[tuple[int, ...], Any]:
     if module.float8 is None:
         return x.shape, rows
     rows = module.float8.round(rows) if x is x_BTD else x_BTD._replace(x=rows)
-    return x.shape, rows._replace(values=module.float8.values(rows)) if module.lora_scale else rows
+    return x.shape, rows._replace(
+        values=module.float8.values(rows)
+    ) if module.lora_scale else rows
 
 
 def _rows(x_BTD: jax.Array) -> jax.Array:
@@ -171,17 +177,23 @@ def linear_float32(x_ND: jax.Array, weight_DV: jax.Array) -> jax.Array:
 
 linear_float32.defvjp(
     lambda x, weight: (linear_float32(x, weight), (x, weight)),
-    lambda residuals, g_NV: _linear_backward(residuals, g_NV.astype(residuals[0].dtype)),
+    lambda residuals, g_NV: _linear_backward(
+        residuals, g_NV.astype(residuals[0].dtype)
+    ),
 )
 
 
-def use_adapters(block: Any, on: bool, dropout: Dropout, collectives: Collectives) -> None:
+def use_adapters(
+    block: Any, on: bool, dropout: Dropout, collectives: Collectives
+) -> None:
     """Sets whether the block's adapters count, and the dropout of their inputs: the same on every mesh."""
 
     def drop(name: str, x_ND: jax.Array) -> jax.Array:
         # what goes into row-parallel weights is split over the ranks
         first = collectives.first_head(x_ND.shape[1]) if name in ("out", "down") else 0
-        return dropout.at(PROJECTIONS.index(name)).rows_of(x_ND, first, collectives.positions)
+        return dropout.at(PROJECTIONS.index(name)).rows_of(
+            x_ND, first, collectives.positions
+        )
 
     for module in filter(None, (block.attention, block.mlp)):
         module.lora_scale = module.lora_scale if on else 0.0
@@ -199,13 +211,16 @@ def keeping_arguments(function: Callable[..., jax.Array]) -> Callable[..., jax.A
     """
     run = jax.custom_vjp(function)
     run.defvjp(
-        lambda *xs: (function(*xs), xs), lambda xs, cotangent: jax.vjp(function, *xs)[1](cotangent)
+        lambda *xs: (function(*xs), xs),
+        lambda xs, cotangent: jax.vjp(function, *xs)[1](cotangent),
     )
     return run
 
 
 @cache
-def hidden(activation: str, gated: bool, limit: float = 0.0) -> Callable[..., jax.Array]:
+def hidden(
+    activation: str, gated: bool, limit: float = 0.0
+) -> Callable[..., jax.Array]:
     """Returns the MLP's own function: activation(gate) * up where it is `gated` (SwiGLU: Shazeer 2020), else
     activation(up).
 
@@ -218,7 +233,9 @@ def hidden(activation: str, gated: bool, limit: float = 0.0) -> Callable[..., ja
     function = others.get(activation) or getattr(jax.nn, activation)
     if limit and gated:
         return keeping_arguments(
-            lambda gate, up: function(jnp.minimum(gate, limit)) * (jnp.clip(up, -limit, limit) + 1)
+            lambda gate, up: (
+                function(jnp.minimum(gate, limit)) * (jnp.clip(up, -limit, limit) + 1)
+            )
         )
     return keeping_arguments(
         (lambda gate, up: function(gate) * up) if gated else (lambda up: function(up))

@@ -34,7 +34,8 @@ from meshtrain.families import FAMILIES, yarn_amplitude
 class Rope(NamedTuple):
     """The values from which the angles follow."""
 
-    frequency: np.ndarray  # [K / 2], K the width that is turned: radians a position, float32
+    # [K / 2], K the width that is turned: radians a position, float32
+    frequency: np.ndarray
     amplitude: float = 1.0  # of cos and sin
 
 

@@ -57,7 +57,10 @@ def compute_terms(chunk: int, inputs: Any, ids: Any) -> Any:
             pl.BlockSpec((None, None, None, *shape), lambda i, r, h: (i, r, h, 0, 0))
             for shape in shapes
         ],
-        out_shape=[struct_like((n, rows, heads, *shape), jnp.float32, given.v) for shape in shapes],
+        out_shape=[
+            struct_like((n, rows, heads, *shape), jnp.float32, given.v)
+            for shape in shapes
+        ],
         compiler_params=triton.CompilerParams(num_warps=8, num_stages=1),
         name="chunk_kernel",
     )(given)
@@ -69,11 +72,17 @@ def _specs(chunk: int, given: Refs) -> Refs:
     keys = pl.BlockSpec(
         (None, chunk, None, given.k.shape[3]), lambda i, r, h: (r, i, h // shared, 0)
     )
-    values = pl.BlockSpec((None, chunk, None, given.v.shape[3]), lambda i, r, h: (r, i, h, 0))
+    values = pl.BlockSpec(
+        (None, chunk, None, given.v.shape[3]), lambda i, r, h: (r, i, h, 0)
+    )
     numbers = pl.BlockSpec((None, chunk, None), lambda i, r, h: (r, i, h))
-    ids, before = (pl.BlockSpec((None, size), lambda i, r, h: (r, i)) for size in (chunk, 1))
+    ids, before = (
+        pl.BlockSpec((None, size), lambda i, r, h: (r, i)) for size in (chunk, 1)
+    )
     specs = (keys, keys, values, numbers, numbers, ids, before)
-    return Refs(*(x if x is None else spec for x, spec in zip(given, specs, strict=True)))
+    return Refs(
+        *(x if x is None else spec for x, spec in zip(given, specs, strict=True))
+    )
 
 
 class Decays(NamedTuple):

@@ -19,7 +19,8 @@ class ExpertSlots(NamedTuple):
 
     places: (
         jax.Array
-    )  # int32 [N, K]: the slot of each pair of a token and an expert; the number of slots: none
+        # int32 [N, K]: the slot of each pair of a token and an expert; the number of slots: none
+    )
     pairs: jax.Array  # int32 [S]: the pair in each slot; the number of pairs: none
     expert_of_block: jax.Array  # int32 [S / block]
     blocks: jax.Array  # int32: how many are in use
@@ -40,7 +41,9 @@ def slots_of(
         number = jnp.cumsum(here) - skipped
         chosen = jnp.where((number > 0) & (number <= room), chosen, experts)
         dropped = jnp.sum(here & (number > room))
-    block = min(EXPERT_BLOCK, max(16, 1 << max(1, room // experts // 2).bit_length() - 1))
+    block = min(
+        EXPERT_BLOCK, max(16, 1 << max(1, room // experts // 2).bit_length() - 1)
+    )
     count = -(-(room + experts * (block - 1)) // block)
     within, sizes = ranks_within(chosen, experts)
     ends = jnp.cumsum(-(-sizes // block))
@@ -94,7 +97,8 @@ def taken(x: jax.Array, index: jax.Array) -> jax.Array:
 def summed(slots: jax.Array, places_NK: jax.Array) -> jax.Array:
     """The sum over K of the slots at `places`, in their order."""
     total = sum(
-        taken(slots, places_NK[:, k]).astype(jnp.float32) for k in range(places_NK.shape[1])
+        taken(slots, places_NK[:, k]).astype(jnp.float32)
+        for k in range(places_NK.shape[1])
     )
     return jnp.asarray(total).astype(slots.dtype)
 

@@ -16,7 +16,9 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     SegmentIds,
     make_splash_mha,
 )
-from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import MultiHeadMask
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import (
+    MultiHeadMask,
+)
 
 from meshtrain.compat import unchecked, vary, varying
 from meshtrain.compat_kernels import splash_backward
@@ -24,7 +26,9 @@ from meshtrain.model.attention import Heads, MaskArrays, Outputs, Scoring
 from meshtrain.model.kernels import SPLASH_BLOCKS
 
 
-def forward(scoring: Scoring, heads: Heads, masks: MaskArrays) -> tuple[jax.Array, jax.Array]:
+def forward(
+    scoring: Scoring, heads: Heads, masks: MaskArrays
+) -> tuple[jax.Array, jax.Array]:
     """Returns the output [B, T, H, K] and float32 log of sums [B, H, T]."""
     q, k, v = heads
     kernel = _kernel(scoring, q)
@@ -40,14 +44,20 @@ def forward(scoring: Scoring, heads: Heads, masks: MaskArrays) -> tuple[jax.Arra
 
 
 def backward(
-    scoring: Scoring, heads: Heads, masks: MaskArrays, outputs: Outputs, d_out: jax.Array
+    scoring: Scoring,
+    heads: Heads,
+    masks: MaskArrays,
+    outputs: Outputs,
+    d_out: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the cotangents of `forward`'s queries, keys and values."""
     q, k, v = heads
     kernel = _kernel(scoring, q)
     axes = varying(q)
 
-    def run(ids: SegmentIds | None, log_sum: jax.Array, *given: jax.Array) -> tuple[jax.Array, ...]:
+    def run(
+        ids: SegmentIds | None, log_sum: jax.Array, *given: jax.Array
+    ) -> tuple[jax.Array, ...]:
         return splash_backward(kernel, ids, log_sum, *given)
 
     with unchecked():
@@ -89,7 +99,11 @@ def _mask(scoring: Scoring, square: tuple[int, int]) -> Any:
     """Returns the mask of a head's scores, whose shape is `square`."""
     if not scoring.causal:
         return FullMask(square)
-    return LocalMask(square, (scoring.window - 1, 0), 0) if scoring.window else CausalMask(square)
+    return (
+        LocalMask(square, (scoring.window - 1, 0), 0)
+        if scoring.window
+        else CausalMask(square)
+    )
 
 
 def _swap_heads(*arrays: jax.Array) -> tuple[jax.Array, ...]:

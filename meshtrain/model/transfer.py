@@ -87,8 +87,16 @@ def _scaled(model: ModelConfig, head_dim: int, weight: Any, depth: float) -> flo
     if is_added(model, weight):
         return 1 / depth
     name = weight.name.partition(".")[2]
-    queries = ("attention.q_norm.scale",) if model.qk_norm else ("attention.q", "attention.q_bias")
-    return ((head_dim or model.head_dim) / model.head_dim) ** 0.5 if name in queries else 1.0
+    queries = (
+        ("attention.q_norm.scale",)
+        if model.qk_norm
+        else ("attention.q", "attention.q_bias")
+    )
+    return (
+        ((head_dim or model.head_dim) / model.head_dim) ** 0.5
+        if name in queries
+        else 1.0
+    )
 
 
 def is_added(model: ModelConfig, weight: Any) -> bool:

@@ -56,7 +56,8 @@ class Weight:
     adapter: bool = False  # of LoRA
     bound: float = 0.0  # of its uniform initialisation, in the place of a normal one
     float32: bool = False  # it computes in float32, whatever the others do: a router's
-    counts: bool = False  # its gradient is no gradient but what a router counted (`model.experts`)
+    # Its gradient is no gradient but what a router counted (`model.experts`)
+    counts: bool = False
 
     @property
     def stacked(self) -> bool:
@@ -129,20 +130,27 @@ def _adapters_of_layer(model: ModelConfig, lora: LoraConfig) -> list[Weight]:
         inputs = weight.dims[:cut]
         outputs = weight.dims[cut:]
         bound = math.prod(n for _, n in inputs) ** -0.5
-        a = Weight(f"{weight.name}_lora_a", (*inputs, rank), 0.0, adapter=True, bound=bound)
+        a = Weight(
+            f"{weight.name}_lora_a", (*inputs, rank), 0.0, adapter=True, bound=bound
+        )
         b = Weight(f"{weight.name}_lora_b", (rank, *outputs), 0.0, adapter=True)
         factors += [a, b]
     return factors
 
 
-def _rename_to_stack(weights: Sequence[Weight], stack: str, layers: Sequence[int]) -> list[Weight]:
+def _rename_to_stack(
+    weights: Sequence[Weight], stack: str, layers: Sequence[int]
+) -> list[Weight]:
     """Returns the weights of a layer, below `blocks`, as those of all layers of a stack."""
     return [
-        replace(w, name=stack + w.name.removeprefix(BLOCKS), layers=len(layers)) for w in weights
+        replace(w, name=stack + w.name.removeprefix(BLOCKS), layers=len(layers))
+        for w in weights
     ]
 
 
-def lora_difference(model: ModelConfig, one: LoraConfig, other: LoraConfig) -> str | None:
+def lora_difference(
+    model: ModelConfig, one: LoraConfig, other: LoraConfig
+) -> str | None:
     """Returns the first key by which two sections make other adapters, or scale them otherwise; None if they do not."""
     for name in ("rank", "alpha", "rslora"):
         if getattr(one, name) != getattr(other, name):
@@ -186,7 +194,9 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
     if family.positions == "learned":
         add("embedding.positions", (("positions", model.max_positions), embed), std)
     for stack, layers in layers_of_stacks(model).items():
-        table.weights += _rename_to_stack(_list_layer(model_of_stack(model, stack)), stack, layers)
+        table.weights += _rename_to_stack(
+            _list_layer(model_of_stack(model, stack)), stack, layers
+        )
     table.norm("head.norm")
     if not model.tied_head:
         add("head.weight", (embed, vocab), std)
@@ -199,7 +209,8 @@ def weights(model: ModelConfig) -> tuple[Weight, ...]:
             table.norm(f"{at}.{name}")
         add(f"{at}.project", (("joined", 2 * model.d_model), embed), std)
         table.weights += [
-            replace(w, name=f"{at}.block{w.name.removeprefix(BLOCKS)}") for w in of_layer
+            replace(w, name=f"{at}.block{w.name.removeprefix(BLOCKS)}")
+            for w in of_layer
         ]
     return tuple(table.weights)
 
@@ -225,7 +236,9 @@ class WeightTable:
     def norm(self, name: str) -> None:
         """Adds the weights of a norm over the stream."""
         embed = ("embed", self.model.d_model)
-        self.add(f"{name}.scale", (embed,), fill=0.0 if self.model.norm_plus_one else 1.0)
+        self.add(
+            f"{name}.scale", (embed,), fill=0.0 if self.model.norm_plus_one else 1.0
+        )
         if FAMILIES[self.model.family].centred_norms:
             self.add(f"{name}.bias", (embed,))
 
@@ -258,7 +271,12 @@ def _add_experts(model: ModelConfig, add: Callable[..., None]) -> None:
     experts = ("experts", number)
     width = ("mlp", model.expert_width)
     add("blocks.experts.router", (embed, ("routes", number)), std, float32=True)
-    add("blocks.experts.load", (("routes", number + COUNTED),), float32=True, counts=True)
+    add(
+        "blocks.experts.load",
+        (("routes", number + COUNTED),),
+        float32=True,
+        counts=True,
+    )
     add("blocks.experts.gate", (experts, embed, width), std)
     add("blocks.experts.up", (experts, embed, width), std)
     add("blocks.experts.down", (experts, width, embed), _std_into_stream(model))
@@ -321,8 +339,16 @@ def _add_attention(model: ModelConfig, add: Callable[..., None]) -> None:
         add("blocks.attention.sinks", (heads,))
     if model.qk_norm:
         each = not family.joint_qk_norm
-        add("blocks.attention.q_norm.scale", (head,) if each else (heads, head), fill=one)
-        add("blocks.attention.k_norm.scale", (head,) if each else (groups, head), fill=one)
+        add(
+            "blocks.attention.q_norm.scale",
+            (head,) if each else (heads, head),
+            fill=one,
+        )
+        add(
+            "blocks.attention.k_norm.scale",
+            (head,) if each else (groups, head),
+            fill=one,
+        )
 
 
 def _add_latent(model: ModelConfig, add: Callable[..., None]) -> None:
@@ -392,7 +418,10 @@ def _add_linear_attention(model: ModelConfig, add: Callable[..., None]) -> None:
 
 
 def _add_gate(
-    name: str, of: tuple[tuple[str, int], ...], model: ModelConfig, add: Callable[..., None]
+    name: str,
+    of: tuple[tuple[str, int], ...],
+    model: ModelConfig,
+    add: Callable[..., None],
 ) -> None:
     inputs = ("embed", model.d_model)
     if model.linear.latent:
@@ -416,7 +445,10 @@ def _add_decays(decays: tuple[tuple[str, int], ...], add: Callable[..., None]) -
     add("blocks.attention.decay_bias", decays, fill=biases, float32=True)
 
 
-ADD_MIXER: dict[str, Callable[..., None]] = {FULL: _add_attention, LINEAR: _add_linear_attention}
+ADD_MIXER: dict[str, Callable[..., None]] = {
+    FULL: _add_attention,
+    LINEAR: _add_linear_attention,
+}
 
 
 def _patches(model: ModelConfig, add: Callable[..., None]) -> None:

@@ -61,7 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.once:
             width = console.width if console.is_terminal else WIDE
             console.print(
-                Group(head(width), screen([run.look() for run in watched], width, sys.maxsize))
+                Group(
+                    head(width),
+                    screen([run.look() for run in watched], width, sys.maxsize),
+                )
             )
             return DONE
         live = (
@@ -77,7 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 # The last line stays free for the cursor.
                 shown = screen(looks, console.width, console.height - 2)
-                live.update(Group(head(console.width, options.every), shown), refresh=True)
+                live.update(
+                    Group(head(console.width, options.every), shown), refresh=True
+                )
             if all(look.ended for look in looks) or ends_in(options.every):
                 break
     return DONE
@@ -97,9 +102,15 @@ def parser() -> Parser:
         help="a run directory, which need not exist yet, or a directory of runs",
     )
     parser.add_argument(
-        "--every", metavar="SECONDS", type=whole_number, default=EVERY, help="between two updates"
+        "--every",
+        metavar="SECONDS",
+        type=whole_number,
+        default=EVERY,
+        help="between two updates",
     )
-    parser.add_argument("--once", action="store_true", help="shows the current state and ends")
+    parser.add_argument(
+        "--once", action="store_true", help="shows the current state and ends"
+    )
     parser.add_argument(
         "--json", action="store_true", help="prints the current state as JSON and ends"
     )
@@ -115,9 +126,9 @@ def _runs_in(directory: Path) -> list[Path]:
     if is_run(directory):
         return [directory]
     with contextlib.suppress(OSError, ValueError):
-        return sorted(filter(is_run, directory.iterdir()), key=lambda run: run.stat().st_mtime) or [
-            directory
-        ]
+        return sorted(
+            filter(is_run, directory.iterdir()), key=lambda run: run.stat().st_mtime
+        ) or [directory]
     return [directory]
 
 
@@ -154,7 +165,10 @@ def head(width: int, every: float | None = None) -> Text:
     about = f"of the last {RECENT_ROWS} rows"
     room = width - len(words) - len(about)
     return Text(
-        words + (" " * room + about if room > 1 else ""), "dim", no_wrap=True, overflow="ellipsis"
+        words + (" " * room + about if room > 1 else ""),
+        "dim",
+        no_wrap=True,
+        overflow="ellipsis",
     )
 
 
@@ -164,10 +178,13 @@ def screen(looks: Sequence[Look], width: int, height: int) -> RenderableType:
     lines = [one for block in blocks for one in [*block, Text()]][:-1]
     if len(lines) > height:
         lines = [
-            Text(line(look), STYLE[look.summary.state] if look.summary else "dim") for look in looks
+            Text(line(look), STYLE[look.summary.state] if look.summary else "dim")
+            for look in looks
         ]
         more = len(lines) - height
-        lines = [*lines[: height - 1], Text(f"and {more + 1} more")] if more > 0 else lines
+        lines = (
+            [*lines[: height - 1], Text(f"and {more + 1} more")] if more > 0 else lines
+        )
     for one in lines:
         one.truncate(width, overflow="ellipsis")
         one.no_wrap = True
@@ -186,13 +203,18 @@ def line(look: Look) -> str:
     ]
     if summary.loss is not None:
         parts.append(f"loss {look.columns.known('loss')[-1]:.4f}")
-    parts += [*_figures(look), *(f"! {sentence}" for sentence in (*look.alerts, *look.lagging))]
+    parts += [
+        *_figures(look),
+        *(f"! {sentence}" for sentence in (*look.alerts, *look.lagging)),
+    ]
     return f"{look.name}: {'  '.join(parts)}"
 
 
 def _figures(look: Look) -> Iterator[str]:
     figures = look.summary.figures if look.summary else {}
-    yield from (f"{figures[name]} {name}" for name in ("tokens/s", "a step") if name in figures)
+    yield from (
+        f"{figures[name]} {name}" for name in ("tokens/s", "a step") if name in figures
+    )
     yield from (f"{name} {figures[name]}" for name in SHOWN if name in figures)
     if look.memory is not None:
         yield f"memory {units.size(look.memory)}"
@@ -211,10 +233,14 @@ def _block(look: Look, width: int) -> Iterator[Text]:
         prompt, text = (" ".join(part.split()) for part in look.sample)
         yield Text.assemble("  sample ", (prompt, "dim"), " │ ", text)
     if summary.patience_left and is_alive:
-        yield Text(f"  ends after {summary.patience_left} more without a lower eval loss", "dim")
+        yield Text(
+            f"  ends after {summary.patience_left} more without a lower eval loss",
+            "dim",
+        )
     if figures := list(_figures(look)):
         drawn = _drawn(
-            look.columns.known("tokens_per_second"), width - len("  ".join(["", *figures, ""]))
+            look.columns.known("tokens_per_second"),
+            width - len("  ".join(["", *figures, ""])),
         )
         yield Text("  " + "  ".join(filter(None, [figures[0], drawn, *figures[1:]])))
     if look.phases and is_alive:
@@ -266,7 +292,11 @@ def _losses(look: Look, summary: Summary, width: int) -> Text:
 def _wrapped(sentence: str, width: int, begin: str, style: str) -> Iterator[Text]:
     indent = " " * len(begin)
     lines = wrap(
-        sentence, width, initial_indent=begin, subsequent_indent=indent, max_lines=MOST_LINES
+        sentence,
+        width,
+        initial_indent=begin,
+        subsequent_indent=indent,
+        max_lines=MOST_LINES,
     )
     yield from (Text(words, style) for words in lines)
 

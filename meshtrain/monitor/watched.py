@@ -26,7 +26,14 @@ from meshtrain.run.lock import in_use
 from meshtrain.run.rows import Row, RowReader
 from meshtrain.survive import stragglers
 from meshtrain.survive.heartbeat import STEPPING
-from meshtrain.survive.history import History, number, plain, read_plans, read_records, text
+from meshtrain.survive.history import (
+    History,
+    number,
+    plain,
+    read_plans,
+    read_records,
+    text,
+)
 from meshtrain.survive.records import Node, RestartPlan
 from meshtrain.survive.reliability import Failure, failures
 from meshtrain.survive.store import SURVIVE
@@ -58,7 +65,8 @@ class Look:
     memory: float | None = None  # bytes of the fullest device
     left: float | None = None  # seconds until the last step
     life: str = (
-        ""  # of a supervised run: which generation goes on, and who has been silent for longest
+        # Of a supervised run: which generation goes on, and who has been silent for longest
+        ""
     )
     faults: tuple[Failure, ...] = ()
     sample: tuple[str, str] | None = (
@@ -74,7 +82,15 @@ class Look:
         """Returns the look for programs: the figures are those of `report --json`, of the last rows."""
         about = {
             name: getattr(self, name)
-            for name in ("alerts", "phases", "lagging", "memory", "left", "life", "sample")
+            for name in (
+                "alerts",
+                "phases",
+                "lagging",
+                "memory",
+                "left",
+                "life",
+                "sample",
+            )
         }
         summary = None if self.summary is None else asdict(self.summary)
         return plain(
@@ -125,7 +141,11 @@ class WatchedRun:
         self._read_rows()
         for alert in self._alerts.new():
             self._newest_alerts[str(alert.get("rule")), str(alert.get("rank"))] = alert
-        firing = [alert for alert in self._newest_alerts.values() if alert.get("state") == "firing"]
+        firing = [
+            alert
+            for alert in self._newest_alerts.values()
+            if alert.get("state") == "firing"
+        ]
         samples = self._read_samples()
         columns = _columns(self._rows)
         nodes = self._read_nodes()
@@ -139,7 +159,10 @@ class WatchedRun:
             self.directory,
             summary,
             columns,
-            tuple(f"{text(alert.get('rule'))}: {text(alert.get('sentence'))}" for alert in firing),
+            tuple(
+                f"{text(alert.get('rule'))}: {text(alert.get('sentence'))}"
+                for alert in firing
+            ),
             _phases(nodes, samples),
             tuple(lagging(samples)),
             _memory(columns, samples),
@@ -150,7 +173,10 @@ class WatchedRun:
         )
 
     def _summarise(
-        self, nodes: Mapping[str, Node], samples: Mapping[int, Columns], stamp: float | None
+        self,
+        nodes: Mapping[str, Node],
+        samples: Mapping[int, Columns],
+        stamp: float | None,
     ) -> Summary:
         """Returns the summary of the last rows; `stamp`: when the config was written."""
         now = time.time()
@@ -198,14 +224,21 @@ class WatchedRun:
     def _read_samples(self) -> dict[int, Sequence[Row]]:
         for rank, path in list(sampled(self.directory).items())[:MOST_RANKS]:
             if rank not in self._samples:
-                self._samples[rank] = RowReader(path, SAMPLE_TAIL), deque(maxlen=SAMPLES)
+                self._samples[rank] = (
+                    RowReader(path, SAMPLE_TAIL),
+                    deque(maxlen=SAMPLES),
+                )
         for reader, rows in self._samples.values():
             rows.extend(reader.new())
         return {rank: list(rows) for rank, (_, rows) in self._samples.items() if rows}
 
     def _read_nodes(self) -> dict[str, Node]:
         try:
-            return read_records(self.directory)[0] if (self.directory / SURVIVE).is_dir() else {}
+            return (
+                read_records(self.directory)[0]
+                if (self.directory / SURVIVE).is_dir()
+                else {}
+            )
         except ConfigError:
             return {}
 
@@ -223,7 +256,8 @@ class WatchedRun:
         if plan.state == "over":
             return f"over in generation {plan.generation}: {text(plan.reason)}", found
         silent = max(
-            ((now - n.wall, n.name) for n in nodes.values() if n.state != "ended"), default=None
+            ((now - n.wall, n.name) for n in nodes.values() if n.state != "ended"),
+            default=None,
         )
         sign = (
             f"; last sign of life of {short(silent[1])} {duration(max(silent[0], 0.0))} ago"
@@ -251,10 +285,15 @@ def _phases(nodes: Mapping[str, Node], samples: Mapping[int, Sequence[Row]]) -> 
             ages[text(node.rank.phase)].append(node.rank.phase_age)
     if ages:
         return ", ".join(
-            f"{len(of)} in {phase} for {duration(round(max(of), 1))}" for phase, of in ages.items()
+            f"{len(of)} in {phase} for {duration(round(max(of), 1))}"
+            for phase, of in ages.items()
         )
     phases = samples[0][-1].get("phase_seconds") if 0 in samples else None
-    spent = {str(k): v for k, v in phases.items() if number(v)} if isinstance(phases, dict) else {}
+    spent = (
+        {str(k): v for k, v in phases.items() if number(v)}
+        if isinstance(phases, dict)
+        else {}
+    )
     total = sum(spent.values())
     largest = sorted(spent.items(), key=lambda item: -item[1])[:4]
     return ", ".join(
@@ -295,7 +334,9 @@ def lagging(samples: Mapping[int, Sequence[Row]]) -> list[str]:
     every = statistics.median(gaps) if gaps else None
     last = max(newest.values())
     silent = {
-        rank: last - time for rank, time in newest.items() if every and last - time > SILENT * every
+        rank: last - time
+        for rank, time in newest.items()
+        if every and last - time > SILENT * every
     }
     spent = {rank: _spent(rows[-1]) for rank, rows in samples.items()}
     return [

@@ -110,7 +110,9 @@ def accumulate_in_place(
     """
     stage = Stage(forward, 1, weights, batches, key)
 
-    def step(sums: LossAndGradients, microbatch: Array) -> tuple[LossAndGradients, None]:
+    def step(
+        sums: LossAndGradients, microbatch: Array
+    ) -> tuple[LossAndGradients, None]:
         totals, edge, cotangent, stash, slot = _run_to_loss(stage, microbatch, seed, 0)
         before = {stack: sums.gradients[stack] for stack in forward.layout.stacks}
         gx, blocks = stage.backward(stash, cotangent, before, slot)

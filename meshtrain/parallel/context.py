@@ -111,7 +111,9 @@ class ContextCollectives(MeshCollectives):
         if self.context == 1:
             return first
         # Sequence parallelism cuts what is on a context rank once more.
-        positions = self.positions(length * self.ranks if self.sequence_parallel else length)
+        positions = self.positions(
+            length * self.ranks if self.sequence_parallel else length
+        )
         return lax.dynamic_slice_in_dim(positions, first, length) - jnp.arange(length)
 
     def positions(self, length: int) -> Array:
@@ -235,18 +237,26 @@ def _forward(
 
         early, late = _go_round(step, sent) if rings else _go_through(step, sent)
         out = jnp.concatenate([early.out, late.out], axis=SEQUENCE)
-        of_queries = jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), early[1:], late[1:])
+        of_queries = jax.tree.map(
+            lambda *x: jnp.concatenate(x, axis=2), early[1:], late[1:]
+        )
         return Outputs(out.astype(q.dtype), *of_queries)
 
     sent = (k, v, masks.segments) if rings else _gathered_heads(k, v, masks.segments)
-    out, log_sum, top = add_sinks(run_windowed(scoring, masks.local, attend, sent), sinks)
+    out, log_sum, top = add_sinks(
+        run_windowed(scoring, masks.local, attend, sent), sinks
+    )
     rows = out.reshape(q.shape[0] * q.shape[1], -1)
     rows, log_sum = (checkpoint_name(a, "attention") for a in (rows, log_sum))
     return (rows, top), (heads, masks, sinks, rows, log_sum)
 
 
 def _backward(
-    kernel: Kernel, scoring: Scoring, rings: bool, residuals: Any, given: tuple[Array, Any]
+    kernel: Kernel,
+    scoring: Scoring,
+    rings: bool,
+    residuals: Any,
+    given: tuple[Array, Any],
 ) -> tuple[Heads, None, Array | None]:
     cotangent, _ = given
     (q, k, v), masks, sinks, rows, log_sum = residuals
@@ -286,7 +296,9 @@ def _backward(
             # the first step, which has this rank's keys: `causal_step` computes the other pairs
             if d_q is None:
                 d_late_kv = jax.tree.map(jnp.zeros_like, d_early_kv)
-                return (jnp.zeros_like(d_late_q), d_late_q), _joined(d_early_kv, d_late_kv)
+                return (jnp.zeros_like(d_late_q), d_late_q), _joined(
+                    d_early_kv, d_late_kv
+                )
             is_earlier = source < rank
             queries = _pick(is_earlier, early_q, late_q)
             keys = _pick(is_earlier, early_kv, late_kv)
@@ -330,7 +342,9 @@ def _chunks(
 
 
 def _masks(words: Array | None, queries: _Chunk, keys: _Chunk) -> MaskArrays:
-    return MaskArrays(queries.segments, words, None, keys.segments, (queries.first, keys.first))
+    return MaskArrays(
+        queries.segments, words, None, keys.segments, (queries.first, keys.first)
+    )
 
 
 def _pick(condition: Array, one: Any, other: Any) -> Any:
@@ -355,7 +369,9 @@ def _added(one: Any, other: Any) -> Any:
 
 def _joined(early: Any, late: Any) -> Any:
     """Returns arrays of a rank from those of its two chunks."""
-    return tuple(jnp.concatenate(both, axis=SEQUENCE) for both in zip(early, late, strict=True))
+    return tuple(
+        jnp.concatenate(both, axis=SEQUENCE) for both in zip(early, late, strict=True)
+    )
 
 
 # --- the order of the steps, in which step n has the keys and values of the n-th rank before this one
@@ -385,7 +401,9 @@ def _gathered_heads(k: Array, v: Array, segments: Array | None) -> Any:
 def _arrays_here(number: Any, gathered: Any) -> Any:
     """Returns the arrays that are here in a step."""
     source = (lax.axis_index(CONTEXT) - number) % lax.axis_size(CONTEXT)
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, source, keepdims=False), gathered)
+    return jax.tree.map(
+        lambda x: lax.dynamic_index_in_dim(x, source, keepdims=False), gathered
+    )
 
 
 def _pass_on(sent: Any) -> Any:
@@ -416,11 +434,15 @@ def _go_round(step: Step, sent: Any) -> Any:
         return lax.optimization_barrier((step(number, seen, here), _pass_on(here)))
 
     first = turn(0, None, sent)
-    seen, here = lax.fori_loop(1, ranks - 1, lambda number, carry: turn(number, *carry), first)
+    seen, here = lax.fori_loop(
+        1, ranks - 1, lambda number, carry: turn(number, *carry), first
+    )
     return step(ranks - 1, seen, here)
 
 
-def _go_through_back(step: Step, causal_step: Callable[[Any, Any], Any], gathered: Any) -> Any:
+def _go_through_back(
+    step: Step, causal_step: Callable[[Any, Any], Any], gathered: Any
+) -> Any:
     """Returns the cotangents of queries, and this rank's part in those of the keys and values of each rank,
     [N, B, T/N, ...].
 
@@ -446,7 +468,9 @@ def _go_through_back(step: Step, causal_step: Callable[[Any, Any], Any], gathere
     return lax.fori_loop(1, ranks, turn, (d_q, d_kv))
 
 
-def _go_round_back(step: Step, causal_step: Callable[[Any, Any], Any], sent: Any) -> Any:
+def _go_round_back(
+    step: Step, causal_step: Callable[[Any, Any], Any], sent: Any
+) -> Any:
     """Returns the cotangents of queries, and those of this rank's keys and values.
 
     From step 1 on the cotangents of keys travel with the keys, a step behind them, and each rank adds its part. For
@@ -517,7 +541,9 @@ def attend_by_heads(
     outer = _OfHeads(collectives, q.shape[HEADS])
     if repeats > 1:
         k, v = (jnp.repeat(x, repeats, axis=HEADS) for x in (k, v))
-    q, k, v = (lax.all_to_all(x, CONTEXT, HEADS, SEQUENCE, tiled=True) for x in (q, k, v))
+    q, k, v = (
+        lax.all_to_all(x, CONTEXT, HEADS, SEQUENCE, tiled=True) for x in (q, k, v)
+    )
     segments, counted = jax.tree.map(
         lambda x: lax.all_gather(x, CONTEXT, axis=SEQUENCE, tiled=True), of_tokens
     )
@@ -526,7 +552,9 @@ def attend_by_heads(
         sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(CONTEXT) * own, own)
     attended = attend(q, k, v, segments, outer, dropout, sinks=sinks, counted=counted)
     rows, *largest = (attended,) if counted is None else attended
-    out = lax.all_to_all(rows.reshape(output_shape(q, v)), CONTEXT, SEQUENCE, HEADS, tiled=True)
+    out = lax.all_to_all(
+        rows.reshape(output_shape(q, v)), CONTEXT, SEQUENCE, HEADS, tiled=True
+    )
     rows = out.reshape(out.shape[0] * out.shape[1], -1)
     return (rows, _among_others(*largest)) if largest else rows
 
@@ -535,4 +563,6 @@ def _among_others(largest: Array) -> Array:
     """Returns the largest scores of a rank's heads among those of the tensor rank, MASKED where they are others'."""
     own = len(largest)
     others = vary(jnp.full(own * lax.axis_size(CONTEXT), MASKED), varying(largest))
-    return lax.dynamic_update_slice_in_dim(others, largest, lax.axis_index(CONTEXT) * own, 0)
+    return lax.dynamic_update_slice_in_dim(
+        others, largest, lax.axis_index(CONTEXT) * own, 0
+    )

@@ -60,7 +60,12 @@ class ExpertCollectives(ContextCollectives):
 
     @jax.named_scope(EXPERT_MESSAGES)
     def dispatch(
-        self, compute: Compute, experts: int, rows: jax.Array, chosen: jax.Array, weights: jax.Array
+        self,
+        compute: Compute,
+        experts: int,
+        rows: jax.Array,
+        chosen: jax.Array,
+        weights: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
         here = experts // self.expert_ranks
         ranks = self.expert_ranks // self.nodes
@@ -78,7 +83,9 @@ class ExpertCollectives(ContextCollectives):
             y, dropped = one(0, rows, weights)
             if self.experts.capacity is None:
                 rounds = -(-load // (room // ranks if sends else room))
-                y = add_rounds(y, lambda *of: one(*of)[0], rounds, self.apart, rows, weights)
+                y = add_rounds(
+                    y, lambda *of: one(*of)[0], rounds, self.apart, rows, weights
+                )
         if self.experts.capacity is not None:
             return y, dropped
         return y, rounds * jnp.sum(chosen[:, 0] < experts)
@@ -121,7 +128,9 @@ class ExpertCollectives(ContextCollectives):
             return lax.all_gather(x, axes, axis_index_groups=self.of_number, tiled=True)
 
         of_node = here * len(self.of_number)
-        own = gathered(chosen_NK) - lax.axis_index(axes) // len(self.of_number) * of_node
+        own = (
+            gathered(chosen_NK) - lax.axis_index(axes) // len(self.of_number) * of_node
+        )
         own = jnp.where((own >= 0) & (own < of_node), own, of_node)
         send, most = self.send_chosen_rows(compute, here, room, own)
 
@@ -150,17 +159,28 @@ class ExpertCollectives(ContextCollectives):
         place, loads = ranks_within(to, ranks)
 
         def exchanged(x: jax.Array) -> jax.Array:
-            return lax.all_to_all(x, axes, 0, 0, axis_index_groups=self.of_node, tiled=True)
+            return lax.all_to_all(
+                x, axes, 0, 0, axis_index_groups=self.of_node, tiled=True
+            )
 
-        def one(number: Any, rows: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def one(
+            number: Any, rows: jax.Array, weights: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
             at = place - number * each
-            places = jnp.where((to < ranks) & (at >= 0) & (at < each), to * each + at, room)
+            places = jnp.where(
+                (to < ranks) & (at >= 0) & (at < each), to * each + at, room
+            )
             sent = inverse_of(places, room)
             places_NK = places.reshape(chosen_NK.shape)
             rows = exchanged(spread(rows, sent // width, places_NK))
-            weights = exchanged(spread(weights.reshape(-1, 1), sent, places.reshape(-1, 1)))
+            weights = exchanged(
+                spread(weights.reshape(-1, 1), sent, places.reshape(-1, 1))
+            )
             chosen = jnp.take(
-                jnp.where(to < ranks, pairs % here, here), sent, mode="fill", fill_value=here
+                jnp.where(to < ranks, pairs % here, here),
+                sent,
+                mode="fill",
+                fill_value=here,
             )
             y, _ = compute(rows, exchanged(chosen)[:, None], weights, room)
             dropped = jnp.sum((to < ranks) & (at >= each))
@@ -191,4 +211,6 @@ class PartsOfSequences(ExpertCollectives):
 
     def own_part(self, x_BT: jax.Array) -> jax.Array:
         length = x_BT.shape[SEQUENCE] // self.ranks
-        return lax.dynamic_slice_in_dim(x_BT, lax.axis_index(TENSOR) * length, length, SEQUENCE)
+        return lax.dynamic_slice_in_dim(
+            x_BT, lax.axis_index(TENSOR) * length, length, SEQUENCE
+        )

@@ -37,7 +37,9 @@ def notes(config: Config) -> list[str]:
     ]
 
 
-def groups_of(weight: Placed, recipe: str, turned: bool = False) -> tuple[int, ...] | None:
+def groups_of(
+    weight: Placed, recipe: str, turned: bool = False
+) -> tuple[int, ...] | None:
     """Returns how many numbers along each dimension of a layer's weight share a scale in float8, 0: all; `turned`: for
     the backward, which sums over the outputs.
 
@@ -60,11 +62,15 @@ def groups_of(weight: Placed, recipe: str, turned: bool = False) -> tuple[int, .
         sides = (0, 1 if recipe == "rowwise" else 0)
         inputs, outputs = sides[::-1] if turned else sides
         return (*lead, *(inputs for _ in sizes[:cut]), *(outputs for _ in sizes[cut:]))
-    groups = (*lead, *(size for side in (sizes[:cut], sizes[cut:]) for size in _block_sizes(side)))
+    groups = (
+        *lead,
+        *(size for side in (sizes[:cut], sizes[cut:]) for size in _block_sizes(side)),
+    )
     if 0 in groups or weight.padded != weight.whole:
         return None
     degree = [
-        n * (weight.zero_degree if d == weight.zero_dim else 1) for d, n in enumerate(weight.ways)
+        n * (weight.zero_degree if d == weight.zero_dim else 1)
+        for d, n in enumerate(weight.ways)
     ][1:]
     shards = [n // by for n, by in zip(weight.padded[1:], degree, strict=True)]
     # the last block of all may be shorter
@@ -91,5 +97,7 @@ def _block_sizes(side: tuple[int, ...]) -> tuple[int, ...]:
 def is_held(config: Config, weight: Placed) -> bool:
     """Returns whether a state has a frozen weight in float8."""
     precision = config.precision
-    asked = precision.matmul == "float8" and precision.float8_frozen and not weight.trained
+    asked = (
+        precision.matmul == "float8" and precision.float8_frozen and not weight.trained
+    )
     return asked and groups_of(weight, precision.float8_recipe) is not None

@@ -90,7 +90,9 @@ class Float8Storage(Storage):
     def _groups(self, weight: Placed, turned: bool = False) -> Groups | None:
         return groups_of(weight, self.config.precision.float8_recipe, turned)
 
-    def round_once(self, layout: Layout, weight: Placed, shard: Any, gathers: bool) -> Any:
+    def round_once(
+        self, layout: Layout, weight: Placed, shard: Any, gathers: bool
+    ) -> Any:
         if not weight.stacked or self.rounds(weight):
             return None
         products = layout.products[weight.stack]
@@ -119,32 +121,51 @@ class Float8Storage(Storage):
         # scales that ranks share too, or layers would have other arrays than these
         return vary(RoundedWeight(q, turned, unrounded), self.config.mesh.axes)
 
-    def _round_shard(self, weight: Placed, shard: jax.Array, turned: bool = False) -> Rounded:
+    def _round_shard(
+        self, weight: Placed, shard: jax.Array, turned: bool = False
+    ) -> Rounded:
         """Rounds stacked shards to bytes; they share the scales of what ZeRO splits."""
         groups = self._groups(weight, turned)
         assert groups is not None
         shared = weight.zero_dim is not None and not groups[weight.zero_dim - 1]
-        return rounded(shard, (1, *groups), over=weight.zero_axes if shared else ()).packed()
+        return rounded(
+            shard, (1, *groups), over=weight.zero_axes if shared else ()
+        ).packed()
 
     def wide(self, constant: Any) -> Any:
         return constant.wide if isinstance(constant, RoundedWeight) else constant
 
-    def _gather_rounded(self, weight: Placed, q: Rounded, groups: Groups | None) -> Rounded:
+    def _gather_rounded(
+        self, weight: Placed, q: Rounded, groups: Groups | None
+    ) -> Rounded:
         """Gathers a weight's shards; a scale that is that of all shards they have already."""
-        split = weight.zero_dim is not None and groups is not None and groups[weight.zero_dim - 1]
+        split = (
+            weight.zero_dim is not None
+            and groups is not None
+            and groups[weight.zero_dim - 1]
+        )
         scale = gather(weight, q.scale) if split else q.scale
         return q._replace(values=gather(weight, q.values), scale=scale)
 
     def prepare(
-        self, block: Any, zero: "Zero", weights: "Weights", slot: SlotKind, index: jax.Array
+        self,
+        block: Any,
+        zero: "Zero",
+        weights: "Weights",
+        slot: SlotKind,
+        index: jax.Array,
     ) -> None:
         """Has the modules of a layer multiply in float8, by the weights that are there in it."""
         layers = self.config.model.layers
         precision = self.config.precision
         products = slot.products
         first, last = precision.float8_skip
-        skip = (index < first) | (index >= layers - last) if products == "either" else None
-        how = Float8Recipe(precision.float8_recipe, precision.float8_wgrad == "float8", products)
+        skip = (
+            (index < first) | (index >= layers - last) if products == "either" else None
+        )
+        how = Float8Recipe(
+            precision.float8_recipe, precision.float8_wgrad == "float8", products
+        )
         for name, placed in zero.layout.weights[slot.stack].items():
             if name not in MODULES or (module := getattr(block, name)) is None:
                 continue
@@ -153,11 +174,17 @@ class Float8Storage(Storage):
                 key: q
                 for key, weight in placed.items()
                 if not isinstance(weight, dict)  # no norms
-                and (q := self._rounded_at_use(weight, of_module.get(key), zero, products))
+                and (
+                    q := self._rounded_at_use(
+                        weight, of_module.get(key), zero, products
+                    )
+                )
                 is not None
             }
             if there or products != "compute":
-                module.float8 = Float8Products(how, skip, there, precision.float8_gather)
+                module.float8 = Float8Products(
+                    how, skip, there, precision.float8_gather
+                )
 
     def _rounded_at_use(
         self, weight: Placed, constant: Any, zero: "Zero", products: str
@@ -176,5 +203,6 @@ class Float8Storage(Storage):
         forward, turned, _ = constant
         return RoundedWeight(
             self._gather_rounded(weight, forward, self._groups(weight)),
-            turned and self._gather_rounded(weight, turned, self._groups(weight, turned=True)),
+            turned
+            and self._gather_rounded(weight, turned, self._groups(weight, turned=True)),
         )

@@ -69,7 +69,11 @@ class Forward:
     predictions: Callable[..., tuple[Array, Array]] | None = None
 
     def __init__(
-        self, layout: Layout, zero: Zero, collectives: MeshCollectives, parts: ModelParts
+        self,
+        layout: Layout,
+        zero: Zero,
+        collectives: MeshCollectives,
+        parts: ModelParts,
     ) -> None:
         self.config: Config = layout.config
         self.layout = layout
@@ -84,7 +88,9 @@ class Forward:
         # A CPU waits for a collective at once.
         self.overlaps = collectives.platform != "cpu"
         model = layout.config.model
-        self.decoder = nnx.eval_shape(lambda: Decoder(model, nnx.Rngs(0), layout.config.lora))
+        self.decoder = nnx.eval_shape(
+            lambda: Decoder(model, nnx.Rngs(0), layout.config.lora)
+        )
         self.embedding_graph = nnx.graphdef(self.decoder.embedding)
         self.block_graphs = {
             stack: nnx.graphdef(getattr(self.decoder, stack)) for stack in layout.stacks
@@ -120,7 +126,11 @@ class Forward:
     @property
     def stream_axes(self) -> tuple[str, ...]:
         """The mesh axes over which the residual stream varies."""
-        return (*self.config.mesh.token_axes(), PIPELINE, *self.collectives.stream_axes())
+        return (
+            *self.config.mesh.token_axes(),
+            PIPELINE,
+            *self.collectives.stream_axes(),
+        )
 
     @jax.named_scope(xla.EMBEDDING)
     def embed(self, weights: Weights, batch: Batch, key: Array | None) -> Array:
@@ -141,7 +151,9 @@ class Forward:
         if self.of_images:
 
             def embed(differentiated: Tree) -> Array:
-                return self.embed(weights._replace(differentiated=differentiated), batch, key)
+                return self.embed(
+                    weights._replace(differentiated=differentiated), batch, key
+                )
 
             _, vjp = jax.vjp(embed, weights.differentiated)
             (gradient,) = vjp(gx)
@@ -153,13 +165,17 @@ class Forward:
             differentiated = {**part.differentiated, **others}
             embedding = self._embedding(part._replace(differentiated=differentiated))
             dropout = self._dropout(key, batch)
-            x = embedding.stream(looked_up, self.positions(batch), self.collectives, dropout)
+            x = embedding.stream(
+                looked_up, self.positions(batch), self.collectives, dropout
+            )
             return vary(x.astype(self.zero.compute), self.stream_axes)
 
         # The stream is linear in the rows: zeros have the same gradient.
         shape = (*tokens.shape, gx.shape[-1])
         looked_up = vary(jnp.zeros(shape, self.zero.compute), self.config.mesh.axes)
-        others = {name: w for name, w in part.differentiated.items() if name != "tokens"}
+        others = {
+            name: w for name, w in part.differentiated.items() if name != "tokens"
+        }
         _, vjp = jax.vjp(stream, looked_up, others)
         gradient, of_others = vjp(gx)
         totals = added({name: total[name] for name in of_others}, of_others)
@@ -173,7 +189,9 @@ class Forward:
         return {**totals, "tokens": self.zero.add_gradient(table, total["tokens"], add)}
 
     def _embedding(self, weights: Weights) -> Any:
-        return nnx.merge(self.embedding_graph, self.zero.gather_at_use("embedding", weights))
+        return nnx.merge(
+            self.embedding_graph, self.zero.gather_at_use("embedding", weights)
+        )
 
     def layer(
         self,
@@ -188,12 +206,18 @@ class Forward:
         `skipped` slot is never called so. `kind` says which stack it is of and what its matrix products are. If a stage
         is not `active`, x belongs to no microbatch, and no expert computes it.
         """
-        sequence_at = sequences(self.config.model, self.positions(batch), batch.get("segments"))
+        sequence_at = sequences(
+            self.config.model, self.positions(batch), batch.get("segments")
+        )
         routing_at = self.routing(batch, active)
         dropout = self._dropout(key, batch)
-        adapter_dropout = Dropout(self.config.lora.dropout, key, batch["rows"]).at(ADAPTER_SITE)
+        adapter_dropout = Dropout(self.config.lora.dropout, key, batch["rows"]).at(
+            ADAPTER_SITE
+        )
 
-        def layer(differentiated: Tree, x: Array, constant: Tree, index: Array) -> Array:
+        def layer(
+            differentiated: Tree, x: Array, constant: Tree, index: Array
+        ) -> Array:
             weights = Weights(differentiated, constant)
             modules = self.zero.gather_at_use(kind.stack, weights)
             sequence = sequence_at(index)
@@ -201,15 +225,21 @@ class Forward:
                 sequence = self.take_maxima(sequence, modules["attention"], batch)
             block = nnx.merge(self.block_graphs[kind.stack], modules)
             self.layout.storage.prepare(block, self.zero, weights, kind, index)
-            use_adapters(block, self.adapters, adapter_dropout.at(index), self.collectives)
+            use_adapters(
+                block, self.adapters, adapter_dropout.at(index), self.collectives
+            )
             block.attention.attend = self.parts.attention
             if routing_at is not None:
                 sequence = replace(sequence, routing=routing_at(index))
-            y = self.parts.block(block, x, sequence, self.collectives, dropout.at(index))
+            y = self.parts.block(
+                block, x, sequence, self.collectives, dropout.at(index)
+            )
             self.parts.check_block(x, y)
             return vary(y, varying(x))
 
-        def layer_or_padding(differentiated: Tree, x: Array, constant: Tree, index: Array) -> Array:
+        def layer_or_padding(
+            differentiated: Tree, x: Array, constant: Tree, index: Array
+        ) -> Array:
             def run(x: Array) -> Array:
                 return layer(differentiated, x, constant, index)
 
@@ -224,7 +254,9 @@ class Forward:
         named = jax.named_scope(xla.LAYER)(function)
         gathers = self.zero.gathers_at_use or self.collectives.sequence_parallel
         looped = all(len(segment.period) == 1 for segment in self.layout.segments)
-        return checkpointed(named, self.config.parallel, gathers, self.config.lora.rank, looped)
+        return checkpointed(
+            named, self.config.parallel, gathers, self.config.lora.rank, looped
+        )
 
     def last_stream(self, weights: Weights, batch: Batch, key: Array | None) -> Array:
         """Returns the residual stream after the last layer, on a mesh without pipeline stages."""
@@ -240,7 +272,9 @@ class Forward:
             layers = [self.layer(batch, key, kind) for kind in segment.period]
 
             def step(
-                x: Array, part: list[tuple[Weights, Array]], layers: list[Callable] = layers
+                x: Array,
+                part: list[tuple[Weights, Array]],
+                layers: list[Callable] = layers,
             ) -> tuple[Array, None]:
                 for layer, (weights, index) in zip(layers, part, strict=True):
                     x = layer(weights.differentiated, x, weights.constant, index)
@@ -253,7 +287,9 @@ class Forward:
         """Returns this device's share of the logits, float32 [b, T, V share]; x counts on the stage where `here`."""
         return self._logits(self.head_weights(weights), x, here)
 
-    def _logits(self, weights: tuple[Tree, Array | None], x: Array, here: Array) -> Array:
+    def _logits(
+        self, weights: tuple[Tree, Array | None], x: Array, here: Array
+    ) -> Array:
         own, tied = weights
         head = nnx.merge(self.head_graph, own)
         x = self.collectives.share_last_stage(head.read(x), here)
@@ -289,7 +325,9 @@ class Forward:
             return None, self.parts.loss(logits, labels, _mixed(batch))
         from meshtrain.model.chunked_loss import chunk_losses, sum_chunk_losses
 
-        def loss(head: tuple[Tree, Array | None], x: Array, labels: Array) -> LabelLosses:
+        def loss(
+            head: tuple[Tree, Array | None], x: Array, labels: Array
+        ) -> LabelLosses:
             own, tied = head
             logits = nnx.merge(self.head_graph, own)(x, tied, self.collectives)
             return self.parts.loss(logits, labels)
@@ -334,7 +372,9 @@ class Forward:
         return seeded, total, measured
 
     @jax.named_scope(xla.HEAD)
-    def label_losses(self, weights: Weights, x: Array, batch: Batch, here: Array) -> LabelLosses:
+    def label_losses(
+        self, weights: Weights, x: Array, batch: Batch, here: Array
+    ) -> LabelLosses:
         """Returns the loss of each label; of an image also whether the argmax is its class."""
         if not self.of_images:
             _, losses = self._losses(self.head_weights(weights), x, batch, here)
@@ -352,9 +392,13 @@ class Forward:
         Beside it stands the sum of their negative log-likelihood, `nll`, if the loss has other terms too.
         """
         if self.config.train.objective == "dpo":
-            return dpo(labels.losses, batch, self.config.train.dpo_beta, self.collectives)
+            return dpo(
+                labels.losses, batch, self.config.train.dpo_beta, self.collectives
+            )
         if self.config.train.objective == "grpo":
-            loss, measured = policy_loss(labels.losses, batch, self.config.rl, self.collectives)
+            loss, measured = policy_loss(
+                labels.losses, batch, self.config.rl, self.collectives
+            )
             return loss, {**measured, ROW_GAPS: self._row_gaps(labels.losses, batch)}
         measured = {}
         if labels.nll is not None:
@@ -381,7 +425,9 @@ class Forward:
             return batch["positions"]
         return self.collectives.positions(self.length(batch))
 
-    def routing(self, batch: Batch, active: Array | None) -> Callable[[Array], Routing] | None:
+    def routing(
+        self, batch: Batch, active: Array | None
+    ) -> Callable[[Array], Routing] | None:
         """Returns the function (a layer's index) -> which tokens its experts compute; None without experts.
 
         They do not compute padding: tokens in no document, or behind the last one that weighs; nor the tokens of an
@@ -397,7 +443,9 @@ class Forward:
         def routing(index: Array) -> Routing:
             chosen = None
             if taken is not None:
-                chosen = lax.dynamic_index_in_dim(taken, jnp.maximum(index, 0), 2, keepdims=False)
+                chosen = lax.dynamic_index_in_dim(
+                    taken, jnp.maximum(index, 0), 2, keepdims=False
+                )
             return Routing(routed & (index >= 0), batch.get(SEED), chosen)
 
         return routing
@@ -495,7 +543,10 @@ def joined(parts: list[Tree]) -> Tree:
 def joined_stacks(parts: list[dict[str, Tree]]) -> dict[str, Tree]:
     """Concatenates the stacked layers of each stack; a part may have some stacks only."""
     stacks = dict.fromkeys(stack for part in parts for stack in part)
-    return {stack: joined([part[stack] for part in parts if stack in part]) for stack in stacks}
+    return {
+        stack: joined([part[stack] for part in parts if stack in part])
+        for stack in stacks
+    }
 
 
 def group_stacks(segment: Segment, of_places: list[Tree]) -> dict[str, Tree]:

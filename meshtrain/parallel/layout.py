@@ -27,7 +27,13 @@ from meshtrain.config.follow import has_rings, runs_table
 from meshtrain.config.stacks import layers_of_stacks
 from meshtrain.model.decoder import Decoder
 from meshtrain.model.weights import parameters
-from meshtrain.parallel.placement import Placed, all_placed, slots_of_stages, stages, table
+from meshtrain.parallel.placement import (
+    Placed,
+    all_placed,
+    slots_of_stages,
+    stages,
+    table,
+)
 from meshtrain.parallel.reduce.reduction import gather
 from meshtrain.registry import Shown
 from meshtrain.schedule.table import Table
@@ -62,7 +68,9 @@ class Storage:
         """Gathers a weight's shards, as a state has them, inside shard_map."""
         return gather(weight, shard)
 
-    def round_once(self, layout: "Layout", weight: Placed, shard: Any, gathers: bool) -> Any:
+    def round_once(
+        self, layout: "Layout", weight: Placed, shard: Any, gathers: bool
+    ) -> Any:
         """Returns a stacked weight in float8 for a whole step, of its shard in the compute dtype, whose shards it
         `gathers`; None where it is multiplied as it is, or rounded where it is multiplied.
         """
@@ -91,7 +99,8 @@ class SlotKind(NamedTuple):
     """The kind of a slot of a chunk, which is the same on all stages."""
 
     stack: str
-    products: str  # compute, float8, or either: a stage has a layer of the one kind there, and another one of the other
+    # Compute, float8, or either: a stage has a layer of the one kind there, and another one of the other
+    products: str
     padded: bool = False  # some virtual stage has padding there
     # A stage that has it does not compute it, on any platform: most stages lack layers of that kind.
     skipped: bool = False
@@ -180,7 +189,9 @@ class StackLayers:
     @cached_property
     def in_order(self) -> bool:
         """The live order of the layers is the canonical one."""
-        return bool(np.array_equal(self.layer_at.reshape(-1), np.arange(len(self.layers))))
+        return bool(
+            np.array_equal(self.layer_at.reshape(-1), np.arange(len(self.layers)))
+        )
 
 
 class Layout(Shown):
@@ -223,7 +234,9 @@ class Layout(Shown):
         layer_at = np.full((self.pipeline, self.chunks, rows.shape[1]), -1)
         for stage in range(self.pipeline):
             for chunk in range(self.chunks):
-                layer_at[stage, chunk] = rows[self.table.virtual(stage, chunk) if self.table else 0]
+                layer_at[stage, chunk] = rows[
+                    self.table.virtual(stage, chunk) if self.table else 0
+                ]
         return layer_at
 
     @cached_property
@@ -253,9 +266,13 @@ class Layout(Shown):
         segments = []
         first = 0
         while first < len(kinds):
-            length, turns = _most_turns(kinds[first:], 1 if paired else len(kinds) - first)
+            length, turns = _most_turns(
+                kinds[first:], 1 if paired else len(kinds) - first
+            )
             behind = first + length * turns
-            padded = [bool(padding[first + n : behind : length].any()) for n in range(length)]
+            padded = [
+                bool(padding[first + n : behind : length].any()) for n in range(length)
+            ]
             period = [
                 kind._replace(padded=some, skipped=some and skips)
                 for kind, some in zip(kinds[first:behind], padded, strict=False)
@@ -269,12 +286,15 @@ class Layout(Shown):
         """Returns the kinds of products of the places that each stack's layers have in a chunk."""
         kinds = self._slot_kinds()
         return {
-            stack: [kind.products for kind in kinds if kind.stack == stack] for stack in self.stacks
+            stack: [kind.products for kind in kinds if kind.stack == stack]
+            for stack in self.stacks
         }
 
     def wide_places(self, stack: str, chunks: int) -> np.ndarray:
         """Returns the places of a stack's layers in so many chunks whose products read weights in the compute dtype."""
-        return np.flatnonzero([kind != "float8" for kind in self.products[stack]] * chunks)
+        return np.flatnonzero(
+            [kind != "float8" for kind in self.products[stack]] * chunks
+        )
 
     def _slot_kinds(self) -> list[SlotKind]:
         return [
@@ -336,7 +356,9 @@ class Layout(Shown):
 
     def add_frozen(self, trained: Tree, whole: Tree) -> Tree:
         """The tree `trained`, with the frozen weights of `whole`."""
-        return self.map(lambda weight, new, old: new if weight.trained else old, trained, whole)
+        return self.map(
+            lambda weight, new, old: new if weight.trained else old, trained, whole
+        )
 
     @property
     def parameters(self) -> int:
@@ -356,7 +378,9 @@ class Layout(Shown):
     def array(self, weight: Placed) -> jax.ShapeDtypeStruct:
         """Returns shape and sharding of a live weight: a float32 master, or a frozen weight in the compute dtype."""
         return jax.ShapeDtypeStruct(
-            weight.padded, self.dtype(weight), sharding=NamedSharding(self.mesh, shard_spec(weight))
+            weight.padded,
+            self.dtype(weight),
+            sharding=NamedSharding(self.mesh, shard_spec(weight)),
         )
 
     @cached_property
@@ -383,14 +407,17 @@ class Layout(Shown):
     def init(self, key: jax.Array) -> Tree:
         """Live weights, equal on every mesh; call it under jit with `masters`' shardings as output."""
         drawn = nnx.to_pure_dict(
-            nnx.state(Decoder(self.config.model, nnx.Rngs(params=key), self.config.lora))
+            nnx.state(
+                Decoder(self.config.model, nnx.Rngs(params=key), self.config.lora)
+            )
         )
         if self.config.optimizer.transfer:
             from meshtrain.model.transfer import begun
 
             drawn = self.map(partial(begun, self.config), drawn)
         return self.map(
-            lambda weight, x: self.stored(weight, x.astype(self.dtype(weight))), self.live(drawn)
+            lambda weight, x: self.stored(weight, x.astype(self.dtype(weight))),
+            self.live(drawn),
         )
 
     def live(self, canonical: Tree) -> Tree:

@@ -48,7 +48,9 @@ def optimize_loads(
         updates, state = optimizer.update(
             layout.only_updated(gradients), state, layout.only_updated(params)
         )
-        of = lambda weight, u, g: update_load(g) if weight.trained and weight.counts else u
+        of = lambda weight, u, g: (
+            update_load(g) if weight.trained and weight.counts else u
+        )
         return layout.map(of, updates, gradients), state
 
     return optax.GradientTransformation(
@@ -93,7 +95,9 @@ def metrics(config: Config, layout: Layout, gradients: Tree) -> dict[str, jax.Ar
     tokens, noted, entropy = divided(counts, config.model.moe.experts)
     total = jnp.maximum(tokens.sum(), 1)
     # no mean, which a compiler makes a product with 1 / experts
-    worst = jnp.max(tokens.max(-1) * config.model.moe.experts / jnp.maximum(tokens.sum(-1), 1))
+    worst = jnp.max(
+        tokens.max(-1) * config.model.moe.experts / jnp.maximum(tokens.sum(-1), 1)
+    )
     numbers = {
         "expert_load": worst,
         "router_entropy": entropy.sum() * config.model.moe.top_k / total,
@@ -107,7 +111,9 @@ def metrics(config: Config, layout: Layout, gradients: Tree) -> dict[str, jax.Ar
             ]
         )
         if len(of_stacks) > 1:
-            layers = np.concatenate([layout.stacks[stack].layers for stack in of_stacks])
+            layers = np.concatenate(
+                [layout.stacks[stack].layers for stack in of_stacks]
+            )
             in_order = in_order[np.argsort(layers)]
         # on all devices, so that the first process can read it
         numbers[COUNTS] = jax.lax.with_sharding_constraint(
@@ -172,7 +178,8 @@ class LayerLoads(RunHook):
         if counts.ndim == 2:
             return np.asarray(counts)
         by_island = {
-            shard.index[0].start: np.asarray(shard.data) for shard in counts.addressable_shards
+            shard.index[0].start: np.asarray(shard.data)
+            for shard in counts.addressable_shards
         }
         return np.concatenate(list(by_island.values())).sum(0)
 
@@ -184,7 +191,10 @@ def of_layers(counts: np.ndarray, config: Config) -> Row:
     by_layer = {
         "layer_expert_load": tokens.max(-1) / (total / tokens.shape[1]),
         "layer_router_entropy": entropy * config.model.moe.top_k / total,
-        **{f"layer_{name}": x for name, x in dropped_or_rounds(config, noted, total).items()},
+        **{
+            f"layer_{name}": x
+            for name, x in dropped_or_rounds(config, noted, total).items()
+        },
     }
     layers = expert_layers(config.model)
     numbered = {

@@ -29,25 +29,35 @@ def stream(forward: Forward, weights: Weights, batch: Batch) -> tuple[Array, Arr
     stage.
     """
     layout = forward.layout
-    stage = Stage(forward, layout.chunks, weights, jax.tree.map(lambda a: a[None], batch), None)
+    stage = Stage(
+        forward, layout.chunks, weights, jax.tree.map(lambda a: a[None], batch), None
+    )
     first = jnp.zeros((), jnp.int32)
     x = stage.embed(first)
     here = lax.axis_index(PIPELINE) == 0
     for k in range(len(layout.stages.counts)):
         place, chunk = (
-            (layout.table.stage_of(k), layout.table.chunk_of(k)) if layout.table else (0, 0)
+            (layout.table.stage_of(k), layout.table.chunk_of(k))
+            if layout.table
+            else (0, 0)
         )
         here = lax.axis_index(PIPELINE) == place
 
         def run(x: Array, chunk: int = chunk) -> Array:
             return stage.run(x, Slot(jnp.array(True), first, jnp.int32(chunk), first))
 
-        y = lax.cond(here, run, lambda x: x, x) if forward.skips and layout.table else run(x)
+        y = (
+            lax.cond(here, run, lambda x: x, x)
+            if forward.skips and layout.table
+            else run(x)
+        )
         x = vary(_only(here, y), forward.stream_axes)
     return x, here
 
 
-def compute_logits(forward: Forward, weights: Weights, x_BTD: Array, here: Array) -> Array:
+def compute_logits(
+    forward: Forward, weights: Weights, x_BTD: Array, here: Array
+) -> Array:
     """The logits of what `stream` made, or of some of its places: this device's shard, [b, T, V share] in float32."""
     shard = forward.logits(weights, x_BTD, here)
     # with parallel.vocab: edge only the last stage's logits are of use, though every stage has computed some

@@ -15,12 +15,17 @@ from meshtrain.config import Config, ConfigError
 
 Tree = Any
 HOST = "pinned_host"
-TOLERANCE = 1e-5  # relative, of the gradient's norm: the same program with other memory may round differently, no more
+# Relative, of the gradient's norm: the same program with other memory may round differently, no more
+TOLERANCE = 1e-5
 
 
 def check_memory(config: Config, mesh: Mesh) -> None:
     """ConfigError where something is to be kept on the host and the mesh's devices cannot."""
-    asked = [key for key in ("offload_optimizer", "remat_offload") if getattr(config.parallel, key)]
+    asked = [
+        key
+        for key in ("offload_optimizer", "remat_offload")
+        if getattr(config.parallel, key)
+    ]
     if asked:
         kinds = [memory.kind for memory in mesh.devices.flat[0].addressable_memories()]
     else:
@@ -33,7 +38,9 @@ def check_memory(config: Config, mesh: Mesh) -> None:
 
 def host_shardings(shapes: Tree, shardings: Tree) -> Tree:
     """The shardings of arrays of such shapes, in host memory; scalars stay (they cost nothing)."""
-    return jax.tree.map(lambda x, s: s.with_memory_kind(HOST) if x.ndim else s, shapes, shardings)
+    return jax.tree.map(
+        lambda x, s: s.with_memory_kind(HOST) if x.ndim else s, shapes, shardings
+    )
 
 
 def move(tree: Tree, shardings: Tree) -> Tree:

@@ -40,7 +40,9 @@ def orthogonalizer(
         return found
 
     # JAX cannot know that what is gathered of copies is the same on all of them, so it does not check.
-    return jax.shard_map(run, mesh=layout.mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
+    return jax.shard_map(
+        run, mesh=layout.mesh, in_specs=(specs,), out_specs=specs, check_vma=False
+    )
 
 
 def _orthogonalize(stack: Stack, arrays: Arrays, eps: float) -> Arrays:
@@ -73,7 +75,9 @@ def _lay_out(stack: Stack, shards: jax.Array) -> jax.Array:
     form = stack.form
     if form.holders:
         # The barrier keeps XLA's CPU compiler from sending what was joined part by part, in layouts that differ.
-        shards = lax.all_to_all(lax.optimization_barrier(shards), form.holders, 0, 0, tiled=True)
+        shards = lax.all_to_all(
+            lax.optimization_barrier(shards), form.holders, 0, 0, tiled=True
+        )
     ranks = [lax.axis_size(axis) for axis in form.holders]
     by_holder = shards.reshape(*ranks, stack.on_rank, *shards.shape[1:])
     # [holders ..., matrix, shard's dimensions ...] -> [matrix, a dimension's holders, its shard, ...]
@@ -91,7 +95,12 @@ def _iterate(stack: Stack, matrices: jax.Array, eps: float) -> jax.Array:
     sides = MuonDimensionNumbers(dims[:rows], dims[rows:])
     # Without momentum, which comes before matrices travel.
     muon = scale_by_muon(
-        NEWTON_SCHULZ, NEWTON_SCHULZ_STEPS, 0.0, eps, nesterov=False, weight_dimension_numbers=sides
+        NEWTON_SCHULZ,
+        NEWTON_SCHULZ_STEPS,
+        0.0,
+        eps,
+        nesterov=False,
+        weight_dimension_numbers=sides,
     )
     iterate = lambda x: muon.update(x, muon.init(x))[0]
     # XLA sums up the numbers of a matrix in the order in which it does for a layer's weight: one matrix, or experts.

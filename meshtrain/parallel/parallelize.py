@@ -63,14 +63,18 @@ class Gradients(NamedTuple):
     statistics: Statistics | Any = {}  # noqa: RUF012
     measured: Any = {}  # noqa: RUF012  by name, means of what else is measured
     counted: Any = (
-        None  # how much counts in the batch, where it is asked for: tokens, images or pairs
+        # How much counts in the batch, where it is asked for: tokens, images or pairs
+        None
     )
     maxima: Any = (
-        None  # of live layers, each head's largest logit, where `optimizer.qk_clip` asks for it
+        # Of live layers, each head's largest logit, where `optimizer.qk_clip` asks for it
+        None
     )
 
 
-def make_layout(config: Config, mesh: Mesh | AbstractMesh, masters: bool = True) -> Layout:
+def make_layout(
+    config: Config, mesh: Mesh | AbstractMesh, masters: bool = True
+) -> Layout:
     """Returns the layout of a config, whose storage has weights in float8 where products are."""
     if config.precision.matmul == "compute":
         return Layout(config, mesh, masters)
@@ -106,7 +110,9 @@ def make_zero(layout: Layout, across: bool = True) -> Zero:
 class LocalStep:
     """The functions of one layout on devices of one platform; all but the constructor are called inside shard_map."""
 
-    def __init__(self, layout: Layout, platform: str, hooks: Hooks, across: bool = True) -> None:
+    def __init__(
+        self, layout: Layout, platform: str, hooks: Hooks, across: bool = True
+    ) -> None:
         """`across`: losses and gradients are summed over all of data, else over the data ranks of an island."""
         self.config = layout.config
         self.layout = layout
@@ -167,7 +173,9 @@ class LocalStep:
         divisor = _divisor(count)
         if SEED in batches:
             batches = {**batches, SEED: scale * batches[SEED]}
-        totals, gradients, maxima = self.loss_and_gradients(weights, batches, key, scale / divisor)
+        totals, gradients, maxima = self.loss_and_gradients(
+            weights, batches, key, scale / divisor
+        )
         loss, measured = sum_at_once(self._sum, totals)
         gaps = measured.pop(ROW_GAPS, None)
         loss, measured = jax.tree.map(lambda total: total / divisor, (loss, measured))
@@ -177,7 +185,9 @@ class LocalStep:
             reduced = self.zero.reduce_grads(gradients, feedback, scale)
         return Gradients(loss, *reduced, measured, count if counts else None, maxima)
 
-    def clip(self, params: Tree, gradients: Gradients) -> tuple[Tree, dict[str, jax.Array]]:
+    def clip(
+        self, params: Tree, gradients: Gradients
+    ) -> tuple[Tree, dict[str, jax.Array]]:
         """Updated weights after QK-clip, where there is one, and its numbers; outside shard_map."""
         if self.qk_clip is None:
             return params, {}
@@ -198,14 +208,18 @@ class LocalStep:
             totals["eval_regularized_loss"] = total
         if labels.correct is not None:
             totals["eval_accuracy"] = weighted(labels.correct, batches)
-        return {name: self._sum(total) / _divisor(count) for name, total in totals.items()}
+        return {
+            name: self._sum(total) / _divisor(count) for name, total in totals.items()
+        }
 
     def row_gaps(self, masters: Tree, batch: Batch) -> jax.Array:
         """Returns `forward.ROW_GAPS` of a batch of answers, without a step."""
         labels, batches, _ = self._read(masters, batch)
         return self._sum(self.forward.total(labels, batches)[1][ROW_GAPS])
 
-    def _read(self, masters: Tree, batch: Batch) -> tuple[LabelLosses, Batch, jax.Array]:
+    def _read(
+        self, masters: Tree, batch: Batch
+    ) -> tuple[LabelLosses, Batch, jax.Array]:
         """The losses of a batch's labels without a step, its microbatches, and what counts in it."""
         weights = self.zero.gather_params(masters)
         batches, count = self.microbatches(batch)
@@ -229,7 +243,10 @@ class LocalStep:
             raise ConfigError(
                 f"with sequence parallelism tensor {tensor} must divide the {length} tokens of a row."
             )
-        batch = {**batch, "rows": lax.axis_index(self.data_axes) * rows + jnp.arange(rows)}
+        batch = {
+            **batch,
+            "rows": lax.axis_index(self.data_axes) * rows + jnp.arange(rows),
+        }
         of_experts, count = self._counted(batch)
         return jax.tree.map(
             lambda a: a.reshape((m, -1, *a.shape[1:])), {**batch, **of_experts}
@@ -245,7 +262,10 @@ class LocalStep:
         if WEIGHTS not in batch:
             count = jnp.float32(ranks * batch[LABELS].size)
             share = (
-                jnp.full(len(batch[LABELS]), batch[LABELS].shape[1] * collectives.context) / count
+                jnp.full(
+                    len(batch[LABELS]), batch[LABELS].shape[1] * collectives.context
+                )
+                / count
             )
             return ({SEED: share} if experts else {}), count
         count = counted(batch, collectives)
@@ -268,12 +288,16 @@ class LocalStep:
         """
         if not has_reference(self.config):
             return batches
-        losses = self._label_losses(self.forward.disable_adapters(), weights, batches).losses
+        losses = self._label_losses(
+            self.forward.disable_adapters(), weights, batches
+        ).losses
         # One forward after the other, so that the activations of both are never alive together.
         tokens, losses = lax.optimization_barrier((batches["tokens"], losses))
         return {**batches, "tokens": tokens, "reference": losses}
 
-    def _label_losses(self, forward: Forward, weights: Weights, batches: Batch) -> LabelLosses:
+    def _label_losses(
+        self, forward: Forward, weights: Weights, batches: Batch
+    ) -> LabelLosses:
         """The labels of the microbatches one by one, [M, b, T] each."""
         executor = self._executor(forward)
         if executor:

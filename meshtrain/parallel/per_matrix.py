@@ -53,20 +53,28 @@ def per_matrix(
         return x[tuple(slice(n) for n in weight.unpadded)]
 
     def pad(weight: Placed, x: jax.Array) -> jax.Array:
-        return jnp.pad(x, [(0, to - n) for n, to in zip(x.shape, weight.padded, strict=True)])
+        return jnp.pad(
+            x, [(0, to - n) for n, to in zip(x.shape, weight.padded, strict=True)]
+        )
 
     def mapped(function: Callable[[Placed, jax.Array], jax.Array], tree: Tree) -> Tree:
-        return layout.map(lambda weight, x: function(weight, x) if weight.updated else None, tree)
+        return layout.map(
+            lambda weight, x: function(weight, x) if weight.updated else None, tree
+        )
 
     layers, edge = divide(layout.updated)
-    of_stacks = {stack: _over_layers(make, {stack: tree}) for stack, tree in layers.items()}
+    of_stacks = {
+        stack: _over_layers(make, {stack: tree}) for stack, tree in layers.items()
+    }
     both = join(_by_stack(of_stacks), make(edge))
 
     def update(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         updates, state = both.update(mapped(cut, gradients), state, mapped(cut, params))
         return mapped(pad, updates), state
 
-    return optax.GradientTransformation(lambda params: both.init(mapped(cut, params)), update)
+    return optax.GradientTransformation(
+        lambda params: both.init(mapped(cut, params)), update
+    )
 
 
 def _over_layers(
@@ -85,7 +93,9 @@ def _over_layers(
     def axes(blocks: Tree) -> Tree:
         """0 for what each layer has, None for what all share (counts)."""
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), blocks)
-        return jax.tree.map(lambda x: 0 if x.ndim else None, jax.eval_shape(on_layer.init, one))
+        return jax.tree.map(
+            lambda x: 0 if x.ndim else None, jax.eval_shape(on_layer.init, one)
+        )
 
     def init(blocks: Tree) -> Tree:
         return map_layers(on_layer.init, 0, axes(blocks))(blocks)
@@ -107,7 +117,9 @@ def _by_stack(
         return next(iter(of_stacks.values()))
 
     def init(params: Tree) -> Tree:
-        return {stack: one.init({stack: params[stack]}) for stack, one in of_stacks.items()}
+        return {
+            stack: one.init({stack: params[stack]}) for stack, one in of_stacks.items()
+        }
 
     def update(gradients: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         updates: Tree = {}

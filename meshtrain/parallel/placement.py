@@ -51,17 +51,20 @@ class Placed:
     padded: tuple[
         int, ...
     ]  # live, as it is held: longer along zero_dim where zero_degree does not divide it
-    over: tuple[tuple[str, ...], ...]  # per dimension, the mesh axes that split it, without ZeRO
+    # Per dimension, the mesh axes that split it, without ZeRO
+    over: tuple[tuple[str, ...], ...]
     ways: tuple[int, ...]  # per dimension, the devices along those axes
     zero_dim: (
         int | None
-    )  # the dimension that ZeRO splits further, over zero_axes; None: not sharded over them
+        # The dimension that ZeRO splits further, over zero_axes; None: not sharded over them
+    )
     # The mesh axes of an island along which tokens are split and the weight is not: its gradient is summed over them,
     # and they are ZeRO's.
     zero_axes: tuple[str, ...] = ()
     zero_degree: int = 1  # the devices along them
     decayed: bool = True
-    trained: bool = True  # else frozen: no gradient, no optimizer state, no float32 master
+    # Else frozen: no gradient, no optimizer state, no float32 master
+    trained: bool = True
     float32: bool = False  # see `model.weights.Weight`; so `counts`
     counts: bool = False
 
@@ -111,7 +114,9 @@ class Placed:
 
     def on_rank(self) -> int:
         """Elements on one device as it is held."""
-        elements = math.prod(n // w for n, w in zip(self.padded, self.ways, strict=True))
+        elements = math.prod(
+            n // w for n, w in zip(self.padded, self.ways, strict=True)
+        )
         if self.zero_dim is None:
             return elements
         return elements // self.zero_degree
@@ -136,7 +141,11 @@ def expert_axes(config: Config) -> tuple[str, ...]:
     rank sends its own, in place of all of them sending the same, and an expert's products are of its whole width.
     """
     axes = config.mesh.expert_axes
-    if axes and config.parallel.experts.dispatch == "all_to_all" and sends_parts(config):
+    if (
+        axes
+        and config.parallel.experts.dispatch == "all_to_all"
+        and sends_parts(config)
+    ):
         return (*axes, TENSOR)
     return axes
 
@@ -148,7 +157,9 @@ def expert_ranks(config: Config) -> int:
 
 def expert_nodes(config: Config) -> int:
     """The nodes that these lie on, between which rows travel once: 1 where each row goes to each of its experts."""
-    return expert_ranks(config) // (config.parallel.experts.ranks_per_node or expert_ranks(config))
+    return expert_ranks(config) // (
+        config.parallel.experts.ranks_per_node or expert_ranks(config)
+    )
 
 
 def splits(
@@ -159,7 +170,9 @@ def splits(
     `experts`: those of `expert_axes`, by default without tensor.
     """
     vocabulary = (PIPELINE, TENSOR) if vocab == "spread" else (TENSOR,)
-    split_kv = local_kv_heads(model.kv_heads, mesh.tensor) * mesh.tensor == model.kv_heads
+    split_kv = (
+        local_kv_heads(model.kv_heads, mesh.tensor) * mesh.tensor == model.kv_heads
+    )
     return {
         "layers": (PIPELINE,),
         "heads": (TENSOR,),
@@ -216,7 +229,9 @@ def place(
     )
 
 
-def _choose_zero_dim(local: Mapping[int, int], ways: Sequence[int], degree: int) -> int | None:
+def _choose_zero_dim(
+    local: Mapping[int, int], ways: Sequence[int], degree: int
+) -> int | None:
     """Returns the dimension that `degree` ranks shard: the longest that divides, else the one that padding lengthens
     least; None if there is none. `local`: lengths on a device, `ways`: the devices that split each.
     """
@@ -324,7 +339,8 @@ class Stages:
     counts: tuple[int, ...]  # layers of each virtual stage, in model order
     chunks: int  # virtual stages on a device
     slots: tuple[str, ...]  # of a virtual stage: the stacks that their layers are of
-    held: tuple[tuple[str, int], ...] = ()  # of several stacks: the most layers that a device has
+    # Of several stacks: the most layers that a device has
+    held: tuple[tuple[str, int], ...] = ()
 
     @property
     def longest(self) -> int:
@@ -354,12 +370,22 @@ def stages(config: Config) -> Stages:
     placement = None
     if config.precision.matmul == "compute":
         placement = "loop"
-    if placement and pipeline > 1 and parallel.virtual_stages > 1 and not is_uniform(model):
+    if (
+        placement
+        and pipeline > 1
+        and parallel.virtual_stages > 1
+        and not is_uniform(model)
+    ):
         named = SCHEDULES.get(parallel.schedule)
         sizes = pipeline, parallel.microbatches, parallel.virtual_stages
         placement = (named or make_table(parallel.schedule, *sizes)).placement
     return _stages(
-        kinds, period, pipeline, parallel.virtual_stages, parallel.layer_split, placement
+        kinds,
+        period,
+        pipeline,
+        parallel.virtual_stages,
+        parallel.layer_split,
+        placement,
     )
 
 
@@ -392,11 +418,16 @@ def _stages(
     on_stages: list[list[str]] = [[] for _ in range(pipeline)]
     for k, here in enumerate(stacks):
         on_stages[turned(placement, pipeline, *divmod(k, pipeline))] += here
-    held = [(stack, max(here.count(stack) for here in on_stages)) for stack in dict.fromkeys(slots)]
+    held = [
+        (stack, max(here.count(stack) for here in on_stages))
+        for stack in dict.fromkeys(slots)
+    ]
     return Stages(tuple(map(len, stacks)), chunks, slots, tuple(held))
 
 
-def _stacks_of(kinds: tuple[str, ...], counts: tuple[int, ...]) -> list[tuple[str, ...]]:
+def _stacks_of(
+    kinds: tuple[str, ...], counts: tuple[int, ...]
+) -> list[tuple[str, ...]]:
     """Returns the stacks of the layers of each virtual stage, of so many layers each."""
     ends = itertools.accumulate(counts)
     return [kinds[end - n : end] for end, n in zip(ends, counts, strict=True)]
@@ -445,7 +476,8 @@ def all_placed(config: Config) -> tuple[Placed, ...]:
     assigned = stages(config)
     parallel = config.parallel
     places = {
-        stack: config.mesh.pipeline * assigned.places(stack) for stack in sorted({*assigned.slots})
+        stack: config.mesh.pipeline * assigned.places(stack)
+        for stack in sorted({*assigned.slots})
     }
     return placed(
         config.model,
@@ -471,7 +503,10 @@ def table(config: Config) -> Table:
     """
     parallel = config.parallel
     made = make_table(
-        parallel.schedule, config.mesh.pipeline, parallel.microbatches, stages(config).chunks
+        parallel.schedule,
+        config.mesh.pipeline,
+        parallel.microbatches,
+        stages(config).chunks,
     )
     if made.has_sends == sends_by_table(config):
         return made
@@ -487,7 +522,9 @@ def buckets(layers: int) -> list[tuple[int, int]]:
     More buckets would have more travel under compute, and take longer to compile.
     """
     ends = [layers * i // BUCKETS for i in range(BUCKETS + 1)]
-    return [(first, behind) for first, behind in itertools.pairwise(ends) if behind > first]
+    return [
+        (first, behind) for first, behind in itertools.pairwise(ends) if behind > first
+    ]
 
 
 def notes(config: Config) -> list[str]:

@@ -85,10 +85,16 @@ class PredictionLosses:
         norm = own["norm"]
         seeded = total = jnp.zeros(())
         for depth, (name, graph) in enumerate(self.graphs.items()):
-            embedded = forward.embed(weights, {**batch, TOKENS: batch[_name(LABELS, depth)]}, None)
-            x = self._layer(graph, depth, batch, here)(trees[name], norm, own, x, embedded)
+            embedded = forward.embed(
+                weights, {**batch, TOKENS: batch[_name(LABELS, depth)]}, None
+            )
+            x = self._layer(graph, depth, batch, here)(
+                trees[name], norm, own, x, embedded
+            )
             norm = trees[name]["norm"]
-            ahead = {array: batch[_name(array, depth + 1)] for array in (LABELS, WEIGHTS)}
+            ahead = {
+                array: batch[_name(array, depth + 1)] for array in (LABELS, WEIGHTS)
+            }
             more, loss, measured = forward.seeded_loss(
                 ({**own, "norm": norm}, tied),
                 x,
@@ -107,17 +113,23 @@ class PredictionLosses:
         forward = self.forward
         config = forward.config
         index = config.model.layers + depth
-        sequence = sequences(config.model, forward.positions(batch), batch.get("segments"))(index)
+        sequence = sequences(
+            config.model, forward.positions(batch), batch.get("segments")
+        )(index)
         if (routing := forward.routing(batch, here)) is not None:
             sequence = replace(sequence, routing=routing(jnp.int32(index)))
 
-        def layer(tree: Tree, norm: Tree, own: Tree, x: Array, embedded: Array) -> Array:
+        def layer(
+            tree: Tree, norm: Tree, own: Tree, x: Array, embedded: Array
+        ) -> Array:
             module = nnx.merge(graph, tree)
             before = nnx.merge(forward.head_graph, {**own, "norm": norm}).norm
             stream = module.join(before(x), embedded, forward.collectives)
             stream = vary(stream.astype(x.dtype), varying(x))
             module.block.attention.attend = forward.parts.attention
-            y = forward.parts.block(module.block, stream, sequence, forward.collectives, NO_DROPOUT)
+            y = forward.parts.block(
+                module.block, stream, sequence, forward.collectives, NO_DROPOUT
+            )
             return vary(y, varying(x))
 
         gathers = forward.zero.gathers_at_use or forward.collectives.sequence_parallel

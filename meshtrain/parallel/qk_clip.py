@@ -71,8 +71,12 @@ class QkClip:
         self.placed = {}
         for stack, its in self.layout.stacks.items():
             name = f"{stack}.attention.{MAXIMA}"
-            weight = Weight(name, places, 0.0, 0.0, len(its.layers), float32=True, counts=True)
-            self.placed[stack] = place(weight, over, mesh, its.layer_at.size, zero=False)
+            weight = Weight(
+                name, places, 0.0, 0.0, len(its.layers), float32=True, counts=True
+            )
+            self.placed[stack] = place(
+                weight, over, mesh, its.layer_at.size, zero=False
+            )
         # of the largest logits of each stack, [live layers, heads]
         self.spec = dict.fromkeys(self.placed, PartitionSpec(PIPELINE, TENSOR))
         layout = copy.copy(self.layout)
@@ -89,9 +93,13 @@ class QkClip:
         number = rows[0] // len(rows) % self.microbatches
         is_microbatch = jnp.arange(self.microbatches) == number
         counted = self.forward.counted(batch)
-        return replace(sequence, maxima=Maxima(attention.pop(MAXIMA), counted, is_microbatch))
+        return replace(
+            sequence, maxima=Maxima(attention.pop(MAXIMA), counted, is_microbatch)
+        )
 
-    def counting(self, run: Callable[..., LossAndGradients]) -> Callable[..., LossAndGradients]:
+    def counting(
+        self, run: Callable[..., LossAndGradients]
+    ) -> Callable[..., LossAndGradients]:
         """Returns the function `run` of the weights, which also returns the largest logits [layers, heads] of this
         stage's layers and this rank's heads, by stack.
         """
@@ -100,18 +108,26 @@ class QkClip:
             axes = self.config.mesh.axes
             zeros = {}
             for stack, placed in self.placed.items():
-                local = [n // ways for n, ways in zip(placed.whole, placed.ways, strict=True)]
+                local = [
+                    n // ways for n, ways in zip(placed.whole, placed.ways, strict=True)
+                ]
                 zeros[stack] = vary(jnp.zeros(local), axes)
             differentiated, constant = weights
             nothing = dict.fromkeys(zeros)
             totals, gradients, _ = run(
-                Weights(add_maxima(differentiated, zeros), add_maxima(constant, nothing)), *more
+                Weights(
+                    add_maxima(differentiated, zeros), add_maxima(constant, nothing)
+                ),
+                *more,
             )
             maxima = {}
             for stack in zeros:
                 attention = dict(gradients[stack]["attention"])
                 each = attention.pop(MAXIMA)
-                gradients = {**gradients, stack: {**gradients[stack], "attention": attention}}
+                gradients = {
+                    **gradients,
+                    stack: {**gradients[stack], "attention": attention},
+                }
                 maxima[stack] = each.reshape(len(each), -1, self.microbatches).max(-1)
             ranks = tuple(axis for axis in axes if axis not in (PIPELINE, TENSOR))
             return LossAndGradients(totals, gradients, lax.pmax(maxima, ranks))
@@ -124,7 +140,9 @@ class QkClip:
         largest = {}
         for stack, of_stack in lax.with_sharding_constraint(maxima, everywhere).items():
             # Places that no layer has are 0, and stay it.
-            is_layer = jnp.asarray(self.layout.stacks[stack].layer_at.reshape(-1, 1) >= 0)
+            is_layer = jnp.asarray(
+                self.layout.stacks[stack].layer_at.reshape(-1, 1) >= 0
+            )
             largest[stack] = jnp.where(is_layer, of_stack, MASKED)
             attention = dict(params[stack]["attention"])
             for name, factors in self._factors(largest[stack]).items():

@@ -44,7 +44,9 @@ def checkpointed(
     # computed again.
     return jax.checkpoint(
         layer,
-        policy=_all_but_gathered if parallel.remat == "none" else _policy(parallel, rank),
+        policy=_all_but_gathered
+        if parallel.remat == "none"
+        else _policy(parallel, rank),
         prevent_cse=not looped,
     )
 
@@ -70,7 +72,9 @@ def _products(rank: int, primitive: Any, *avals: Any, **params: Any) -> bool:
     """Products with weights, but for those with LoRA's B: as wide as what they are added to, they are soon made of x A
     again.
     """
-    if not jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *avals, **params):
+    if not jax.checkpoint_policies.dots_with_no_batch_dims_saveable(
+        primitive, *avals, **params
+    ):
         return False
     (over, _), _ = params["dimension_numbers"]
     return [avals[0].shape[d] for d in over] != [rank]

@@ -50,7 +50,9 @@ def _total(
     """Returns the sums of what `terms` gives of each round, in the shapes and dtypes of `like`; and a number above 0,
     by which what reads it comes after the loop.
     """
-    empty = jax.tree.map(lambda x: vary(jnp.zeros(x.shape, jnp.float32), varying(x)), like)
+    empty = jax.tree.map(
+        lambda x: vary(jnp.zeros(x.shape, jnp.float32), varying(x)), like
+    )
     first = vary(jnp.int32(1), varying(rounds))
     end, sums = lax.while_loop(
         lambda carry: carry[0] < rounds,
@@ -73,27 +75,40 @@ def _add(
 
 def _forward(jaxpr: Any, apart: bool, *given: Any) -> tuple[jax.Array, Any]:
     """Keeps what `one` closes over in two parts: weights that are trained, and all else."""
-    y, rounds, operands, closed = jax.tree.map(lambda x: x.value, given, is_leaf=_is_primal)
-    trained = [x.perturbed and jnp.issubdtype(x.value.dtype, jnp.inexact) for x in given[-1]]
+    y, rounds, operands, closed = jax.tree.map(
+        lambda x: x.value, given, is_leaf=_is_primal
+    )
+    trained = [
+        x.perturbed and jnp.issubdtype(x.value.dtype, jnp.inexact) for x in given[-1]
+    ]
     weights, fixed = (
         tuple(x if t is wanted else None for x, t in zip(closed, trained, strict=True))
         for wanted in (True, False)
     )
-    return _add(jaxpr, apart, y, rounds, operands, closed), (rounds, operands, weights, fixed)
+    return _add(jaxpr, apart, y, rounds, operands, closed), (
+        rounds,
+        operands,
+        weights,
+        fixed,
+    )
 
 
 def _is_primal(x: Any) -> bool:
     return isinstance(x, CustomVJPPrimal)
 
 
-def _backward(jaxpr: Any, apart: bool, kept: Any, g: jax.Array) -> tuple[jax.Array, None, Any, Any]:
+def _backward(
+    jaxpr: Any, apart: bool, kept: Any, g: jax.Array
+) -> tuple[jax.Array, None, Any, Any]:
     rounds, operands, weights, fixed = kept
 
     def one(r: jax.Array, operands: Any, weights: Any) -> jax.Array:
         closed = [f if w is None else w for w, f in zip(weights, fixed, strict=True)]
         return jaxpr_as_fun(ClosedJaxpr(jaxpr, closed))(r, *operands)[0]
 
-    def total(rounds: jax.Array, like: Any, of: Callable[..., Any]) -> tuple[jax.Array, Any]:
+    def total(
+        rounds: jax.Array, like: Any, of: Callable[..., Any]
+    ) -> tuple[jax.Array, Any]:
         def differentiate_round(number: jax.Array) -> Any:
             r, cotangent = _tied(number, g)
             return of(jax.vjp(partial(one, r), operands, weights)[1](cotangent))
@@ -102,9 +117,13 @@ def _backward(jaxpr: Any, apart: bool, kept: Any, g: jax.Array) -> tuple[jax.Arr
 
     if apart:
         end, to_operands = total(rounds, operands, lambda both: both[0])
-        _, to_weights = total(jnp.where(end > 0, rounds, 0), weights, lambda both: both[1])
+        _, to_weights = total(
+            jnp.where(end > 0, rounds, 0), weights, lambda both: both[1]
+        )
     else:
-        end, (to_operands, to_weights) = total(rounds, (operands, weights), lambda both: both)
+        end, (to_operands, to_weights) = total(
+            rounds, (operands, weights), lambda both: both
+        )
     return jnp.where(end > 0, g, 0), None, to_operands, to_weights
 
 

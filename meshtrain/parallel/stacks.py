@@ -45,7 +45,8 @@ class Stack:
     """The matrices of some weights, all of one form, dealt out to ranks."""
 
     form: MatrixForm
-    members: list[tuple[Placed, tuple[int, ...]]]  # weights, with their dimensions in its order
+    # Weights, with their dimensions in its order
+    members: list[tuple[Placed, tuple[int, ...]]]
     ranks: int
     on_rank: int  # matrices of a rank, those that fill up the last ones among them
 
@@ -53,14 +54,18 @@ class Stack:
 def make_stacks(mesh: MeshConfig, weights: Iterable[Placed]) -> list[Stack]:
     """Returns the stacks of some weights of layers."""
     joined: dict[MatrixForm, list[tuple[Placed, tuple[int, ...]]]] = {}
-    axes = tuple(a for a in (*mesh.token_axes(across=False), TENSOR) if mesh.ways(a) > 1)
+    axes = tuple(
+        a for a in (*mesh.token_axes(across=False), TENSOR) if mesh.ways(a) > 1
+    )
     for weight in weights:
         form, dims = _form(mesh, weight, axes)
         joined.setdefault(form, []).append((weight, dims))
     stacks = []
     for form, members in joined.items():
         matrices = sum(
-            math.prod(weight.padded[d] // weight.ways[d] for d in batch_dims(weight, dims))
+            math.prod(
+                weight.padded[d] // weight.ways[d] for d in batch_dims(weight, dims)
+            )
             for weight, dims in members
         )
         ranks = math.prod(mesh.ways(axis) for axis in (*form.copies, *form.holders))
@@ -78,12 +83,17 @@ def _form(
 ) -> tuple[MatrixForm, tuple[int, ...]]:
     """Returns the form of a weight's matrices, and the weight's dimensions in its order; `axes`: those of the ranks."""
     rows, columns = matrix_sides(weight)
-    rank_axes = unused(axes, [weight.over[d] for d in batch_dims(weight, (*rows, *columns))])
+    rank_axes = unused(
+        axes, [weight.over[d] for d in batch_dims(weight, (*rows, *columns))]
+    )
     # What leads into the stream is transposed, so that its shards lie as those of what leads out of it.
     if rank_axes and weight.axes[-1] == "embed":
         rows, columns = columns, rows
     dims = (*rows, *columns)
-    over = tuple(tuple(axis for axis in weight.shard_over[d] if mesh.ways(axis) > 1) for d in dims)
+    over = tuple(
+        tuple(axis for axis in weight.shard_over[d] if mesh.ways(axis) > 1)
+        for d in dims
+    )
     form = MatrixForm(
         tuple(weight.shape[d] for d in dims),
         tuple(weight.padded[d] for d in dims),

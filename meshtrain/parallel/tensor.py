@@ -30,7 +30,9 @@ class MeshCollectives(VocabularyShards):
         self.sequence_parallel = config.parallel.sequence_parallel and self.ranks > 1
         self.context = config.mesh.context
         vocabulary = splits(config.model, config.mesh, config.parallel.vocab)["vocab"]
-        super().__init__(vocabulary, math.prod(getattr(config.mesh, axis) for axis in vocabulary))
+        super().__init__(
+            vocabulary, math.prod(getattr(config.mesh, axis) for axis in vocabulary)
+        )
         self.others = tuple(a for a in self.vocabulary if a != TENSOR)
 
     def enter(self, x_BTD: jax.Array) -> jax.Array:
@@ -42,7 +44,9 @@ class MeshCollectives(VocabularyShards):
 
     def leave(self, y_BTD: jax.Array) -> jax.Array:
         if self.sequence_parallel:
-            return lax.psum_scatter(y_BTD, TENSOR, scatter_dimension=SEQUENCE, tiled=True)
+            return lax.psum_scatter(
+                y_BTD, TENSOR, scatter_dimension=SEQUENCE, tiled=True
+            )
         return lax.psum(y_BTD, TENSOR)
 
     def enter_head(self, x_BTD: jax.Array) -> jax.Array:
@@ -51,7 +55,8 @@ class MeshCollectives(VocabularyShards):
     def leave_embedding(self, x_BTD: jax.Array) -> jax.Array:
         if not self.sequence_parallel:
             return lax.psum(x_BTD, self.vocabulary)
-        x_BTD = self.leave(x_BTD)  # first, so that the other stages need only send a part
+        # First, so that the other stages need only send a part
+        x_BTD = self.leave(x_BTD)
         if self.others:
             return lax.psum(x_BTD, self.others)
         return x_BTD

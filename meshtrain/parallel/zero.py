@@ -26,7 +26,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from meshtrain.compat import vary
-from meshtrain.config.reduce import gathers_at_use, overlaps_reduce_scatter, scatters_at_use
+from meshtrain.config.reduce import (
+    gathers_at_use,
+    overlaps_reduce_scatter,
+    scatters_at_use,
+)
 from meshtrain.mesh import ISLAND
 from meshtrain.parallel.layout import Layout, is_placed
 from meshtrain.parallel.placement import Placed
@@ -69,7 +73,9 @@ def _unzipped(tree: Tree) -> Weights:
     """Returns two trees of a tree of `Weights` of one weight each."""
     return Weights(
         *(
-            jax.tree.map(lambda one, n=n: one[n], tree, is_leaf=lambda x: isinstance(x, Weights))
+            jax.tree.map(
+                lambda one, n=n: one[n], tree, is_leaf=lambda x: isinstance(x, Weights)
+            )
             for n in range(2)
         )
     )
@@ -127,7 +133,10 @@ class Zero:
             held = split
             split = self.layout.map(self._resident, shards)
             if not blocks:
-                split = {**split, **{stack: held[stack] for stack in self.layout.stacks}}
+                split = {
+                    **split,
+                    **{stack: held[stack] for stack in self.layout.stacks},
+                }
         return _unzipped(split)
 
     def gather_layers(self, shards: Weights) -> Weights:
@@ -156,7 +165,9 @@ class Zero:
             return Weights(None, full)
         if self.scatters_at_use and weight.zero_dim is not None:
             return Weights(shard, full)
-        return Weights(full if rounded is None else rounded.unread(shard.dtype), rounded)
+        return Weights(
+            full if rounded is None else rounded.unread(shard.dtype), rounded
+        )
 
     def gather_at_use(self, part: str, weights: Weights) -> Tree:
         """Full weights for the model from a part of `Weights` (of a stack: a layer's, unstacked).
@@ -203,13 +214,21 @@ class Zero:
             return self.feedback.reduce(weight, g, residual, q, scale)
 
         reduced = self.layout.map(reduce, gradients, residuals, qs)
-        leaves = jax.tree.leaves(reduced, is_leaf=lambda x: isinstance(x, ReducedGradient))
+        leaves = jax.tree.leaves(
+            reduced, is_leaf=lambda x: isinstance(x, ReducedGradient)
+        )
         squares = [x for gradient in leaves for x in gradient.squares]
         # Islands that step by themselves have statistics of their own.
-        axes = tuple(axis for axis in self.axes if axis != ISLAND or self.reduction.islands)
-        measured = statistics(squares, axes, scale, self.layout.config.parallel.reduce.feedback)
+        axes = tuple(
+            axis for axis in self.axes if axis != ISLAND or self.reduction.islands
+        )
+        measured = statistics(
+            squares, axes, scale, self.layout.config.parallel.reduce.feedback
+        )
         shards = self.layout.map(lambda weight, x: x and x.shard, reduced)
-        state = None if self.feedback is None else self.feedback.next_state(reduced, scale)
+        state = (
+            None if self.feedback is None else self.feedback.next_state(reduced, scale)
+        )
         return ReducedGradients(shards, state, measured)
 
     def reduce_early(self, gradients: Tree) -> Tree:

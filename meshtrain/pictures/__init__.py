@@ -52,7 +52,9 @@ def show(thing: Any) -> Picture:
     As the last line of a cell it is drawn; `print(mt.show(x))` writes it. ConfigError for what has no picture.
     """
     names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(thing).__mro__)
-    module = next((_BY_CLASS[name] for name in names if name in _BY_CLASS), "pictures.devices")
+    module = next(
+        (_BY_CLASS[name] for name in names if name in _BY_CLASS), "pictures.devices"
+    )
     return importlib.import_module(f"meshtrain.{module}").picture(thing)
 
 
@@ -91,7 +93,8 @@ def picture(config: Config) -> Picture:
     if not text:
         return Picture(block(faint("the defaults")), "{}  # the defaults")
     return Picture(
-        f'<div style="font:12px/1.5 ui-monospace,monospace">{"".join(html)}</div>', "\n".join(text)
+        f'<div style="font:12px/1.5 ui-monospace,monospace">{"".join(html)}</div>',
+        "\n".join(text),
     )
 
 

@@ -63,7 +63,9 @@ def mesh_picture(mesh: Mesh, strategy: str = "") -> Picture:
     check_axes(mesh)
     devices = f"{mesh.size} device{'s' * (mesh.size > 1)} ({mesh.devices.flat[0].device_kind})"
     words = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-    chips = " × ".join(chip(axis, f"{axis} {size}") for axis, size in mesh.shape.items())
+    chips = " × ".join(
+        chip(axis, f"{axis} {size}") for axis, size in mesh.shape.items()
+    )
     head = f"{chips} {faint(f'= {devices}')}"
     if mesh.size > MOST_DEVICES:
         return Picture(block(head), f"{words} = {devices}")
@@ -76,7 +78,8 @@ def mesh_picture(mesh: Mesh, strategy: str = "") -> Picture:
     label = "the devices of the mesh"
     drawing = image(svg(width, height, _cells(mesh, names, left, top), label), label)
     return Picture(
-        block(head, drawing), f"{words} = {devices}\n{columns(_rows(mesh, names), '  ')}"
+        block(head, drawing),
+        f"{words} = {devices}\n{columns(_rows(mesh, names), '  ')}",
     )
 
 
@@ -89,7 +92,9 @@ def colours(mesh: Mesh) -> dict[int, str]:
     for (i, d, t, p), device in np.ndenumerate(places):
         light = 82 - 26 * (t / max(tensor - 1, 1) if tensor > 1 else 0.4)
         strong = 32 + 50 * ((i * data + d) / (ranks - 1) if ranks > 1 else 0.6)
-        by_id[device.id] = f"hsl({stage_hue(p, pipeline):.0f},{strong:.0f}%,{light:.0f}%)"
+        by_id[device.id] = (
+            f"hsl({stage_hue(p, pipeline):.0f},{strong:.0f}%,{light:.0f}%)"
+        )
     return by_id
 
 
@@ -107,7 +112,9 @@ def _row(mesh: Mesh, rank: int, strategy: str) -> str:
     experts = mesh.shape.get(EXPERT, 1)
     data, part = divmod(rank, context)
     name = (
-        f"{DATA} {data}" if experts == 1 else f"{DATA} {data // experts}, {EXPERT} {data % experts}"
+        f"{DATA} {data}"
+        if experts == 1
+        else f"{DATA} {data // experts}, {EXPERT} {data % experts}"
     )
     if context == 1:
         return name
@@ -122,11 +129,21 @@ def _rows(mesh: Mesh, names: list[str]) -> list[list[str]]:
     places = _places(mesh)
     islands, data, tensor, pipeline = places.shape
     rows = [
-        ["", "", *(f"stage {p}" if t == 0 else "" for p in range(pipeline) for t in range(tensor))]
+        [
+            "",
+            "",
+            *(
+                f"stage {p}" if t == 0 else ""
+                for p in range(pipeline)
+                for t in range(tensor)
+            ),
+        ]
     ]
     for i, d in np.ndindex(islands, data):
         name = f"{ISLAND} {i}" if d == 0 else ""
-        rows.append([name, names[d], *(str(device.id) for device in places[i, d].T.flat)])
+        rows.append(
+            [name, names[d], *(str(device.id) for device in places[i, d].T.flat)]
+        )
     return rows if islands > 1 else [row[1:] for row in rows]
 
 
@@ -169,20 +186,33 @@ def _layout(layout: Layout) -> Picture:
     masters = [jax.tree.leaves(layout.master(weight))[0] for weight in layout.flat]
     for weight, master in zip(layout.flat, masters, strict=True):
         part = f"{' x '.join(map(str, master.sharding.shard_shape(master.shape)))}, {size(part_bytes(master))}"
-        axes = list(zip(weight.axes, weight.shape, map("+".join, _split_over(master)), strict=True))
-        chips = " × ".join(f"{axis} {n} {chip(over) if over else ''}" for axis, n, over in axes)
+        axes = list(
+            zip(
+                weight.axes,
+                weight.shape,
+                map("+".join, _split_over(master)),
+                strict=True,
+            )
+        )
+        chips = " × ".join(
+            f"{axis} {n} {chip(over) if over else ''}" for axis, n, over in axes
+        )
         rows.append((f"{code(weight.name)}<br/>{faint(part)}", drawing(master), chips))
         lines.append(
             [
                 weight.name,
-                " x ".join(f"{a} {n}" + (f"/{over}" if over else "") for a, n, over in axes),
+                " x ".join(
+                    f"{a} {n}" + (f"/{over}" if over else "") for a, n, over in axes
+                ),
                 part,
             ]
         )
     total = sum(map(part_bytes, masters))
     end = f"{count(layout.parameters)} parameters, {size(total)} of float32 masters a device"
     devices = mesh_picture(layout.mesh).html if isinstance(layout.mesh, Mesh) else ""
-    weights = table(("weight, what a device holds", "where it lies", "shape, split over"), rows)
+    weights = table(
+        ("weight, what a device holds", "where it lies", "shape, split over"), rows
+    )
     return Picture(block(devices, weights, end), f"{columns(lines)}\n{end}")
 
 
@@ -199,12 +229,17 @@ def _arrays(tree: Any) -> Picture:
         )
     words = [_words(leaf) for _, leaf in leaves]
     text = columns(
-        [[name or "array", *line] for (name, _), line in zip(leaves, words, strict=True)]
+        [
+            [name or "array", *line]
+            for (name, _), line in zip(leaves, words, strict=True)
+        ]
     )
     if len(leaves) == 1 and not leaves[0][0]:
         leaf = leaves[0][1]
         (shape, _, part, nbytes) = words[0]
-        head = f"{code(shape)} {_chips(leaf)} {faint(f'a device holds {part}, {nbytes}')}"
+        head = (
+            f"{code(shape)} {_chips(leaf)} {faint(f'a device holds {part}, {nbytes}')}"
+        )
         return Picture(block(head, drawing(leaf, scale=1.6)), text)
     heads = ("", "shape", "split over", "a device holds", "", "where it lies")
     rows = [
@@ -217,11 +252,18 @@ def _arrays(tree: Any) -> Picture:
 
 def _words(leaf: Any) -> tuple[str, str, str, str]:
     split = (
-        ", ".join(f"{i}: {'+'.join(axes)}" for i, axes in enumerate(_split_over(leaf)) if axes)
+        ", ".join(
+            f"{i}: {'+'.join(axes)}" for i, axes in enumerate(_split_over(leaf)) if axes
+        )
         or "whole"
     )
     part = leaf.sharding.shard_shape(leaf.shape)
-    return f"{leaf.dtype}{list(leaf.shape)}", split, f"{list(part)}", size(part_bytes(leaf))
+    return (
+        f"{leaf.dtype}{list(leaf.shape)}",
+        split,
+        f"{list(part)}",
+        size(part_bytes(leaf)),
+    )
 
 
 def _split_over(leaf: Any) -> list[tuple[str, ...]]:
@@ -230,12 +272,21 @@ def _split_over(leaf: Any) -> list[tuple[str, ...]]:
     if not isinstance(sharding, NamedSharding):
         return [()] * len(leaf.shape)
     spec = [*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec))]
-    named = [() if axes is None else (axes,) if isinstance(axes, str) else axes for axes in spec]
-    return [tuple(axis for axis in axes if sharding.mesh.shape[axis] > 1) for axes in named]
+    named = [
+        () if axes is None else (axes,) if isinstance(axes, str) else axes
+        for axes in spec
+    ]
+    return [
+        tuple(axis for axis in axes if sharding.mesh.shape[axis] > 1) for axes in named
+    ]
 
 
 def _chips(leaf: Any) -> str:
-    chips = [f"{i} {chip('+'.join(axes))}" for i, axes in enumerate(_split_over(leaf)) if axes]
+    chips = [
+        f"{i} {chip('+'.join(axes))}"
+        for i, axes in enumerate(_split_over(leaf))
+        if axes
+    ]
     return ", ".join(chips) or faint("whole everywhere")
 
 
@@ -247,7 +298,9 @@ def drawing(leaf: Any, scale: float = 1.0) -> str:
         return ""
     parts: dict[Bounds, list[Any]] = {}  # devices that hold a part
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-        bounds = tuple(part.indices(n)[:2] for part, n in zip(index, leaf.shape, strict=True))
+        bounds = tuple(
+            part.indices(n)[:2] for part, n in zip(index, leaf.shape, strict=True)
+        )
         parts.setdefault(bounds, []).append(device)
     cut = [d for d in range(len(leaf.shape)) if len({part[d] for part in parts}) > 1]
     if len(cut) > 3 or len(parts) > MOST_PARTS:
@@ -256,12 +309,15 @@ def drawing(leaf: Any, scale: float = 1.0) -> str:
     shown = sorted(
         [
             *cut,
-            *[d for d in reversed(range(len(leaf.shape))) if d not in cut][: max(0, 2 - len(cut))],
+            *[d for d in reversed(range(len(leaf.shape))) if d not in cut][
+                : max(0, 2 - len(cut))
+            ],
         ]
     )
     panel = (
         shown[0]
-        if len(shown) == 3 or (len(shown) == 2 and cut == shown[:1] and len(leaf.shape) > 2)
+        if len(shown) == 3
+        or (len(shown) == 2 and cut == shown[:1] and len(leaf.shape) > 2)
         else None
     )
     down, across = [*[None, None], *(d for d in shown if d != panel)][-2:]
@@ -271,7 +327,9 @@ def drawing(leaf: Any, scale: float = 1.0) -> str:
     top = 14 if panel is not None else 1
     high = _HEIGHT * scale if down is not None else 18 * scale
     mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
-    colour = colours(mesh) if isinstance(mesh, Mesh) and are_axes(mesh.axis_names) else {}
+    colour = (
+        colours(mesh) if isinstance(mesh, Mesh) and are_axes(mesh.axis_names) else {}
+    )
     body = []
     for number, (low, end) in enumerate(panels):
         x = number * (wide + gap)
@@ -294,7 +352,11 @@ def drawing(leaf: Any, scale: float = 1.0) -> str:
 
 
 def _extent(part: Bounds, dim: int | None, shape: Sequence[int]) -> tuple[float, float]:
-    return (0.0, 1.0) if dim is None else (part[dim][0] / shape[dim], part[dim][1] / shape[dim])
+    return (
+        (0.0, 1.0)
+        if dim is None
+        else (part[dim][0] / shape[dim], part[dim][1] / shape[dim])
+    )
 
 
 def _part(

@@ -5,7 +5,17 @@ sends.
 from collections import Counter
 from html import escape
 
-from meshtrain.draw.picture import Picture, bar, block, chip, code, columns, faint, table, title
+from meshtrain.draw.picture import (
+    Picture,
+    bar,
+    block,
+    chip,
+    code,
+    columns,
+    faint,
+    table,
+    title,
+)
 from meshtrain.draw.svg import AXES, GREY
 from meshtrain.hlo import Collective, CompiledCollectives
 from meshtrain.pictures import devices
@@ -25,7 +35,9 @@ def picture(thing: Program | Model | CompiledCollectives) -> Picture:
     )
     config = program.config
     mesh = devices.mesh_picture(program.mesh, program.config.parallel.context_strategy)
-    head = f"{config.model.family} with {count(program.layout.parameters)} parameters{end}"
+    head = (
+        f"{config.model.family} with {count(program.layout.parameters)} parameters{end}"
+    )
     facts = [
         f"ZeRO-{config.parallel.zero_stage}: {size(program.state_bytes)} of state a device",
         f"{config.train.global_batch_size} x {config.train.sequence_length} tokens a step, {config.precision.compute}",
@@ -48,7 +60,8 @@ def _collectives(collectives: CompiledCollectives) -> Picture:
     """
     alike = Counter(c for c in collectives if c.axes)
     rows = sorted(
-        ((c.sent * c.times * n, c.times * n, c) for c, n in alike.items()), key=lambda row: -row[0]
+        ((c.sent * c.times * n, c.times * n, c) for c, n in alike.items()),
+        key=lambda row: -row[0],
     )
     most = (rows[0][0] if rows else 0.0) or 1.0
     heads = ("axis", "kind", "array", "times", "a device sends", "", "from")
@@ -61,7 +74,14 @@ def _collectives(collectives: CompiledCollectives) -> Picture:
             f"{times:,.4g}",
             size(sent),
         ]
-        html.append((chip(c.axis), *cells, bar(sent / most, AXES.get(c.axes[0], GREY)), _source(c)))
+        html.append(
+            (
+                chip(c.axis),
+                *cells,
+                bar(sent / most, AXES.get(c.axes[0], GREY)),
+                _source(c),
+            )
+        )
         text.append([c.axis, *cells, c.where])
     sums = [
         f"{axis} {size(sent)}"

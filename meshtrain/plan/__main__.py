@@ -11,7 +11,15 @@ from pathlib import Path
 from rich.console import Console
 
 from meshtrain import units
-from meshtrain.cli import DONE, FAILED, Parser, check_target, command, whole_number, write_target
+from meshtrain.cli import (
+    DONE,
+    FAILED,
+    Parser,
+    check_target,
+    command,
+    whole_number,
+    write_target,
+)
 from meshtrain.cluster.cluster import Cluster, named, usual_cluster
 from meshtrain.config import Config, ConfigError, chosen, load, notes, short, to_yaml
 from meshtrain.config.follow import as_run_on
@@ -42,7 +50,9 @@ ONE_DEVICE = (
     "parallel.sequence_parallel=false",
     "parallel.context_strategy=auto",
 )
-DESCRIPTION = "Shows what each device will hold, send and wait for, before anything runs."
+DESCRIPTION = (
+    "Shows what each device will hold, send and wait for, before anything runs."
+)
 
 
 @command
@@ -58,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return jobs.run(options, write_target)
     if options.measure:
         # In a process of its own: measuring is another command, which stands on the planner.
-        return subprocess.run([sys.executable, "-m", "meshtrain.probe.measure"]).returncode
+        return subprocess.run(
+            [sys.executable, "-m", "meshtrain.probe.measure"]
+        ).returncode
     if not options.config:
         words.error("--config FILE is needed: the YAML file of the run")
     # Who names a file alone wants the file alone.
@@ -71,7 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.flags:
         known = config, cluster, flags.installed(), os.environ
         print(
-            json.dumps(flags.as_json(*known), indent=2) if options.json else flags.to_text(*known)
+            json.dumps(flags.as_json(*known), indent=2)
+            if options.json
+            else flags.to_text(*known)
         )
         return 0
     return (
@@ -93,7 +107,9 @@ def parser() -> Parser:
         "--json", action="store_true", help="prints one JSON object instead of tables"
     )
     parser.add_argument(
-        "--search", action="store_true", help="ranks every legal layout of the cluster's devices"
+        "--search",
+        action="store_true",
+        help="ranks every legal layout of the cluster's devices",
     )
     parser.add_argument(
         "--allow",
@@ -113,7 +129,9 @@ def parser() -> Parser:
         "without --search, only the file's name is printed",
     )
     parser.add_argument(
-        "--gantt", metavar="FILE", help="draws the pipeline's schedule as SVG; - draws it as text"
+        "--gantt",
+        metavar="FILE",
+        help="draws the pipeline's schedule as SVG; - draws it as text",
     )
     parser.add_argument(
         "--csv",
@@ -121,7 +139,9 @@ def parser() -> Parser:
         help="writes the schedule's table, to start your own from; - prints it",
     )
     parser.add_argument(
-        "--html", metavar="FILE", help="writes the whole report as one page with pictures"
+        "--html",
+        metavar="FILE",
+        help="writes the whole report as one page with pictures",
     )
     parser.add_argument(
         "--compile",
@@ -134,7 +154,9 @@ def parser() -> Parser:
         help="places the jobs of a YAML file on the cluster; see configs/jobs",
     )
     parser.add_argument(
-        "--kueue", metavar="DIR", help="with --jobs, writes queues and jobs for Kueue on Kubernetes"
+        "--kueue",
+        metavar="DIR",
+        help="with --jobs, writes queues and jobs for Kueue on Kubernetes",
     )
     parser.add_argument(
         "--flags",
@@ -170,7 +192,12 @@ def _check_targets(config: Config, options: argparse.Namespace) -> None:
     """Refuses, before anything is planned, targets that no picture or file can be written to."""
     files = [options.html, options.write]
     for flag, does, suffix, reason in (
-        ("gantt", "draws", ".svg", "the picture is SVG, so that its name must end in .svg"),
+        (
+            "gantt",
+            "draws",
+            ".svg",
+            "the picture is SVG, so that its name must end in .svg",
+        ),
         ("csv", "writes", ".csv", "parallel.schedule takes a name that ends in .csv"),
     ):
         path = getattr(options, flag)
@@ -182,14 +209,18 @@ def _check_targets(config: Config, options: argparse.Namespace) -> None:
             files.append(path)
             if Path(path).suffix.lower() not in ("", suffix):
                 meant = short(Path(path).with_suffix(suffix))
-                raise ConfigError(f"--{flag} {short(path)}: {reason}; did you mean {meant}?")
+                raise ConfigError(
+                    f"--{flag} {short(path)}: {reason}; did you mean {meant}?"
+                )
     for path in filter(None, files):
         check_target(path)
 
 
 def _cluster(config: Config, options: argparse.Namespace) -> Cluster:
     needed = (
-        max(config.mesh.devices, options.devices or 0) if options.search else config.mesh.devices
+        max(config.mesh.devices, options.devices or 0)
+        if options.search
+        else config.mesh.devices
     )
     usual = usual_cluster(config)
     if options.compile:
@@ -212,7 +243,12 @@ def _plan(config: Config, cluster: Cluster, options: argparse.Namespace) -> int:
         output = report.as_json(planned) | {
             "changes": [list(change.settings) for change in changes]
         }
-        print(json.dumps(output | ({"compiled": compiled.as_json()} if compiled else {}), indent=2))
+        print(
+            json.dumps(
+                output | ({"compiled": compiled.as_json()} if compiled else {}),
+                indent=2,
+            )
+        )
     elif not only_files:
         console = Console(highlight=False)
         console.print(report.render(planned))
@@ -286,9 +322,13 @@ def _not_here(config: Config) -> list[str]:
     return sentences
 
 
-def _search(config: Config, cluster: Cluster, options: argparse.Namespace, ranked: bool) -> int:
+def _search(
+    config: Config, cluster: Cluster, options: argparse.Namespace, ranked: bool
+) -> int:
     own_size = (
-        options.cluster and options.cluster.endswith((".yaml", ".yml")) and not cluster.shared
+        options.cluster
+        and options.cluster.endswith((".yaml", ".yml"))
+        and not cluster.shared
     )
     devices = options.devices or (cluster.devices if own_size else config.mesh.devices)
     result = search(config, cluster, devices, float8=options.allow == "float8")

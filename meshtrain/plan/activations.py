@@ -29,7 +29,8 @@ class Widths(NamedTuple):
     heads: int
     query: int
     own: int  # keys as the product gives them, and values
-    key: int  # as attention takes them: replicated ones are spread out to the query heads
+    # As attention takes them: replicated ones are spread out to the query heads
+    key: int
     hidden: int
     matrices: int  # products into `hidden`
     normed: int  # queries and keys before their own norms, where they have them
@@ -40,11 +41,14 @@ class Widths(NamedTuple):
     products: int  # what all of its products into heads give
     latent: int = 0  # what products out of latents take
     gate: int = 0  # of attention's output, where it has one
-    state: int = 0  # of linear attention, of a row: all of what is below `query` is then what `linear_widths` says
+    # Of linear attention, of a row: all of what is below `query` is then what `linear_widths` says
+    state: int = 0
 
 
 @functools.lru_cache(maxsize=4096)
-def widths(model: ModelConfig, tensor: int, sequence_parallel: bool, gathered: int = 1) -> Widths:
+def widths(
+    model: ModelConfig, tensor: int, sequence_parallel: bool, gathered: int = 1
+) -> Widths:
     """The widths of a model's layers, which are all alike, over `tensor` devices; `gathered`: of how many context ranks
     latent attention has the keys and values.
     """
@@ -74,7 +78,11 @@ def widths(model: ModelConfig, tensor: int, sequence_parallel: bool, gathered: i
         products=(heads + 2 * own) * k + gate,
         gate=gate,
     )
-    return _latent_widths(attention, model.mla, gathered) if model.mla.kv_rank else attention
+    return (
+        _latent_widths(attention, model.mla, gathered)
+        if model.mla.kv_rank
+        else attention
+    )
 
 
 def _latent_widths(attention: Widths, mla: MlaConfig, gathered: int) -> Widths:
@@ -102,7 +110,9 @@ def linear_widths(model: ModelConfig, tensor: int, sequence_parallel: bool) -> W
     others = widths(replace(model, pattern=()), tensor, sequence_parallel)
     heads = sizes.value_heads // tensor
     values = heads * sizes.value_dim
-    projected = 2 * (sizes.key_heads * sizes.key_dim // tensor + values) + heads * sizes.gates
+    projected = (
+        2 * (sizes.key_heads * sizes.key_dim // tensor + values) + heads * sizes.gates
+    )
     latent = 2 * sizes.latent
     # what is made of latents is computed again
     made = projected - (values + heads * sizes.key_dim) * (latent > 0) + latent
@@ -164,7 +174,9 @@ def makes_attention_again(config: Config) -> bool:
 
 def gathered_ranks(config: Config) -> int:
     """Returns how many context ranks' keys and values latent attention makes of gathered latents."""
-    gathers = config.model.mla.kv_rank and config.parallel.context_strategy == "all_gather"
+    gathers = (
+        config.model.mla.kv_rank and config.parallel.context_strategy == "all_gather"
+    )
     return config.mesh.context if gathers else 1
 
 
@@ -178,7 +190,8 @@ def splits_kernel_calls(config: Config) -> bool:
 class Tuned(NamedTuple):
     """Counts of the activations kept for the gradients of a layer's weights."""
 
-    inputs: int = 2  # of attention's and the MLP's products, the residual stream as they take it
+    # Of attention's and the MLP's products, the residual stream as they take it
+    inputs: int = 2
     hidden: int = 1  # of the product out of the MLP
     ranks: int = 0  # columns of all products with LoRA's A
     # products whose adapters keep an input of their own: what was dropped of it, or rounded to float8
@@ -244,9 +257,12 @@ def residuals(
         return size * w.stream
     if remat in ("names", "selective"):
         return size * w.stream + sum(named(w, name, size) for name in names)
-    if remat == "dots":  # layer input, attention's output (and the MLP's); up (and gate); q, k, v
+    # Layer input, attention's output (and the MLP's); up (and gate); q, k, v
+    if remat == "dots":
         entered = w.full * (1 + model.post_norms)
-        return size * (w.stream + entered + w.matrices * w.hidden + w.products + tuned.ranks)
+        return size * (
+            w.stream + entered + w.matrices * w.hidden + w.products + tuned.ranks
+        )
     # twice: a norm's input, and its output, which the products take as it is or, with sequence parallelism, gather
     # again
     given = given or size
@@ -296,7 +312,9 @@ def kept(config: Config, remat: str) -> float:
 def offloaded(config: Config) -> float:
     """Bytes that one layer sends to the host of one microbatch, and has back for its backward."""
     names = config.parallel.remat_offload
-    return _bytes(config, "names", names) - _bytes(config, "names", ()) if names else 0.0
+    return (
+        _bytes(config, "names", names) - _bytes(config, "names", ()) if names else 0.0
+    )
 
 
 def _bytes(config: Config, remat: str, names: tuple[str, ...]) -> float:
@@ -362,12 +380,18 @@ def weight_grad_residuals(config: Config) -> float:
         width += w.query * (w.state > 0)
     elif parallel.remat != "none":
         names = parallel.names_kept
-        width += ("qkv" not in names) * w.full + (w.stream if "mlp_in" in names else w.full)
+        width += ("qkv" not in names) * w.full + (
+            w.stream if "mlp_in" in names else w.full
+        )
         if model.post_norms and "mlp_out" not in names:
             # what the norm behind the MLP takes is computed again before, from the hidden activations
             width += ("mlp_hidden" not in names) * w.hidden
         else:
-            width += ("mlp_in" not in names and "mlp_hidden" not in names) * w.matrices * w.hidden
+            width += (
+                ("mlp_in" not in names and "mlp_hidden" not in names)
+                * w.matrices
+                * w.hidden
+            )
         # the product out of attention takes what a gate has made of it
         again = ("qkv" not in names or w.latent > 0) and (w.gate > 0 or w.state > 0)
         width += ("attention" not in names or again) * w.out
@@ -391,7 +415,9 @@ def _work(config: Config, platform: str) -> float:
     how = kernel(config, platform) if not w.state else "rule"
     # what is gathered is also copied, from [rank, sequence] to [sequence]
     copies = 6 if config.parallel.sequence_parallel else 4
-    mlp = size * (2 * w.matrices * w.hidden + copies * w.full + 3 * w.stream + 3 * w.query)
+    mlp = size * (
+        2 * w.matrices * w.hidden + copies * w.full + 3 * w.stream + 3 * w.query
+    )
     scores = 0.0
     if how == "blocks":
         block = _block_of_scores(config, w)
@@ -417,7 +443,10 @@ def _work(config: Config, platform: str) -> float:
     # tensor parallelism these are under the MLP's own messages.
     both = config.parallel.context_strategy == "ring" and config.mesh.tensor == 1
     of_experts = experts.transient_bytes(config) if config.model.moe.experts else 0.0
-    return shapes.tokens(config) * (mlp + across if both else max(mlp, across)) + of_experts
+    return (
+        shapes.tokens(config) * (mlp + across if both else max(mlp, across))
+        + of_experts
+    )
 
 
 def _blocks_again(config: Config) -> int:

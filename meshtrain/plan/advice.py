@@ -27,7 +27,8 @@ from meshtrain.plan.estimate import Plan, estimate, estimate_by_formula
 from meshtrain.schedule.generators import legal_chunks
 from meshtrain.units import size
 
-HEAVY = 1.1  # times the bytes, at least, that a schedule holds of what the plain one would
+# Times the bytes, at least, that a schedule holds of what the plain one would
+HEAVY = 1.1
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,12 @@ def cheapest(over: Plan, count: int = 3) -> list[Change]:
         for settings, config in frontier.items():
             for more, changed in _neighbours(config, over.cluster):
                 path = tuple(
-                    sorted({**_settings_by_key(settings), **_settings_by_key(more)}.values())
+                    sorted(
+                        {
+                            **_settings_by_key(settings),
+                            **_settings_by_key(more),
+                        }.values()
+                    )
                 )
                 if path in following or path in fitting:
                     continue
@@ -69,12 +75,16 @@ def cheapest(over: Plan, count: int = 3) -> list[Change]:
         if len(fitting) >= count:
             break
         frontier = following
-    return sorted(fitting.values(), key=lambda c: (not _schedule_alone(c), c.seconds))[:count]
+    return sorted(fitting.values(), key=lambda c: (not _schedule_alone(c), c.seconds))[
+        :count
+    ]
 
 
 def _schedule_alone(change: Change) -> bool:
     keys = set(_settings_by_key(change.settings))
-    return "parallel.schedule" in keys and keys <= {f"parallel.{key}" for key in _SCHEDULE}
+    return "parallel.schedule" in keys and keys <= {
+        f"parallel.{key}" for key in _SCHEDULE
+    }
 
 
 def changes(planned: Plan) -> list[Change]:
@@ -101,7 +111,11 @@ def notes(planned: Plan) -> list[str]:
     """Sentences on what products in float8 gain, where there are any, and on what the schedule costs beside others, if
     it does.
     """
-    return [*_advise_float8(planned), *_advise_qk_clip(planned), *_advise_schedule(planned)]
+    return [
+        *_advise_float8(planned),
+        *_advise_qk_clip(planned),
+        *_advise_schedule(planned),
+    ]
 
 
 def _advise_qk_clip(planned: Plan) -> list[str]:
@@ -132,11 +146,11 @@ def _advise_float8(planned: Plan) -> list[str]:
             f"{sentence} XLA has no kernel for a scale of each block, so that products gain nothing."
         ]
     if config.model.moe.experts:
-        sentence += (
-            " Products of experts gain nothing: what is rounded is multiplied in precision.compute."
-        )
+        sentence += " Products of experts gain nothing: what is rounded is multiplied in precision.compute."
     if not planned.cluster.accelerator.peak.float8:
-        return [f"{sentence} {planned.cluster.accelerator.name} has no products in float8."]
+        return [
+            f"{sentence} {planned.cluster.accelerator.name} has no products in float8."
+        ]
     return [sentence]
 
 
@@ -166,7 +180,8 @@ def _heavy(planned: Plan) -> list[str]:
     ):
         return []
     other = estimate(
-        put(config, parallel={"schedule": plain[0], "virtual_stages": plain[1]}), planned.cluster
+        put(config, parallel={"schedule": plain[0], "virtual_stages": plain[1]}),
+        planned.cluster,
     )
     if planned.bytes < HEAVY * other.bytes:
         return []
@@ -214,12 +229,17 @@ def _settings_by_key(settings: tuple[str, ...]) -> dict[str, str]:
 _SCHEDULE = ("schedule", "virtual_stages", "layer_split")
 
 
-def _fastest_schedule(config: Config, cluster: Cluster) -> tuple[tuple[str, ...], Config] | None:
+def _fastest_schedule(
+    config: Config, cluster: Cluster
+) -> tuple[tuple[str, ...], Config] | None:
     """The fastest of the other schedules by formula, with its settings; if none fits, the one that holds least."""
     ranked = []
     layers = config.model.layers
     pipelined = config.mesh.pipeline
-    named = [*schedules(layers, config.mesh), *schedules_with_empty_ends(layers, config.mesh)]
+    named = [
+        *schedules(layers, config.mesh),
+        *schedules_with_empty_ends(layers, config.mesh),
+    ]
     if len(named) == 1:
         return None
     for schedule, chunks in named:
@@ -246,7 +266,9 @@ def _fastest_schedule(config: Config, cluster: Cluster) -> tuple[tuple[str, ...]
     ), fastest
 
 
-def _neighbours(config: Config, cluster: Cluster) -> Iterator[tuple[tuple[str, ...], Config]]:
+def _neighbours(
+    config: Config, cluster: Cluster
+) -> Iterator[tuple[tuple[str, ...], Config]]:
     """Configs one step away that tend to hold less, with the settings that lead there."""
     mesh = config.mesh
 
@@ -278,12 +300,16 @@ def _parallel_keys(config: Config) -> Iterator[dict[str, Any]]:
             yield {"zero_stage": stage}
         if parallel.zero_stage >= 2 and parallel.zero_hold:
             yield {"zero_hold": False}
-    unnamed = {name: () for name in ("remat_keep", "remat_offload") if getattr(parallel, name)}
+    unnamed = {
+        name: () for name in ("remat_keep", "remat_offload") if getattr(parallel, name)
+    }
     for remat in ("selective", "dots", "full"):
         if parallel.remat != remat:
             yield {"remat": remat, **unnamed}
     for name in parallel.remat_keep:
-        yield {"remat_keep": tuple(other for other in parallel.remat_keep if other != name)}
+        yield {
+            "remat_keep": tuple(other for other in parallel.remat_keep if other != name)
+        }
     if mesh.tensor > 1 and not parallel.sequence_parallel:
         yield {"sequence_parallel": True}
     for factor in (2, 4, 8):

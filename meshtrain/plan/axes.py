@@ -29,7 +29,8 @@ class AxisOnLinks:
     axis: str
     size: int
     apart: int
-    levels: tuple[tuple[str, int], ...]  # (name, blocks that meet there), the lowest first
+    # (name, blocks that meet there), the lowest first
+    levels: tuple[tuple[str, int], ...]
     sent: float  # bytes of a device in a step
     seconds: float  # of its collectives, one after the other
 
@@ -66,15 +67,16 @@ def faster_order(plan: Plan) -> tuple[tuple[str, ...], float] | None:
         for mesh in _orders(plan.config.mesh)
     )
     # What hides behind compute is worth less, so that those which promise most are planned as a whole.
-    promising = sorted(other for other in others if own[0] - other[0] > WORTH * plan.seconds)[
-        :TRIED
-    ]
+    promising = sorted(
+        other for other in others if own[0] - other[0] > WORTH * plan.seconds
+    )[:TRIED]
     plans = [
         estimate(replaced(plan.config, mesh={"order": order}), plan.cluster)
         for _, order in promising
     ]
     best, order = min(
-        ((other.seconds, other.config.mesh.order) for other in plans), default=(plan.seconds, ())
+        ((other.seconds, other.config.mesh.order) for other in plans),
+        default=(plan.seconds, ()),
     )
     saved = 1 - best / plan.seconds
     return (order, saved) if saved > WORTH else None

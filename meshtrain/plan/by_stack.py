@@ -47,7 +47,11 @@ RECENT = 64
 
 def stack_configs(config: Config) -> list[StackConfig]:
     """Returns the config of each stack; of a model with one stack the config itself."""
-    return [StackConfig(BLOCKS, config)] if is_uniform(config.model) else _known(config).stacks
+    return (
+        [StackConfig(BLOCKS, config)]
+        if is_uniform(config.model)
+        else _known(config).stacks
+    )
 
 
 def _known(config: Config) -> KnownConfig:
@@ -83,7 +87,9 @@ def _config_of(config: Config, stack: str) -> Config:
 
 
 @functools.lru_cache(maxsize=256)
-def _trainable(model: Any, lora: Any, trainable: tuple[str, ...], stack: str) -> tuple[str, ...]:
+def _trainable(
+    model: Any, lora: Any, trainable: tuple[str, ...], stack: str
+) -> tuple[str, ...]:
     """Returns train.trainable as names of the weights of a stack, and of those outside the layers."""
     names = [w.name for w in weights(model) if is_trained(w, lora, trainable)]
     here = {name: name.partition(".") for name in names}
@@ -97,7 +103,9 @@ def _trainable(model: Any, lora: Any, trainable: tuple[str, ...], stack: str) ->
 
 def averaged(
     function: Callable[..., Result],
-    count: Callable[[Stages, str], int] = lambda assigned, stack: assigned.slots.count(stack),
+    count: Callable[[Stages, str], int] = lambda assigned, stack: assigned.slots.count(
+        stack
+    ),
 ) -> Callable[..., Result]:
     """Returns a function of a config, and more, as the mean over a chunk's slots; `count`: so many of each stack."""
 
@@ -113,7 +121,9 @@ def averaged(
         assigned = stages(config)
         counts = [count(assigned, stack) for stack, _ in known.stacks]
         shares = [n / sum(counts) for n in counts]
-        result = _mean(shares, [function(one, *more, **named) for _, one in known.stacks])
+        result = _mean(
+            shares, [function(one, *more, **named) for _, one in known.stacks]
+        )
         if not (more or named):
             known.means[mean] = result
         return result
@@ -130,7 +140,8 @@ def _mean(shares: Sequence[float], values: Sequence[Any]) -> Any:
     first = values[0]
     if hasattr(first, "__dataclass_fields__") and not hasattr(first, "__add__"):
         fields = {
-            name: _mean(shares, [getattr(value, name) for value in values]) for name in vars(first)
+            name: _mean(shares, [getattr(value, name) for value in values])
+            for name in vars(first)
         }
         return dataclasses.replace(first, **fields)
     if isinstance(first, tuple):

@@ -36,14 +36,18 @@ def meshes(config: Config, devices: int) -> Iterator[dict[str, int]]:
     """Every mesh, by its sizes, that the model, the batch, its rows and the number of devices allow."""
     batch = config.train.global_batch_size
     pads = config.train.uneven_batch == "pad"
-    for context, tensor in itertools.product(contexts(config, devices), divisors(devices)):
+    for context, tensor in itertools.product(
+        contexts(config, devices), divisors(devices)
+    ):
         if config.model.heads % tensor or devices % (context * tensor):
             continue
         for stages in divisors(devices // context // tensor):
             data = devices // context // tensor // stages
             # A batch that so many data ranks do not divide is filled up for them; ranks without any row are not looked
             # at.
-            if stages <= config.model.layers and (batch % data == 0 or (pads and data <= batch)):
+            if stages <= config.model.layers and (
+                batch % data == 0 or (pads and data <= batch)
+            ):
                 for expert in expert_ranks(config, data, context):
                     yield {
                         "data": data,
@@ -79,7 +83,11 @@ def contexts(config: Config, devices: int) -> list[int]:
     """Ranks that a row may be split over: the config's own, and of long rows powers of two."""
     length = config.train.sequence_length
     own = config.mesh.context
-    powers = [1 << k for k in range((length // LEAST).bit_length())] if length > 2 * LEAST else [1]
+    powers = (
+        [1 << k for k in range((length // LEAST).bit_length())]
+        if length > 2 * LEAST
+        else [1]
+    )
     return [
         n
         for n in sorted({*powers, own})
@@ -99,7 +107,8 @@ def context_strategy(config: Config) -> tuple[str, str]:
             check(chosen := resolve(put(config, parallel={"context_strategy": name})))
             legal[name] = _layer_seconds(chosen, cluster)
     if not legal:
-        return "all_gather", "it takes what others do too"  # and what is wrong is said of it
+        # And what is wrong is said of it
+        return "all_gather", "it takes what others do too"
     best, *others = sorted(legal, key=lambda name: legal[name])
     why = f"a layer takes {duration(legal[best])} by the plan for {cluster.name}"
     why += "".join(f", {duration(legal[name])} with {name}" for name in others)
@@ -137,12 +146,16 @@ def schedule(config: Config) -> tuple[str, str]:
     words = list(_compare(plans, best, unpaired))
     why = f"by the plan for {cluster.name}"
     why += (
-        f", a step takes {', '.join(words)}" if words else ", which has nothing to compare it with"
+        f", a step takes {', '.join(words)}"
+        if words
+        else ", which has nothing to compare it with"
     )
     return best if best in pairs else plain, why
 
 
-def _compare(plans: dict[str, tuple[float, float]], best: str, unpaired: str) -> Iterator[str]:
+def _compare(
+    plans: dict[str, tuple[float, float]], best: str, unpaired: str
+) -> Iterator[str]:
     """Yields how the best of some schedules compares with each other one; `unpaired` names the one without pairs."""
     seconds, nbytes = plans[best]
     for name, (other, holds) in plans.items():
@@ -150,7 +163,9 @@ def _compare(plans: dict[str, tuple[float, float]], best: str, unpaired: str) ->
             # A share, since the seconds of a plan are those of its whole timeline.
             less = 1 - seconds / other
             more = (
-                f", which holds {size(holds)} in place of {size(nbytes)}" if holds > nbytes else ""
+                f", which holds {size(holds)} in place of {size(nbytes)}"
+                if holds > nbytes
+                else ""
             )
             without = f"with {name}" if SCHEDULES[name].paired else unpaired
             yield f"{abs(less):.1%} {'less' if less >= 0 else 'more'} than {without}{more}"
@@ -219,7 +234,8 @@ def _chunks(mesh: MeshConfig) -> Iterator[tuple[str, int]]:
         if mesh.splits_layers or not schedule.paired:
             several = range(1 if schedule.paired else 2, MOST_CHUNKS + 1)
             yield from (
-                (schedule.name, v) for v in ([schedule.chunks] if schedule.chunks else several)
+                (schedule.name, v)
+                for v in ([schedule.chunks] if schedule.chunks else several)
             )
 
 
@@ -306,11 +322,16 @@ def _remat_options(config: Config) -> list[dict[str, Any]]:
     ]
     for count in range(1, len(names) + 1):
         options += [
-            {"remat": "names", "remat_keep": kept} for kept in itertools.combinations(names, count)
+            {"remat": "names", "remat_keep": kept}
+            for kept in itertools.combinations(names, count)
         ]
     if config.mesh.pipeline == 1:
         options += [
-            {"remat": "names", "remat_keep": selective[:i], "remat_offload": selective[i:]}
+            {
+                "remat": "names",
+                "remat_keep": selective[:i],
+                "remat_offload": selective[i:],
+            }
             for i in range(len(selective))
         ]
     return options

@@ -65,9 +65,7 @@ GPUS: dict[str, dict[str, Any]] = {
 SMALLEST = 1024  # bytes: metrics and the gradient's norm are not worth a line
 CLUSTERS = {"a100": "a100-80"}  # of a target, where it has another name
 CUDNN = (9, 8, 0)  # of the described GPUs
-PACKAGES = (
-    f"jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12 ({install_command('compile')})"
-)
+PACKAGES = f"jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12 ({install_command('compile')})"
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,9 @@ class Compiled:
 
     @property
     def total_bytes(self) -> int:
-        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
+        return (
+            self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
+        )
 
     def sent(self) -> dict[str, float]:
         """Bytes that one device sends in a step, by mesh axis."""
@@ -184,9 +184,15 @@ def _batch(config: Config) -> dict[str, None]:
     if FAMILIES[config.model.family].images:
         images = config.data.images
         return dict.fromkeys(
-            (PATCHES, LABELS, *((OTHER_LABELS, MIX) if images.mixup or images.cutmix else ()))
+            (
+                PATCHES,
+                LABELS,
+                *((OTHER_LABELS, MIX) if images.mixup or images.cutmix else ()),
+            )
         )
-    packed = ("segments", "positions", "weights") if config.data.batching == "packed" else ()
+    packed = (
+        ("segments", "positions", "weights") if config.data.batching == "packed" else ()
+    )
     arrays = needed(config)
     return dict.fromkeys((TOKENS, LABELS, *packed, *arrays))
 
@@ -255,7 +261,11 @@ def comparison(plan: Plan, compiled: Compiled) -> list[tuple[str, float, float]]
     between = sum(item.nbytes for item in items if item.between_steps)
     rows = [
         ("state between steps (arguments)", between, float(compiled.argument_bytes)),
-        ("needed during the step (temporaries)", nbytes - between, float(compiled.temp_bytes)),
+        (
+            "needed during the step (temporaries)",
+            nbytes - between,
+            float(compiled.temp_bytes),
+        ),
         ("held in all", nbytes, float(compiled.total_bytes)),
     ]
     planned = traffic.by_axis(plan.transfers)

@@ -78,14 +78,16 @@ class FrameworkProfile:
     loss_passes: float = 3
     # tensor ranks gather the logits, and each takes the loss of the whole vocabulary
     whole_logits: bool = False
-    overlap_data: bool = False  # gradient reduction and weight gathers run beside compute
+    # Gradient reduction and weight gathers run beside compute
+    overlap_data: bool = False
     # collectives of tensor parallelism run beside the products they belong to
     overlap_tensor: bool = False
     # sums over tensor of the cotangents of a layer's inputs: one for each product that reads them by itself
     input_sums: int = 2
     # rows of the fullest device's experts, over the mean: of a balanced router
     imbalance: float = 1.1
-    overlap_expert: bool = False  # messages of experts travel beside another microbatch's products
+    # Messages of experts travel beside another microbatch's products
+    overlap_expert: bool = False
     # a row of several experts is sent to each node once, and there to each device once, by kernels that put it where
     # its experts take it (DeepEP, HybridEP)
     token_per_node: bool = False
@@ -96,7 +98,8 @@ class FrameworkProfile:
     bias_bytes: tuple[float, float] = (4.0, 4.0)
     # with sequence parallelism the inputs are gathered again for the weights' gradients, not kept whole
     regathers: bool = True
-    overlap_pipeline: bool = True  # messages between stages travel while the stages work on
+    # Messages between stages travel while the stages work on
+    overlap_pipeline: bool = True
     # tensor ranks send a share of a message each (Narayanan et al. 2021, section 4.1)
     scatter_messages: bool = False
     gradient_bytes: int = 4  # of one element, as summed over data
@@ -131,18 +134,24 @@ class Seconds:
 
     def __add__(self, other: "Seconds") -> "Seconds":
         return Seconds(
-            self.matmul + other.matmul, self.attention + other.attention, self.memory + other.memory
+            self.matmul + other.matmul,
+            self.attention + other.attention,
+            self.memory + other.memory,
         )
 
     def __mul__(self, factor: float) -> "Seconds":
-        return Seconds(self.matmul * factor, self.attention * factor, self.memory * factor)
+        return Seconds(
+            self.matmul * factor, self.attention * factor, self.memory * factor
+        )
 
     @property
     def total(self) -> float:
         return self.matmul + self.attention + self.memory
 
 
-def product(accelerator: Accelerator, dtype: str, m: float, k: float, n: float) -> float:
+def product(
+    accelerator: Accelerator, dtype: str, m: float, k: float, n: float
+) -> float:
     """Seconds of one matrix product: by the roofline (Williams et al. 2009), with a rate that falls with every short
     side.
     """
@@ -165,7 +174,8 @@ class Layer:
     residual: Seconds  # the sum with attention's output
     mlp_in: Seconds  # the products into the MLP
     mlp_hidden: Seconds  # its activation alone
-    mlp_out: Seconds  # product and sum, which no backward needs but that of a norm behind them
+    # Product and sum, which no backward needs but that of a norm behind them
+    mlp_out: Seconds
     dispatched: Seconds = Seconds()  # rows to the slots of their experts
 
     @functools.cached_property
@@ -192,7 +202,9 @@ class LayerShape(NamedTuple):
     gathered: int = 1  # context ranks of whose latents keys and values are made here
 
 
-def head_products(model: ModelConfig, tensor: int, gathered: int = 1) -> list[tuple[int, int]]:
+def head_products(
+    model: ModelConfig, tensor: int, gathered: int = 1
+) -> list[tuple[int, int]]:
     """Returns the inputs and outputs of a layer's products into heads, on a tensor rank; of latents of several context
     ranks, which are as many rows more, as many outputs more.
     """
@@ -210,7 +222,9 @@ def head_products(model: ModelConfig, tensor: int, gathered: int = 1) -> list[tu
 
 @functools.lru_cache(maxsize=65536)
 def layer(
-    shape: LayerShape, accelerator: Accelerator, profile: FrameworkProfile = DEFAULT_PROFILE
+    shape: LayerShape,
+    accelerator: Accelerator,
+    profile: FrameworkProfile = DEFAULT_PROFILE,
 ) -> Layer:
     """Returns the time of one layer forward on one device."""
     model = shape.model
@@ -224,7 +238,9 @@ def layer(
     gated = family.gated
 
     products = partial(_products, accelerator, dtype)
-    passes = lambda elements: Seconds(memory=size * n * elements / accelerator.memory_rate)
+    passes = lambda elements: Seconds(
+        memory=size * n * elements / accelerator.memory_rate
+    )
     # Passes over the residual stream: two for a norm, three for a sum; over the inner activations: rotation of q and k,
     # the MLP's own. Kernel by kernel an RMSNorm, a rotation and a gate are many passes; LayerNorm and GELU are one
     # kernel anywhere. Without sequence parallelism every tensor rank has the whole stream.
@@ -243,8 +259,12 @@ def layer(
     )
 
 
-def _products(accelerator: Accelerator, dtype: str, *dots: tuple[int, int, int]) -> Seconds:
-    return Seconds(matmul=sum(product(accelerator, dtype, *dot) for dot in dots if all(dot)))
+def _products(
+    accelerator: Accelerator, dtype: str, *dots: tuple[int, int, int]
+) -> Seconds:
+    return Seconds(
+        matmul=sum(product(accelerator, dtype, *dot) for dot in dots if all(dot))
+    )
 
 
 def _attention_mixer(
@@ -262,10 +282,15 @@ def _attention_mixer(
     # what attention gives is read, with its gate, and written
     gated = family.gated_attention
     moved = rotation * (heads + groups) * k * model.rope_share + 3 * gated * heads * k
-    passes = Seconds(memory=shapes.itemsize(shape.dtype) * n * moved / accelerator.memory_rate)
+    passes = Seconds(
+        memory=shapes.itemsize(shape.dtype) * n * moved / accelerator.memory_rate
+    )
     return {
         "qkv": products(
-            *((n, *sides) for sides in head_products(model, shape.tensor, shape.gathered)),
+            *(
+                (n, *sides)
+                for sides in head_products(model, shape.tensor, shape.gathered)
+            ),
             *[(n, model.d_model, heads * k)] * gated,
         )
         + passes,
@@ -297,7 +322,12 @@ def _linear_mixer(
     heads = sizes.value_heads // shape.tensor
     values = heads * sizes.value_dim
     columns = sizes.value_dim + (shape.context > 1) * sizes.key_dim
-    moved = 4 * heads * n * shapes.rule_numbers(RULE_MOVES[sizes.kind], sizes, columns, columns)
+    moved = (
+        4
+        * heads
+        * n
+        * shapes.rule_numbers(RULE_MOVES[sizes.kind], sizes, columns, columns)
+    )
     products = partial(_products, accelerator, shape.dtype)
     rows = shapes.itemsize(shape.dtype) * n * 3 * values
     gates = [(n, d, values), (n, d, heads * sizes.gates)]
@@ -308,10 +338,13 @@ def _linear_mixer(
         ]
     return {
         "qkv": products(
-            (n, d, 2 * (sizes.key_heads // shape.tensor * sizes.key_dim)), (n, d, values), *gates
+            (n, d, 2 * (sizes.key_heads // shape.tensor * sizes.key_dim)),
+            (n, d, values),
+            *gates,
         ),
         "attention": Seconds(
-            attention=moved / accelerator.memory_rate, memory=rows / accelerator.memory_rate
+            attention=moved / accelerator.memory_rate,
+            memory=rows / accelerator.memory_rate,
         ),
         "attention_out": products((n, values, d)),
     }
@@ -328,10 +361,14 @@ def _merged_attention(
     scores = n * heads * shapes.seen(model, shape.length)
     causal = FAMILIES[model.family].causal
     width = multiplied_width(model, accelerator.platform)
-    seconds = attention(accelerator, shape.dtype, width, length, scores, profile, causal)
+    seconds = attention(
+        accelerator, shape.dtype, width, length, scores, profile, causal
+    )
     if length < shape.length:
         k = model.value_width
-        seconds += Seconds(memory=MERGED * n * heads * k * shape.context / accelerator.memory_rate)
+        seconds += Seconds(
+            memory=MERGED * n * heads * k * shape.context / accelerator.memory_rate
+        )
     return seconds
 
 
@@ -387,9 +424,15 @@ def trained_share(config: Config) -> float:
 
 
 @functools.lru_cache(maxsize=64)
-def _trained_share(model: ModelConfig, lora: LoraConfig, trainable: tuple[str, ...]) -> float:
-    matrices = [weight for weight in weights(model) if weight.stacked and weight.decayed]
-    trained = sum(shapes.active_size(model, w) for w in matrices if is_trained(w, lora, trainable))
+def _trained_share(
+    model: ModelConfig, lora: LoraConfig, trainable: tuple[str, ...]
+) -> float:
+    matrices = [
+        weight for weight in weights(model) if weight.stacked and weight.decayed
+    ]
+    trained = sum(
+        shapes.active_size(model, w) for w in matrices if is_trained(w, lora, trainable)
+    )
     return trained / sum(shapes.active_size(model, w) for w in matrices)
 
 
@@ -406,7 +449,9 @@ def adapters(config: Config, accelerator: Accelerator) -> Seconds:
         width = math.prod(sides) / split
         rank = config.lora.rank
         shape = (n, width, rank) if weight.bound else (n, rank, width)
-        seconds += Seconds(matmul=product(accelerator, config.precision.compute, *shape))
+        seconds += Seconds(
+            matmul=product(accelerator, config.precision.compute, *shape)
+        )
     return seconds
 
 
@@ -426,11 +471,15 @@ def layer_backward(
     if kernel := profile.kernel:
         slowed, slowed_backward = kernel.slowed(accelerator, length)
         attention = 2.5 * slowed_backward / slowed
-    return Seconds((1 + share) * forward.matmul, attention * forward.attention, 2 * forward.memory)
+    return Seconds(
+        (1 + share) * forward.matmul, attention * forward.attention, 2 * forward.memory
+    )
 
 
 def weight_passes(
-    config: Config, accelerator: Accelerator, profile: FrameworkProfile = DEFAULT_PROFILE
+    config: Config,
+    accelerator: Accelerator,
+    profile: FrameworkProfile = DEFAULT_PROFILE,
 ) -> Seconds:
     """Passes over memory of one microbatch for the weights and gradients of one layer, beside its products.
 
@@ -456,7 +505,9 @@ def recomputed(
         products, attention, memory = profile.recomputes
         forward = layer.forward
         return Seconds(
-            products * forward.matmul, attention * forward.attention, memory * forward.memory
+            products * forward.matmul,
+            attention * forward.attention,
+            memory * forward.memory,
         )
     parallel = config.parallel
     if parallel.remat == "none":
@@ -522,7 +573,9 @@ def head_forward(
 ) -> Seconds:
     """Final norm, logits and cross-entropy alone: the logits are written and read once."""
     rows = -(-model.vocab_size // degree)
-    moved = 2 * 4.0 * tokens * rows + 4 * shapes.itemsize(dtype) * tokens * model.d_model
+    moved = (
+        2 * 4.0 * tokens * rows + 4 * shapes.itemsize(dtype) * tokens * model.d_model
+    )
     return Seconds(
         product(accelerator, dtype, tokens, model.d_model, rows),
         0.0,
@@ -542,13 +595,21 @@ def optimizer(
     of the shards, and gathered weights the other way: it reads and writes all once in float32, and once in the compute
     dtype.
     """
-    moved = 4 * (3 * elements + 2 * shapes.optimizer_state(config, stages(config).on_device))
+    moved = 4 * (
+        3 * elements + 2 * shapes.optimizer_state(config, stages(config).on_device)
+    )
     own_program = profile.compiled and accelerator.platform == "gpu"
     gathered_at_once = (
-        config.mesh.shards > 1 and config.parallel.zero_stage and not gathers_at_use(config)
+        config.mesh.shards > 1
+        and config.parallel.zero_stage
+        and not gathers_at_use(config)
     )
     if own_program and gathered_at_once:
         resident = shapes.trained(config)
-        elements_gathered = resident.block.full * stages(config).on_device + resident.outer.full
-        moved += (4 + 8 + 2 * shapes.itemsize(config.precision.compute)) * elements_gathered
+        elements_gathered = (
+            resident.block.full * stages(config).on_device + resident.outer.full
+        )
+        moved += (
+            4 + 8 + 2 * shapes.itemsize(config.precision.compute)
+        ) * elements_gathered
     return moved / accelerator.memory_rate

@@ -77,7 +77,11 @@ def _exchange(config: Config) -> ContextExchange:
         )
     if activations.gathered_ranks(config) > 1:
         latents = n * size * tokens * (config.model.mla.kv_rank + config.model.mla.rope)
-        again = parallel.remat != "none" or gathers_at_use(config) or parallel.sequence_parallel
+        again = (
+            parallel.remat != "none"
+            or gathers_at_use(config)
+            or parallel.sequence_parallel
+        )
         return ContextExchange(
             "latents gathered",
             ALL_GATHER,
@@ -124,7 +128,12 @@ def _document_transfers(config: Config) -> list[Moment]:
         return []
     n = config.mesh.context
     nbytes = n * FLOAT32 * shapes.tokens(config)
-    return [("forward", Transfer(CONTEXT, ALL_GATHER, "documents' ids gathered", nbytes, 1, n))]
+    return [
+        (
+            "forward",
+            Transfer(CONTEXT, ALL_GATHER, "documents' ids gathered", nbytes, 1, n),
+        )
+    ]
 
 
 def _linear_transfers(config: Config) -> list[Moment]:
@@ -149,15 +158,25 @@ def _linear_transfers(config: Config) -> list[Moment]:
     exchange = partial(transfer, kind=ALL_GATHER, nbytes=n * maps)
     if n > MOST_GATHERED:
         doublings = math.ceil(math.log2(2 * n))
-        exchange = partial(transfer, kind=PERMUTE, nbytes=maps / 2, count=2 * doublings + 1)
+        exchange = partial(
+            transfer, kind=PERMUTE, nbytes=maps / 2, count=2 * doublings + 1
+        )
     return [
         transfer("forward", PERMUTE, "last tokens of pieces sent on", tail + ids, sent),
         exchange("forward", what="maps of states exchanged"),
-        transfer("backward", PERMUTE, "last tokens of pieces sent again", tail + ids, sent * again),
+        transfer(
+            "backward",
+            PERMUTE,
+            "last tokens of pieces sent again",
+            tail + ids,
+            sent * again,
+        ),
         *[exchange("backward", what="maps of states exchanged again")]
         * activations.makes_attention_again(config),
         exchange("backward", what="maps of cotangents exchanged"),
-        transfer("backward", PERMUTE, "cotangents of last tokens sent back", tail, sent),
+        transfer(
+            "backward", PERMUTE, "cotangents of last tokens sent back", tail, sent
+        ),
     ]
 
 
@@ -169,7 +188,10 @@ def context_seconds(
     """
     n = config.mesh.context
     waits = layer_waits(config, cluster, context_transfers(config))
-    if config.parallel.context_strategy != "ring" or cluster.accelerator.platform == "cpu":
+    if (
+        config.parallel.context_strategy != "ring"
+        or cluster.accelerator.platform == "cpu"
+    ):
         return waits
     # Behind the last step of the forward no message is under way.
     return max(0.0, waits[0] - (n - 1) / n * forward), max(0.0, waits[1] - backward)

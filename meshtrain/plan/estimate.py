@@ -112,12 +112,18 @@ class Plan(Shown):
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation (PaLM, appendix B)."""
-        return self.flops_per_device / self.cluster.accelerator.flops(self.config.precision.compute)
+        return self.flops_per_device / self.cluster.accelerator.flops(
+            self.config.precision.compute
+        )
 
     @property
     def mfu_by_half(self) -> float:
         """Model FLOPs utilisation where only the scores that a causal mask leaves are counted."""
-        return self.mfu * shapes.half_model_flops(self.config) / shapes.model_flops(self.config)
+        return (
+            self.mfu
+            * shapes.half_model_flops(self.config)
+            / shapes.model_flops(self.config)
+        )
 
     @property
     def tokens_per_second_per_device(self) -> float:
@@ -148,7 +154,10 @@ class Plan(Shown):
                 "products": self.cluster.accelerator.efficiency.matmul,
                 "evidence": evidence(self.cluster.accelerator),
             },
-            "per_device_bytes": {**{k: int(v) for k, v in held.items()}, "total": int(self.bytes)},
+            "per_device_bytes": {
+                **{k: int(v) for k, v in held.items()},
+                "total": int(self.bytes),
+            },
             "memory_items": {item.name: int(item.nbytes) for item in self.memory},
             "usable_bytes": int(self.cluster.accelerator.usable_bytes),
             "fits": self.fits,
@@ -186,7 +195,9 @@ class Plan(Shown):
             "draw_seconds": self.time.draw,
             "train_seconds": self.time.train,
             "drawn_tokens_per_second": self.drawn_per_second,
-            "received_bytes": int(sum(t.sent for t in rollouts.synchronisation(self.config))),
+            "received_bytes": int(
+                sum(t.sent for t in rollouts.synchronisation(self.config))
+            ),
             "weights_bytes": int(rollouts.weights_bytes(self.config)),
             "cache_bytes": int(rollouts.cache_bytes(self.config)),
             "total_bytes": int(memory.total(memory.drawing(self.config))),
@@ -222,7 +233,9 @@ def large_enough(cluster: Cluster, config: Config) -> Cluster:
     return cluster
 
 
-def estimate(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE) -> Plan:
+def estimate(
+    config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE
+) -> Plan:
     """The plan of a checked config. The pipeline's time is simulated from its table."""
     costs = microbatch_costs(config, cluster, profile)
     facts = pipeline.facts(config)
@@ -237,7 +250,9 @@ def estimate(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAU
     bubble = 0.0
     hidden = hidden_seconds(config, cluster, costs) if profile.compiled else 0.0
     if runs_table(config):
-        *sent, head = chunk_seconds(config, cluster) if profile.compiled else (0.0, 0.0, 0.0)
+        *sent, head = (
+            chunk_seconds(config, cluster) if profile.compiled else (0.0, 0.0, 0.0)
+        )
         timeline = pipeline.timeline(config, costs, profile, sent=sent)
         seconds = timeline.makespan
         clocks = timeline.table.clocks
@@ -248,15 +263,23 @@ def estimate(config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAU
             waits = seconds
             seconds = pipeline.timeline(config, costs, profile).makespan
             counts = (timeline.table.sends >= 0).sum(axis=1).tolist()
-            hidden = sent[0] * counts[0] + sent[1] * counts[1] + head - (waits - seconds)
+            hidden = (
+                sent[0] * counts[0] + sent[1] * counts[1] + head - (waits - seconds)
+            )
     time = _step_time(config, cluster, costs, seconds, profile)
     time = replace(time, data=time.data - hidden)
-    time = replace(time, stragglers=straggling(cluster, config.mesh.devices) * time.work)
+    time = replace(
+        time, stragglers=straggling(cluster, config.mesh.devices) * time.work
+    )
     time = replace(time, evaluation=evaluation_seconds(config, cluster, costs))
     time = replace(
-        time, checkpoint=checkpoint_seconds(config, cluster, memory.saved(items), time.total)
+        time,
+        checkpoint=checkpoint_seconds(config, cluster, memory.saved(items), time.total),
     )
-    iterations = pipeline.iterations(config, skips), pipeline.reference_iterations(config, skips)
+    iterations = (
+        pipeline.iterations(config, skips),
+        pipeline.reference_iterations(config, skips),
+    )
     return Plan(
         config=config,
         cluster=cluster,
@@ -279,7 +302,9 @@ def estimate_by_formula(config: Config, cluster: Cluster) -> tuple[float, float]
     """
     facts = pipeline.facts(config)
     costs = microbatch_costs(config, cluster)
-    seconds = pipeline.quick(config, facts, costs) - hidden_seconds(config, cluster, costs)
+    seconds = pipeline.quick(config, facts, costs) - hidden_seconds(
+        config, cluster, costs
+    )
     nbytes = memory.total(memory.held(config, facts, cluster.accelerator.platform))
     return seconds + sum(outside_seconds(config, cluster)), nbytes
 
@@ -303,7 +328,9 @@ def outside_seconds(
     data += orthogonal.transfer_seconds(config, cluster)
     optimizer += orthogonal.product_seconds(config, device)
     copied = (
-        2 * 4 * shapes.optimizer_state(config, layers) if config.parallel.offload_optimizer else 0
+        2 * 4 * shapes.optimizer_state(config, layers)
+        if config.parallel.offload_optimizer
+        else 0
     )
     host = copied / (cluster.host_bandwidth * 1e9)
     return data, optimizer, host, *rollouts.seconds(config, cluster)
@@ -351,7 +378,9 @@ def _step_time(
     )
 
 
-def evaluation_seconds(config: Config, cluster: Cluster, costs: MicrobatchCosts) -> float:
+def evaluation_seconds(
+    config: Config, cluster: Cluster, costs: MicrobatchCosts
+) -> float:
     """Seconds a step of the evaluations between steps: forwards of their batches."""
     if not config.eval.every:
         return 0.0
@@ -369,7 +398,9 @@ def straggling(cluster: Cluster, devices: int) -> float:
     """The share of its work that a host waits for the slowest: of n whose times scatter as a normal distribution with
     deviation `SCATTER` the largest lies sqrt(2 ln n) deviations above the mean (Cramér 1946, section 28.6).
     """
-    return SCATTER * math.sqrt(2 * math.log(math.ceil(devices / cluster.devices_per_node)))
+    return SCATTER * math.sqrt(
+        2 * math.log(math.ceil(devices / cluster.devices_per_node))
+    )
 
 
 def save_seconds(cluster: Cluster, devices: int, nbytes: float) -> tuple[float, float]:
@@ -385,7 +416,9 @@ def save_seconds(cluster: Cluster, devices: int, nbytes: float) -> tuple[float, 
     return stop + nbytes / (cluster.host_bandwidth * 1e9), max(node, store)
 
 
-def checkpoint_seconds(config: Config, cluster: Cluster, nbytes: float, step: float) -> float:
+def checkpoint_seconds(
+    config: Config, cluster: Cluster, nbytes: float, step: float
+) -> float:
     """Seconds a step for which checkpoints stop training: the copy to the host, and what of the write before is not
     done when the next one is due (`step` seconds a step).
     """

@@ -39,7 +39,8 @@ class ExpertRows:
     """Rows of one microbatch in one layer on one device."""
 
     here: int  # that this device's tokens send: one for each expert of each
-    sent: int  # of the arrays that travel: of all_gather one for each token, of all ranks
+    # Of the arrays that travel: of all_gather one for each token, of all ranks
+    sent: int
     room: int  # for which there is room, of all ranks
     slots: int  # with the zeros that fill blocks up
 
@@ -55,14 +56,18 @@ def rows(config: Config) -> ExpertRows:
     room = expert_room(experts, ranks // nodes, local, tokens, moe.top_k, nodes)
     sent = room if experts.dispatch == "all_to_all" else ranks * tokens
     return ExpertRows(
-        tokens * moe.top_k, sent, room, round_up(room + local * (EXPERT_BLOCK - 1), EXPERT_BLOCK)
+        tokens * moe.top_k,
+        sent,
+        room,
+        round_up(room + local * (EXPERT_BLOCK - 1), EXPERT_BLOCK),
     )
 
 
 def width(config: Config) -> int:
     """Returns the columns of an expert on one device."""
     return math.ceil(
-        config.model.expert_width / (1 if TENSOR in expert_axes(config) else config.mesh.tensor)
+        config.model.expert_width
+        / (1 if TENSOR in expert_axes(config) else config.mesh.tensor)
     )
 
 
@@ -70,10 +75,14 @@ def _tokens(config: Config) -> int:
     """Returns the tokens that a device's router is given: where experts lie over tensor too, its part of each
     sequence.
     """
-    return shapes.tokens(config) // (config.mesh.tensor if TENSOR in expert_axes(config) else 1)
+    return shapes.tokens(config) // (
+        config.mesh.tensor if TENSOR in expert_axes(config) else 1
+    )
 
 
-def add_experts(config: Config, layer: Layer, cluster: Cluster, profile: FrameworkProfile) -> Layer:
+def add_experts(
+    config: Config, layer: Layer, cluster: Cluster, profile: FrameworkProfile
+) -> Layer:
     """Returns the layer with the time of its router and its experts: `profile.imbalance` says how many more rows than
     the mean the fullest device has.
     """
@@ -101,7 +110,8 @@ def add_experts(config: Config, layer: Layer, cluster: Cluster, profile: Framewo
     if config.mesh.expert > 1 and config.parallel.experts.dispatch == "all_to_all":
         copies = 0 if profile.token_per_node else 2
     biases = [
-        FAMILIES[config.model.family].biased_experts * nbytes / 2 for nbytes in profile.bias_bytes
+        FAMILIES[config.model.family].biased_experts * nbytes / 2
+        for nbytes in profile.bias_bytes
     ]
     return dataclasses.replace(
         layer,
@@ -113,7 +123,9 @@ def add_experts(config: Config, layer: Layer, cluster: Cluster, profile: Framewo
         mlp_hidden=layer.mlp_hidden + passes(4 * touched * f),
         mlp_out=layer.mlp_out
         + Seconds(matmul=local * product(device, dtype, each, f, d))
-        + passes((max(0, 2 * copies - 1) * touched + tokens) * d + biases[1] * touched * d),
+        + passes(
+            (max(0, 2 * copies - 1) * touched + tokens) * d + biases[1] * touched * d
+        ),
     )
 
 
@@ -128,7 +140,9 @@ def own_passes(config: Config, cluster: Cluster) -> tuple[Seconds, Seconds]:
     f = width(config)
     slots = rows(config).slots
     local = config.model.moe.experts // expert_ranks(config)
-    second = shapes.itemsize(config.precision.compute) * d / cluster.accelerator.memory_rate
+    second = (
+        shapes.itemsize(config.precision.compute) * d / cluster.accelerator.memory_rate
+    )
     sent = config.mesh.expert > 1 and config.parallel.experts.dispatch == "all_to_all"
     less = (7 if sent else 3) * slots
     if config.precision.matmul == "float8" or not lie_side_by_side(slots, local, f):
@@ -147,7 +161,11 @@ def kept(config: Config, remat: str, names: tuple[str, ...], taken: float) -> fl
     f = width(config)
     slots = rows(config).slots
     size = shapes.itemsize(config.precision.compute)
-    by_name = {"dispatched": slots * d, "mlp_in": 2 * slots * f, "mlp_hidden": slots * f}
+    by_name = {
+        "dispatched": slots * d,
+        "mlp_in": 2 * slots * f,
+        "mlp_hidden": slots * f,
+    }
     if remat == "full":
         return 0.0
     if remat in ("names", "selective"):
@@ -187,7 +205,11 @@ class _Hop(NamedTuple):
 def expert_transfers(config: Config) -> list[Moment]:
     """Collectives over the axis `expert` of a chunk's layers, in one pass."""
     spread = config.mesh.expert > 1 and config.model.moe.experts
-    return [entry for hop in _hops(config) for entry in _transfers(config, hop)] if spread else []
+    return (
+        [entry for hop in _hops(config) for entry in _transfers(config, hop)]
+        if spread
+        else []
+    )
 
 
 def _hops(config: Config) -> list[_Hop]:
@@ -200,9 +222,13 @@ def _hops(config: Config) -> list[_Hop]:
     within, between = _node_legs(config, ranks // nodes)
     if config.parallel.experts.dispatch == "all_gather":
         nbytes = r.sent * number
-        return [_Hop(ALL_GATHER, REDUCE_SCATTER, "", nbytes, r.sent * top_k, ranks, within)]
+        return [
+            _Hop(ALL_GATHER, REDUCE_SCATTER, "", nbytes, r.sent * top_k, ranks, within)
+        ]
     where = " within nodes" if nodes > 1 else ""
-    last = _Hop(ALL_TO_ALL, ALL_TO_ALL, where, r.sent * number, r.sent, ranks // nodes, within)
+    last = _Hop(
+        ALL_TO_ALL, ALL_TO_ALL, where, r.sent * number, r.sent, ranks // nodes, within
+    )
     if nodes == 1:
         return [last]
     gathered = nodes * _tokens(config)
@@ -231,7 +257,9 @@ def _transfers(config: Config, hop: _Hop) -> Iterator[Moment]:
 
     def transfer(moment: str, kind: str, what: str, nbytes: float) -> Moment:
         what += hop.where
-        return moment, Transfer(EXPERT, kind, what, nbytes, layers, hop.size, legs=hop.legs)
+        return moment, Transfer(
+            EXPERT, kind, what, nbytes, layers, hop.size, legs=hop.legs
+        )
 
     yield transfer("forward", hop.out, "rows to their experts", data)
     yield transfer("forward", hop.out, "choices and weights to them", choices * CHOICE)
@@ -239,10 +267,14 @@ def _transfers(config: Config, hop: _Hop) -> Iterator[Moment]:
     if config.parallel.remat != "none":
         if "dispatched" not in config.parallel.names_kept:
             yield transfer("backward", hop.out, "rows to their experts again", data)
-        yield transfer("backward", hop.out, "choices and weights again", choices * CHOICE)
+        yield transfer(
+            "backward", hop.out, "choices and weights again", choices * CHOICE
+        )
     yield transfer("backward", hop.out, "cotangents of outputs to the experts", data)
     yield transfer("backward", hop.back, "cotangents of rows back", data)
-    yield transfer("backward", hop.back, "cotangents of weights back", choices * FLOAT32)
+    yield transfer(
+        "backward", hop.back, "cotangents of weights back", choices * FLOAT32
+    )
 
 
 def expert_seconds(
@@ -250,7 +282,9 @@ def expert_seconds(
 ) -> tuple[float, float]:
     """Returns the seconds, forward and backward, that one layer waits for its messages over `expert`."""
     seconds = partial(_once_a_node, config, cluster) if profile.token_per_node else None
-    exposed = cluster.accelerator.efficiency.exposed_tensor if profile.overlap_expert else 1.0
+    exposed = (
+        cluster.accelerator.efficiency.exposed_tensor if profile.overlap_expert else 1.0
+    )
     forward, backward = layer_waits(config, cluster, expert_transfers(config), seconds)
     return exposed * forward, exposed * backward
 

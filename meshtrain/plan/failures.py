@@ -55,7 +55,9 @@ def best_interval(copy: float, write: float, between: float) -> float:
     return max(daly(copy, between), min(write, between))
 
 
-def advised_interval(copy: float, write: float, restart: float, between: float) -> float:
+def advised_interval(
+    copy: float, write: float, restart: float, between: float
+) -> float:
     """The longest interval, to a twentieth, that leaves `GIVEN_UP` less for training than the best, or more; beyond the
     best an hour at most, since few devices fail seldom and nobody likes to lose a day.
     """
@@ -124,7 +126,8 @@ class FailureCosts:
     lost: float  # by a failure at the advised interval, restart not counted
     goodput: float  # at the advised interval; evaluations do not count
     configured_goodput: float | None  # at checkpoint.every; none when that is 0
-    spares: int  # further nodes with which the job is 99% sure to have its devices for a day without repairs
+    # Further nodes with which the job is 99% sure to have its devices for a day without repairs
+    spares: int
 
 
 def faults(plan: Plan) -> FailureCosts:
@@ -149,10 +152,14 @@ def faults(plan: Plan) -> FailureCosts:
         write=write,
         interval=interval,
         interval_steps=steps,
-        bytes_a_day=saved * devices * DAY / (max(steps * step, write) + copy) if steps else 0.0,
+        bytes_a_day=saved * devices * DAY / (max(steps * step, write) + copy)
+        if steps
+        else 0.0,
         lost=lost(steps * step, copy, between, write) if steps else 0.0,
-        goodput=trained * (goodput(steps * step, copy, restart, between, write) if steps else 1.0),
-        configured_goodput=trained * goodput(every * step, copy, restart, between, write)
+        goodput=trained
+        * (goodput(steps * step, copy, restart, between, write) if steps else 1.0),
+        configured_goodput=trained
+        * goodput(every * step, copy, restart, between, write)
         if every
         else None,
         spares=spares(cluster, devices, hours=24.0),

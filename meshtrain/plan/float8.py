@@ -67,7 +67,8 @@ def differences(
         *[(f, d)] * (f > 0),
     ]
     gain = sum(
-        product(device, dtype, recipe, n, *dot) - compute.product(device, dtype, n, *dot)
+        product(device, dtype, recipe, n, *dot)
+        - compute.product(device, dtype, n, *dot)
         for dot in dots
     )
     inputs = n * (2 * d + model.mla.q_rank + model.mla.kv_rank + out + f)
@@ -89,7 +90,9 @@ def differences(
         backward += trained * transposed * (inputs + outputs)
     of_experts = _expert_bytes(config, part, profile)
     return Differences(
-        Seconds(part * gain, 0.0, (part * forward + of_experts[0]) / device.memory_rate),
+        Seconds(
+            part * gain, 0.0, (part * forward + of_experts[0]) / device.memory_rate
+        ),
         Seconds(
             part * gain * (1 + trained * in_float8),
             0.0,
@@ -98,7 +101,9 @@ def differences(
     )
 
 
-def product(device: Accelerator, dtype: str, recipe: str, m: float, k: float, n: float) -> float:
+def product(
+    device: Accelerator, dtype: str, recipe: str, m: float, k: float, n: float
+) -> float:
     """Returns the seconds of a product of rounded operands.
 
     The largest reach the share of the peak that 16-bit ones do; what a short side costs is time, not a share of the
@@ -108,9 +113,13 @@ def product(device: Accelerator, dtype: str, recipe: str, m: float, k: float, n:
         return compute.product(device, dtype, m, k, n)
     efficiency = device.efficiency
     flops = device.peak.float8 * 1e12
-    slowed = 1 + efficiency.half_size * flops / device.flops(dtype) * (1 / m + 1 / k + 1 / n)
+    slowed = 1 + efficiency.half_size * flops / device.flops(dtype) * (
+        1 / m + 1 / k + 1 / n
+    )
     worked = 2 * m * k * n / (flops * efficiency.matmul) * slowed
-    return max(worked, (m * k + k * n + shapes.itemsize(dtype) * m * n) / device.memory_rate)
+    return max(
+        worked, (m * k + k * n + shapes.itemsize(dtype) * m * n) / device.memory_rate
+    )
 
 
 def rounds_once(config: Config, profile: FrameworkProfile = DEFAULT_PROFILE) -> bool:
@@ -146,7 +155,9 @@ def held_once(config: Config) -> tuple[float, float]:
     nbytes = 0.0
     elements = 0.0
     for weight in _once(config):
-        forms = {groups_of(unsharded(weight), recipe, turned) for turned in (False, True)}
+        forms = {
+            groups_of(unsharded(weight), recipe, turned) for turned in (False, True)
+        }
         size = weight.on_rank() if at_use else weight.on_device()
         scales = _scales(config, weight, weight.zero_degree if at_use else 1)
         nbytes += len(forms) * (size + 4 * scales)
@@ -163,7 +174,8 @@ def once_bytes(config: Config) -> float:
     turns = 3 * (config.precision.float8_recipe == "rowwise")
     at_use = gathers_at_use(config)
     return sum(
-        (2 * size + 1) * p.on_rank() + turns * (p.on_rank() if at_use else p.on_device())
+        (2 * size + 1) * p.on_rank()
+        + turns * (p.on_rank() if at_use else p.on_device())
         for p in _once(config)
     )
 
@@ -210,8 +222,14 @@ def entering_size(config: Config) -> float:
     precision = config.precision
     if not precision.float8_gather:
         return shapes.itemsize(precision.compute)
-    scales = {"rowwise": 4 / config.model.d_model, "tensorwise": 0.0, "blockwise": 4 / FLOAT8_BLOCK}
-    return kept_size(config) + float8_share(config) * scales.get(precision.float8_recipe, 0.0)
+    scales = {
+        "rowwise": 4 / config.model.d_model,
+        "tensorwise": 0.0,
+        "blockwise": 4 / FLOAT8_BLOCK,
+    }
+    return kept_size(config) + float8_share(config) * scales.get(
+        precision.float8_recipe, 0.0
+    )
 
 
 @averaged
@@ -222,7 +240,9 @@ def weight_size(config: Config) -> float:
     share = float8_share(config)
     # what is frozen is whole everywhere but in stage 3
     gathered = [
-        p for p in shapes.layer_weights(config) if p.trained or config.parallel.zero_stage == 3
+        p
+        for p in shapes.layer_weights(config)
+        if p.trained or config.parallel.zero_stage == 3
     ]
     if not gathered:
         return size
@@ -247,10 +267,14 @@ def saved(config: Config) -> tuple[float, float]:
     less = shapes.itemsize(config.precision.compute) - 1
     gathered = 0.0
     held = 0.0
-    for weight in shapes.layer_weights(config) if config.precision.matmul == "float8" else ():
+    for weight in (
+        shapes.layer_weights(config) if config.precision.matmul == "float8" else ()
+    ):
         if is_held(config, weight):
             gathered += less * weight.on_device() - 4 * _scales(config, weight, 1)
-            held += less * weight.on_rank() - 4 * _scales(config, weight, weight.zero_degree)
+            held += less * weight.on_rank() - 4 * _scales(
+                config, weight, weight.zero_degree
+            )
     return gathered, held
 
 
@@ -262,5 +286,6 @@ def _scales(config: Config, weight: Placed, ranks: int) -> int:
         for d, (n, ways) in enumerate(zip(weight.padded, weight.ways, strict=True))
     ]
     return math.prod(
-        -(-n // group) if group else 1 for n, group in zip(sides[1:], groups, strict=True)
+        -(-n // group) if group else 1
+        for n, group in zip(sides[1:], groups, strict=True)
     )

@@ -80,9 +80,11 @@ class Iterations:
         count = getattr(self, moment)
         if count is not None:
             return count
-        return {"embedding": self.forward, "down": self.forward, "unhead": self.head}.get(
-            moment, self.backward
-        )
+        return {
+            "embedding": self.forward,
+            "down": self.forward,
+            "unhead": self.head,
+        }.get(moment, self.backward)
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,8 @@ class Transfer:
     nbytes: float
     count: float  # of what does not come in every step, the mean over steps
     size: int  # devices that talk to each other
-    hides: bool = False  # products of the weights' gradients, which wait for nothing, can be computed meanwhile
+    # Products of the weights' gradients, which wait for nothing, can be computed meanwhile
+    hides: bool = False
     legs: Legs = ()  # of a group that is a part of the axis: see `Cluster.join_legs`
 
     @property
@@ -114,11 +117,15 @@ class Transfer:
 
     def seconds(self, cluster: Cluster, mesh: MeshConfig) -> float:
         """Seconds of all of them, one after the other, before any of it hides behind compute."""
-        return self.count * best(self.kind, self.group(cluster, mesh), self.nbytes).seconds
+        return (
+            self.count * best(self.kind, self.group(cluster, mesh), self.nbytes).seconds
+        )
 
     def group(self, cluster: Cluster, mesh: MeshConfig) -> Group:
         """The devices that talk to each other."""
-        return cluster.join_legs(self.legs) if self.legs else cluster.axis(self.axis, mesh)
+        return (
+            cluster.join_legs(self.legs) if self.legs else cluster.axis(self.axis, mesh)
+        )
 
 
 Moment = tuple[str, Transfer]  # a pass (see Iterations.passes), and what is sent in it
@@ -135,9 +142,9 @@ def layer_waits(
     """
     waits = {"forward": 0.0, "backward": 0.0}
     for moment, t in transfers:
-        waits[moment] += (seconds(t) if seconds else t.seconds(cluster, config.mesh)) / stages(
-            config
-        ).longest
+        waits[moment] += (
+            seconds(t) if seconds else t.seconds(cluster, config.mesh)
+        ) / stages(config).longest
     return waits["forward"], waits["backward"]
 
 
@@ -165,10 +172,13 @@ class _Tally:
         before, parts = self.entries.get(key, (0.0, 0))
         self.entries[key] = before + nbytes, parts + 1 if alone else 1
 
-    def encoded(self, numbers: float, nbytes: float, summed: float, count: int = 1) -> None:
+    def encoded(
+        self, numbers: float, nbytes: float, summed: float, count: int = 1
+    ) -> None:
         """Numbers that become so many bytes, of which as many come back and are decoded to `summed` numbers."""
         passes = (
-            ENCODED * FLOAT32 + SORTED * COMPRESSIONS[self.config.parallel.reduce.compression].sorts
+            ENCODED * FLOAT32
+            + SORTED * COMPRESSIONS[self.config.parallel.reduce.compression].sorts
         )
         self.moved += count * (passes * numbers + 3 * nbytes + FLOAT32 * summed)
 
@@ -180,7 +190,9 @@ class _Tally:
             size = math.prod(mesh.ways(axis) for axis in split)
             if split and nbytes:
                 transfers.append(
-                    Transfer("+".join(split), kind, what, nbytes / parts, count * parts, size)
+                    Transfer(
+                        "+".join(split), kind, what, nbytes / parts, count * parts, size
+                    )
                 )
         return transfers
 
@@ -205,7 +217,9 @@ def seconds(config: Config, cluster: Cluster) -> tuple[float, float]:
 def bytes_and_ratio(config: Config, iterations: Iterations) -> tuple[float, float]:
     """Bytes that a device sends in a step to sum gradients, and those of float32 over them; 1.0 where none are sent."""
     plain = replace(config, precision=replace(config.precision, reduce="float32"))
-    plain = replace(plain, parallel=replace(config.parallel, reduce=ReduceConfig(feedback=False)))
+    plain = replace(
+        plain, parallel=replace(config.parallel, reduce=ReduceConfig(feedback=False))
+    )
     sent, uncompressed = (
         sum(transfer.sent for transfer in gradient_transfers(c, iterations))
         for c in (config, plain)
@@ -273,7 +287,12 @@ def _across(tally: _Tally, weight: Placed) -> None:
     k = weight.on_rank()
     if not crosses_compressed(config, weight):
         if weight.zero_dim is not None and not _low_rank(config, weight):
-            tally.add((ISLAND,), ALL_REDUCE, what, k * shapes.itemsize(config.precision.reduce))
+            tally.add(
+                (ISLAND,),
+                ALL_REDUCE,
+                what,
+                k * shapes.itemsize(config.precision.reduce),
+            )
     elif _low_rank(config, weight):
         _factors(tally, weight)
     elif islands == 2:
@@ -283,7 +302,9 @@ def _across(tally: _Tally, weight: Placed) -> None:
     else:
         each = chunk_length(k, islands)
         nbytes = islands * codec_of(config.parallel.reduce).nbytes(each)
-        tally.add((ISLAND,), ALL_TO_ALL, what + _name_compression(config), nbytes, alone=True)
+        tally.add(
+            (ISLAND,), ALL_TO_ALL, what + _name_compression(config), nbytes, alone=True
+        )
         tally.add(
             (ISLAND,),
             ALL_GATHER,
@@ -303,7 +324,11 @@ def _scatters(
     elif weight.stacked:
         stage = stages(config)
         layers = stage.slots.count(weight.stack)
-        yield " of a layer", shard // (layers * stage.chunks), layers * iterations.backward
+        yield (
+            " of a layer",
+            shard // (layers * stage.chunks),
+            layers * iterations.backward,
+        )
     else:
         part, _, name = weight.name.partition(".")
         # A tied weight is used twice, and its gradients are scattered one by one.
@@ -319,7 +344,9 @@ def _scatters(
 
 
 def _low_rank(config: Config, weight: Placed) -> bool:
-    return COMPRESSIONS[config.parallel.reduce.compression].low_rank and compresses(config, weight)
+    return COMPRESSIONS[config.parallel.reduce.compression].low_rank and compresses(
+        config, weight
+    )
 
 
 def _factors(tally: _Tally, weight: Placed) -> None:
@@ -331,7 +358,11 @@ def _factors(tally: _Tally, weight: Placed) -> None:
     first = matrix.first
     layers, n, c = (
         math.prod(local[a:b])
-        for a, b in ((0, first), (first, first + matrix.rows), (first + matrix.rows, None))
+        for a, b in (
+            (0, first),
+            (first, first + matrix.rows),
+            (first + matrix.rows, None),
+        )
     )
     axes = summed_over(config, weight)
     for side, rows in (("P", n), ("Q", c)):
@@ -362,9 +393,16 @@ def sync_transfers(config: Config) -> list[Transfer]:
     numbers: dict[bool, list[float]] = {True: [], False: []}
     for weight in all_placed(config):
         if weight.trained:
-            numbers[sent_compressed(config, weight)].append(weight.on_rank() / sync.fragments)
+            numbers[sent_compressed(config, weight)].append(
+                weight.on_rank() / sync.fragments
+            )
     plain = Transfer(
-        ISLAND, ALL_REDUCE, what, FLOAT32 * (sum(numbers[False]) + BESIDE), times, islands
+        ISLAND,
+        ALL_REDUCE,
+        what,
+        FLOAT32 * (sum(numbers[False]) + BESIDE),
+        times,
+        islands,
     )
     if not numbers[True]:
         return [plain]
@@ -372,13 +410,20 @@ def sync_transfers(config: Config) -> list[Transfer]:
     what = f"{what}, as {reduce.compression}"
     k = message_length(reduce, map(round, numbers[True]), islands)
     kinds = (ALL_GATHER,) if islands == 2 else (ALL_TO_ALL, ALL_GATHER)
-    nbytes = islands * codec_of(reduce).nbytes(k if islands == 2 else chunk_length(k, islands))
-    return [plain, *(Transfer(ISLAND, kind, what, nbytes, times, islands) for kind in kinds)]
+    nbytes = islands * codec_of(reduce).nbytes(
+        k if islands == 2 else chunk_length(k, islands)
+    )
+    return [
+        plain,
+        *(Transfer(ISLAND, kind, what, nbytes, times, islands) for kind in kinds),
+    ]
 
 
 def sync_seconds(config: Config, cluster: Cluster) -> float:
     """Seconds of synchronizing islands in a step, on average, before any of it hides behind compute."""
-    return sum(transfer.seconds(cluster, config.mesh) for transfer in sync_transfers(config))
+    return sum(
+        transfer.seconds(cluster, config.mesh) for transfer in sync_transfers(config)
+    )
 
 
 def sync_copies(config: Config) -> list[str]:

@@ -20,7 +20,13 @@ from meshtrain.families import FAMILIES
 from meshtrain.parallel.placement import stages
 from meshtrain.plan import activations, compute, float8, shapes
 from meshtrain.plan.by_stack import averaged, stack_configs
-from meshtrain.plan.compute import DEFAULT_PROFILE, FrameworkProfile, Layer, LayerShape, Seconds
+from meshtrain.plan.compute import (
+    DEFAULT_PROFILE,
+    FrameworkProfile,
+    Layer,
+    LayerShape,
+    Seconds,
+)
 from meshtrain.plan.context import context_seconds
 from meshtrain.plan.experts import EXPOSED, add_experts, expert_seconds, own_passes
 from meshtrain.plan.traffic import layer_transfers, practised_count
@@ -44,7 +50,8 @@ class LayerCost:
     expert_sends: float  # likewise over expert
     forward_copies: float
     backward_copies: float
-    residuals: float  # what the input gradient writes for a weight gradient of its own, in tables that split the two
+    # What the input gradient writes for a weight gradient of its own, in tables that split the two
+    residuals: float
     reference: float  # dpo's forward without adapters, with its collectives
     # What of `*_sends` the other's work hides where a forward and a backward are a pair.
     forward_hidden: float
@@ -87,7 +94,9 @@ def layer_cost(
     context = 0.0, 0.0
     if config.mesh.context > 1:
         attention_backward = named["layer"].backward.attention + recompute.attention
-        context = context_seconds(config, cluster, layer.forward.attention, attention_backward)
+        context = context_seconds(
+            config, cluster, layer.forward.attention, attention_backward
+        )
     expert = expert_seconds(config, cluster, profile)
     forward_sends = tensor[0] + context[0] + expert[0]
     backward_sends = tensor[1] + context[1] + expert[1]
@@ -111,9 +120,12 @@ def layer_cost(
         reference=layer.forward.total + forward_sends if has_reference(config) else 0.0,
         # The products of weights' gradients hide messages of their own; of experts' messages some of each stays in the
         # open.
-        forward_hidden=min(forward_sends - EXPOSED * expert[0], backward.total - weight_grad)
+        forward_hidden=min(
+            forward_sends - EXPOSED * expert[0], backward.total - weight_grad
+        )
         * pairs,
-        backward_hidden=min(backward_sends - EXPOSED * expert[1], forward.total) * pairs,
+        backward_hidden=min(backward_sends - EXPOSED * expert[1], forward.total)
+        * pairs,
     )
 
 
@@ -121,7 +133,10 @@ def _take_kernel(
     config: Config, device: Accelerator, profile: FrameworkProfile
 ) -> FrameworkProfile:
     """Returns the profile with the kernel of attention that our program takes."""
-    if not _is_ours_on_gpus(device, profile) or activations.kernel(config, "gpu") != "fused":
+    if (
+        not _is_ours_on_gpus(device, profile)
+        or activations.kernel(config, "gpu") != "fused"
+    ):
         return profile
     return replace(profile, kernel=compute.FUSED)
 
@@ -163,7 +178,11 @@ def _time_layer(config: Config, cluster: Cluster, profile: FrameworkProfile) -> 
         activations.gathered_ranks(config),
     )
     layer = compute.layer(shape, cluster.accelerator, profile)
-    return add_experts(config, layer, cluster, profile) if config.model.moe.experts else layer
+    return (
+        add_experts(config, layer, cluster, profile)
+        if config.model.moe.experts
+        else layer
+    )
 
 
 def _kernel_length(config: Config) -> int:
@@ -197,7 +216,9 @@ def _layer_parts(
     remat = config.parallel.remat != "none"
     recompute = compute.recomputed(config, layer, profile) + adapters * remat
     again = recompute.matmul / layer.forward.matmul
-    recompute += Seconds(again * rounding.forward.matmul, 0.0, remat * rounding.forward.memory)
+    recompute += Seconds(
+        again * rounding.forward.matmul, 0.0, remat * rounding.forward.memory
+    )
     return [
         LayerPart("layer", layer.forward, backward),
         LayerPart("adapters", adapters, adapters * 2),
@@ -209,7 +230,9 @@ def _layer_parts(
     ]
 
 
-def _expert_parts(config: Config, cluster: Cluster, profile: FrameworkProfile) -> list[LayerPart]:
+def _expert_parts(
+    config: Config, cluster: Cluster, profile: FrameworkProfile
+) -> list[LayerPart]:
     if not config.model.moe.experts:
         return []
     if _is_ours_on_gpus(cluster.accelerator, profile):
@@ -240,7 +263,9 @@ def _tensor_sends(
             count = practised_count(t.what, count, profile)
         spent = count * best(t.kind, group, t.nbytes).seconds * exposed
         seconds["hideable" if t.hides and hides else moment] += spent
-    return seconds["forward"], seconds["backward"] + max(0.0, seconds["hideable"] - weight_grad)
+    return seconds["forward"], seconds["backward"] + max(
+        0.0, seconds["hideable"] - weight_grad
+    )
 
 
 def _copies(config: Config, device: Accelerator) -> tuple[Seconds, Seconds]:
@@ -266,7 +291,9 @@ def _copies(config: Config, device: Accelerator) -> tuple[Seconds, Seconds]:
         and shapes.microbatch_rows(config) > 1
     ):
         for moment, transfer in layer_transfers(config):
-            moved[moment] += 2 * transfer.nbytes * transfer.count / stages(config).longest
+            moved[moment] += (
+                2 * transfer.nbytes * transfer.count / stages(config).longest
+            )
     return Seconds(memory=moved["forward"] / device.memory_rate), Seconds(
         memory=moved["backward"] / device.memory_rate
     )

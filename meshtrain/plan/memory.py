@@ -15,7 +15,12 @@ from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config
 from meshtrain.config.follow import runs_table
 from meshtrain.config.model import patches_of
-from meshtrain.config.reduce import gathers_at_use, scatters_at_use, sends_by_table, sums_in_place
+from meshtrain.config.reduce import (
+    gathers_at_use,
+    scatters_at_use,
+    sends_by_table,
+    sums_in_place,
+)
 from meshtrain.config.rl import has_reference
 from meshtrain.families import FAMILIES
 from meshtrain.parallel.float8 import float8_share
@@ -56,12 +61,16 @@ KEPT = {"residual": "residual of compressed gradients", "q": "PowerSGD's Q"}
 KINDS = ("parameters", "gradients", "optimizer_state", "activations")
 
 
-def items(config: Config, facts: ScheduleFacts, platform: str = "gpu") -> list[MemoryItem]:
+def items(
+    config: Config, facts: ScheduleFacts, platform: str = "gpu"
+) -> list[MemoryItem]:
     """Returns the items on a device at the fullest moment of a step, with the schedule's `facts` (`pipeline.facts`)."""
     return fullest(config, facts, platform)[1]
 
 
-def held(config: Config, facts: ScheduleFacts, platform: str = "gpu") -> list[MemoryItem]:
+def held(
+    config: Config, facts: ScheduleFacts, platform: str = "gpu"
+) -> list[MemoryItem]:
     """Returns the items at the fullest moment of a step, or while answers or samples are drawn, if more is held
     then.
     """
@@ -84,10 +93,14 @@ def fullest(
     moments = passing(config, facts, platform)
     if iterated := orthogonal.held_bytes(config):
         # Weights, sums and activations are gone by then.
-        reused = total([*_weights(config), *_sums(config), *kept(config, facts, platform)])
+        reused = total(
+            [*_weights(config), *_sums(config), *kept(config, facts, platform)]
+        )
         shards = 4 * _elements(config, trained=True).shard
         held = max(0.0, shards + iterated - reused)
-        moments["update"] = [MemoryItem("matrices as they are iterated", "optimizer_state", held)]
+        moments["update"] = [
+            MemoryItem("matrices as they are iterated", "optimizer_state", held)
+        ]
     name = max(moments, key=lambda name: total([*always, *moments[name]]))
     return name, [item for item in [*always, *moments[name]] if item.nbytes]
 
@@ -177,16 +190,24 @@ def _weights(config: Config) -> list[MemoryItem]:
         frozen = _elements(config) - resident
         items.append(
             MemoryItem(
-                "frozen weights, gathered", "parameters", size * frozen.full - _saved(config)[0]
+                "frozen weights, gathered",
+                "parameters",
+                size * frozen.full - _saved(config)[0],
             )
         )
     if size < 4 or zero_ways(config) > 1:
         items.append(
-            MemoryItem("weights in compute dtype", "parameters", size * (resident.full - replaced))
+            MemoryItem(
+                "weights in compute dtype",
+                "parameters",
+                size * (resident.full - replaced),
+            )
         )
     if scatters_at_use(config) and size < 4:
         items.append(
-            MemoryItem("weights in compute dtype, sharded", "parameters", size * resident.shard)
+            MemoryItem(
+                "weights in compute dtype, sharded", "parameters", size * resident.shard
+            )
         )
     return items
 
@@ -210,16 +231,18 @@ def _images(config: Config) -> list[MemoryItem]:
     rows = shapes.microbatch_rows(config) * config.parallel.microbatches
     return [
         MemoryItem(
-            "images of the batch", "activations", 4 * rows * math.prod(patches_of(config.model))
+            "images of the batch",
+            "activations",
+            4 * rows * math.prod(patches_of(config.model)),
         )
     ]
 
 
 def layer_bytes(config: Config) -> tuple[float, float]:
     """Returns the bytes that one layer keeps of a microbatch for its backward, and for its weights' gradients alone."""
-    return activations.kept(config, config.parallel.remat), activations.weight_grad_residuals(
-        config
-    )
+    return activations.kept(
+        config, config.parallel.remat
+    ), activations.weight_grad_residuals(config)
 
 
 def kept(
@@ -244,7 +267,11 @@ def kept(
         twice = cpu and config.lora.rank > 0 and config.parallel.remat == "none"
         again = twice * stage.on_device * stream
         return [
-            MemoryItem("activations kept for the backward", "activations", stage.on_device * layer),
+            MemoryItem(
+                "activations kept for the backward",
+                "activations",
+                stage.on_device * layer,
+            ),
             MemoryItem("activations in the host's memory", "activations", offloaded),
             MemoryItem("inputs of the layers, again", "activations", again),
             reference,
@@ -261,11 +288,15 @@ def kept(
     waiting = depths.cot * stage.longest * residuals
     return [
         MemoryItem(
-            "activations kept for the backward", "activations", depths.stash * stage.longest * layer
+            "activations kept for the backward",
+            "activations",
+            depths.stash * stage.longest * layer,
         ),
         MemoryItem("what weight gradients wait for", "activations", waiting),
         MemoryItem(
-            "activations waiting between stages", "activations", (f_inbox + depths.b_inbox) * stream
+            "activations waiting between stages",
+            "activations",
+            (f_inbox + depths.b_inbox) * stream,
         ),
         # what the last F and B made and the embedding that the next F takes
         MemoryItem("activations on their way", "activations", 3 * stream),
@@ -289,7 +320,9 @@ def _alike(config: Config) -> bool:
     return len(stack_configs(config)) == 1 and not skips
 
 
-def _add_conditional(config: Config, layer: float, residuals: float) -> tuple[float, float]:
+def _add_conditional(
+    config: Config, layer: float, residuals: float
+) -> tuple[float, float]:
     """Returns what `layer_bytes` does where CPUs skip the padding of uneven stages by a conditional.
 
     Weights and input leave the branch that is taken, and its input gradient comes with the weights'.
@@ -347,24 +380,38 @@ def _unpipelined_moments(config: Config, platform: str) -> dict[str, list[Memory
     head_size = 4 if period and scatters_at_use(config) else size
     late = 0 if waits or added else head_size * trained.vocabulary.largest
     new = [MemoryItem("new gradients of the vocabulary", "gradients", embedding + late)]
-    zeros = MemoryItem("gradient of the embedding, zeros", "gradients", period and embedding)
+    zeros = MemoryItem(
+        "gradient of the embedding, zeros", "gradients", period and embedding
+    )
     early = gradients if _sets_early(config, platform) else []
     # CPUs gather embedding and head before the loop over microbatches, and hold them through it.
     through = gathers and several and platform == "cpu"
     elements = vocabulary.full if through else vocabulary.largest
-    gathered = MemoryItem("gathered output head", "parameters", size * elements * gathers)
+    gathered = MemoryItem(
+        "gathered output head", "parameters", size * elements * gathers
+    )
     largest = MemoryItem(
         "gradient of the output head",
         "gradients",
         (size + 4 * scatters_at_use(config)) * trained.vocabulary.largest,
     )
     weights, scattered = _layer_items(config, period)
-    work = MemoryItem("work of one layer", "activations", activations.work(config, platform))
+    work = MemoryItem(
+        "work of one layer", "activations", activations.work(config, platform)
+    )
     always = [gathered, _summed(config), *early]
     return {
         "loss": [logits, *head, zeros, *always],
-        "further predictions": [*always, *_predictions(config, platform, [logits, *head])],
-        "loss head": [*head, gathered, *(new if several and not waits else [largest]), *early],
+        "further predictions": [
+            *always,
+            *_predictions(config, platform, [logits, *head]),
+        ],
+        "loss head": [
+            *head,
+            gathered,
+            *(new if several and not waits else [largest]),
+            *early,
+        ],
         "backward": [
             *gradients,
             *new,
@@ -391,7 +438,11 @@ def _layer_items(config: Config, period: int = 0) -> list[MemoryItem]:
     those of a period's layers all wait until it ends.
     """
     kinds = [one for _, one in stack_configs(config)]
-    weights = gathers_at_use(config) * _itemsize(config) * shapes.resident(config).block.largest
+    weights = (
+        gathers_at_use(config)
+        * _itemsize(config)
+        * shapes.resident(config).block.largest
+    )
     largest = max(shapes.trained(one).block.full for one in kinds)
     full = period * _chunk_trained(config).block.full or largest
     gradients = scatters_at_use(config) * 4 * full
@@ -407,7 +458,9 @@ def _head_items(config: Config, platform: str, hidden: float) -> list[MemoryItem
     """
     cotangent = _logits(config, _itemsize(config))
     return [
-        MemoryItem("logits", "activations", _logits(config, 8 if platform == "cpu" else 4)),
+        MemoryItem(
+            "logits", "activations", _logits(config, 8 if platform == "cpu" else 4)
+        ),
         MemoryItem("cotangent of the logits", "activations", cotangent),
         MemoryItem("hidden states at the head", "activations", hidden),
     ]
@@ -429,7 +482,9 @@ def _pipelined_moments(
     waits = not chunked and platform != "cpu"
     read = _hidden(config) if chunked else size * _read(config)
     logits, *head = _head_items(config, platform, read)
-    work = MemoryItem("work of one layer", "activations", activations.work(config, platform))
+    work = MemoryItem(
+        "work of one layer", "activations", activations.work(config, platform)
+    )
     # All buffers of the clocks are there already when the last weight has been gathered, and lies there a second time,
     # in another order.
     degree = zero_ways(config)
@@ -467,7 +522,9 @@ def _largest_gathered(config: Config, stage: Any) -> Any:
 
 def _gathered(config: Config) -> Any:
     """Returns the sizes of a layer's weights that are gathered: of all, or of those that are trained."""
-    return (shapes.resident if config.parallel.zero_stage == 3 else shapes.trained)(config).block
+    return (shapes.resident if config.parallel.zero_stage == 3 else shapes.trained)(
+        config
+    ).block
 
 
 # in the mean over a chunk's slots
@@ -485,7 +542,9 @@ def _sent_items(config: Config, stage: Any) -> list[MemoryItem]:
     shards = 4 * trained.block.shard * stage.on_device
     return [
         MemoryItem("weights of a chunk, as they arrive", "parameters", weights),
-        MemoryItem("gradients of a chunk and the head, as they are sent", "gradients", sent),
+        MemoryItem(
+            "gradients of a chunk and the head, as they are sent", "gradients", sent
+        ),
         MemoryItem("gradients that have been reduced", "gradients", shards),
     ]
 
@@ -494,7 +553,9 @@ def _itemsize(config: Config) -> int:
     return shapes.itemsize(config.precision.compute)
 
 
-def _predictions(config: Config, platform: str, head: list[MemoryItem]) -> list[MemoryItem]:
+def _predictions(
+    config: Config, platform: str, head: list[MemoryItem]
+) -> list[MemoryItem]:
     """Returns the items for further predictions in their backward: what they keep, and the work of a layer.
 
     Nothing of the `head` is left where the backward waits until the layer is computed again, unless all heads wait for
@@ -508,13 +569,19 @@ def _predictions(config: Config, platform: str, head: list[MemoryItem]) -> list[
     trained = shapes.trained(config)
     size = _itemsize(config)
     # of each depth a gradient of the embedding in float32, and of the head
-    tables = config.model.mtp * (4 * trained.tokens.full + size * trained.vocabulary.largest)
+    tables = config.model.mtp * (
+        4 * trained.tokens.full + size * trained.vocabulary.largest
+    )
     gathered = gathers_at_use(config) * size * shapes.resident(config).predictions.full
     # in float32 where they are scattered
     new = (4 if scatters_at_use(config) else size) * trained.predictions.full
     kept = prediction.kept_bytes(last)
     return [
-        *(head if together or (config.mesh.tensor > 1 and shapes.loss_chunks(config) == 1) else []),
+        *(
+            head
+            if together or (config.mesh.tensor > 1 and shapes.loss_chunks(config) == 1)
+            else []
+        ),
         MemoryItem("activations of further predictions", "activations", kept),
         MemoryItem("work of a further prediction", "activations", work),
         MemoryItem("gathered weights of further predictions", "parameters", gathered),

@@ -36,7 +36,9 @@ def stacks(config: Config) -> list[Stack]:
 
 def orthogonal_transfers(config: Config) -> list[Transfer]:
     """Returns the collectives that lay matrices out and back."""
-    return [transfer for stack in stacks(config) for transfer in _transfers(config, stack)]
+    return [
+        transfer for stack in stacks(config) for transfer in _transfers(config, stack)
+    ]
 
 
 def _transfers(config: Config, stack: Stack) -> Iterator[Transfer]:
@@ -51,13 +53,16 @@ def _transfers(config: Config, stack: Stack) -> Iterator[Transfer]:
         yield Transfer(name(holders), ALL_TO_ALL, what, nbytes, 1, ranks(holders))
     if copies:
         size = ranks(copies)
-        yield Transfer(name(copies), ALL_GATHER, "matrices given back", size * nbytes, 1, size)
+        yield Transfer(
+            name(copies), ALL_GATHER, "matrices given back", size * nbytes, 1, size
+        )
 
 
 def held_bytes(config: Config) -> float:
     """Bytes of a device while matrices are iterated, beside state and gradients."""
     numbers = sum(
-        stack.on_rank * (HELD * math.prod(stack.form.padded) + GRAMS * min(stack.form.sides) ** 2)
+        stack.on_rank
+        * (HELD * math.prod(stack.form.padded) + GRAMS * min(stack.form.sides) ** 2)
         for stack in stacks(config)
     )
     return FLOAT32 * numbers

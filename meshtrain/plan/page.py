@@ -58,14 +58,20 @@ KINDS_OF_TIME = {
     "idle": (GREY, ("bubble", "stragglers")),
     "state": (GREEN, ("optimizer", "checkpoint", "evaluation")),
 }
-PART_COLOURS = {part: colour for colour, parts in KINDS_OF_TIME.values() for part in parts}
+PART_COLOURS = {
+    part: colour for colour, parts in KINDS_OF_TIME.values() for part in parts
+}
 ROW = 34
-LEGEND = 520  # pixels of its width, at most: its letters are as large as those of the chart
+# Pixels of its width, at most: its letters are as large as those of the chart
+LEGEND = 520
 MOST_CELLS = 4000  # of a Gantt chart: beyond that it is neither readable nor small
 
 
 def page(
-    plan: Plan, strong: Sequence[Point], weak: Sequence[Point], notes: Sequence[str] = ()
+    plan: Plan,
+    strong: Sequence[Point],
+    weak: Sequence[Point],
+    notes: Sequence[str] = (),
 ) -> str:
     """The page of a plan with its strong and weak scaling."""
     heading = f"{units.count(plan.parameters)} parameters on {plan.devices:,} × {plan.cluster.accelerator.name}"
@@ -83,7 +89,11 @@ def page(
         f"<p>{escape(report.layers(plan).capitalize())}.</p>",
         figures(
             [
-                figure("Memory", f"of a device, {units.size(usable)}, by item", memory_bars(plan)),
+                figure(
+                    "Memory",
+                    f"of a device, {units.size(usable)}, by item",
+                    memory_bars(plan),
+                ),
                 figure(
                     "A step",
                     f"of {units.duration(plan.seconds)}, each part where the one before ends",
@@ -138,7 +148,10 @@ def _tiles(plan: Plan) -> str:
             f"of {units.size(plan.cluster.accelerator.usable_bytes)} a device",
         ),
         (units.duration(plan.seconds), f"a step, bound by {plan.time.bound}"),
-        (f"{plan.mfu:.1%}", f"MFU, {plan.flops_per_device / 1e12:.3g} TFLOP/s a device"),
+        (
+            f"{plan.mfu:.1%}",
+            f"MFU, {plan.flops_per_device / 1e12:.3g} TFLOP/s a device",
+        ),
         (units.count(plan.tokens_per_second), "tokens a second"),
         (f"{plan.bubble_fraction:.1%}", "pipeline idle"),
     ]
@@ -170,7 +183,13 @@ def memory_bars(plan: Plan) -> str:
     for item in items:
         share = item.nbytes / items[0].nbytes
         body += bar_row(
-            y, item.name, [units.size(item.nbytes)], columns, 0.0, share, KIND_COLOURS[item.kind]
+            y,
+            item.name,
+            [units.size(item.nbytes)],
+            columns,
+            0.0,
+            share,
+            KIND_COLOURS[item.kind],
         )
         y += ROW
     body.append(scale(y + 8, "bytes of an item", units.size(items[0].nbytes)))
@@ -183,11 +202,17 @@ def memory_bars(plan: Plan) -> str:
 def waterfall(plan: Plan) -> str:
     """Each part of a step begins where the one before ends."""
     rows = [row for row in report.waterfall(plan) if row[-1] >= 0.0005]
-    values = [(units.duration(seconds), f"{share:.1%}") for _, seconds, _, share in rows]
+    values = [
+        (units.duration(seconds), f"{share:.1%}") for _, seconds, _, share in rows
+    ]
     columns = widths(values)
     body = list[str]()
-    for i, ((name, _, start, share), value) in enumerate(zip(rows, values, strict=True)):
-        body += bar_row(i * ROW, PART_NAMES[name], value, columns, start, share, PART_COLOURS[name])
+    for i, ((name, _, start, share), value) in enumerate(
+        zip(rows, values, strict=True)
+    ):
+        body += bar_row(
+            i * ROW, PART_NAMES[name], value, columns, start, share, PART_COLOURS[name]
+        )
     y = len(rows) * ROW + 8
     body.append(scale(y, "time in the step", units.duration(plan.seconds)))
     drawn = {PART_COLOURS[row[0]] for row in rows}
@@ -204,9 +229,7 @@ def _pipeline(plan: Plan) -> str:
     drawing = f'<figure style="max-width:{LEGEND}px">{draw.legend_svg(line)}</figure>'
     drawing += pages.wide(draw.gantt_svg(line, units.duration, headed=False))
     if len(line.kind) > MOST_CELLS:
-        drawing = (
-            f"<p>{len(line.kind):,} cells are too many to draw here; --gantt FILE draws them.</p>"
-        )
+        drawing = f"<p>{len(line.kind):,} cells are too many to draw here; --gantt FILE draws them.</p>"
     head, *rest = draw.figures(line, units.duration)
     words = f"<p>{pages.sentence(head)}; {escape('; '.join(rest))}.</p>"
     return f"<h2>The pipeline: {escape(plan.config.parallel.schedule)}</h2>{words}{drawing}"
@@ -230,8 +253,13 @@ def curves(lines: dict[str, Sequence[Point]]) -> str:
     if not counts:
         return ""
     width = WIDTH - 72
-    low, high = math.log2(counts[0]), max(math.log2(counts[-1]), math.log2(counts[0]) + 1)
-    most = max(1.0, *(point.efficiency for points in drawn.values() for point in points))
+    low, high = (
+        math.log2(counts[0]),
+        max(math.log2(counts[-1]), math.log2(counts[0]) + 1),
+    )
+    most = max(
+        1.0, *(point.efficiency for points in drawn.values() for point in points)
+    )
 
     def x(devices: int) -> float:
         return LEFT + (math.log2(devices) - low) / (high - low) * width
@@ -251,7 +279,9 @@ def curves(lines: dict[str, Sequence[Point]]) -> str:
         )
     body.append(small(0, 11, "throughput a device, % of the first"))
     body.append(small(WIDTH, TOP + HEIGHT + 38, "devices", "end"))
-    for points, colour, dash in zip(drawn.values(), (FIRST, SECOND), ("", "6 4"), strict=False):
+    for points, colour, dash in zip(
+        drawn.values(), (FIRST, SECOND), ("", "6 4"), strict=False
+    ):
         places = [(x(point.devices), y(point.efficiency)) for point in points]
         path = " ".join(f"{left:.1f},{top:.1f}" for left, top in places)
         body.append(

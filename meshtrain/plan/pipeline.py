@@ -47,7 +47,9 @@ def iterations(config: Config, skips: bool = False) -> Iterations:
         return Iterations(m, m, m)
     if skips:
         clocks = table(config).clocks
-        return Iterations(m * v, m, m * v, embedding=m, unembedding=m, down=clocks, up=clocks)
+        return Iterations(
+            m * v, m, m * v, embedding=m, unembedding=m, down=clocks, up=clocks
+        )
     return _iterations(table(config))
 
 
@@ -62,7 +64,9 @@ def reference_iterations(config: Config, skips: bool = False) -> Iterations | No
     busy = int(table_ops(table(config))[:, 0].sum())
     if skips:
         return Iterations(m * v, m, 0, embedding=m, unhead=0, down=busy)
-    return replace(_iterations(table(config)), backward=0, unembedding=None, unhead=0, up=None)
+    return replace(
+        _iterations(table(config)), backward=0, unembedding=None, unhead=0, up=None
+    )
 
 
 @functools.lru_cache(maxsize=32)
@@ -76,7 +80,9 @@ def _iterations(table: Table) -> Iterations:
     work = ops_per_clock(program.phases)
     forward, head, backward, *_ = work.sum(axis=0).tolist()
     alone = np.zeros(table.clocks, bool)
-    alone[[phase.first for phase in program.phases if phase.repeats * phase.period == 1]] = True
+    alone[
+        [phase.first for phase in program.phases if phase.repeats * phase.period == 1]
+    ] = True
 
     def times(kind: int, used: np.ndarray) -> int:
         return int((work[:, kind] & (~alone | used)).sum())
@@ -111,7 +117,11 @@ def durations(
     spread = config.parallel.vocab == "spread"
     return Durations(
         forward=costs.chunk_forward * share,
-        input_grad=(costs.chunk_backward - costs.chunk_weight_grad + split * costs.chunk_residuals)
+        input_grad=(
+            costs.chunk_backward
+            - costs.chunk_weight_grad
+            + split * costs.chunk_residuals
+        )
         * share,
         weight_grad=costs.chunk_weight_grad * share,
         forward_hidden=costs.layers * costs.layer.forward_hidden * share,
@@ -137,7 +147,9 @@ def timeline(
     if not any(sent):
         of_step = of_step.drop_sends()
     each = durations(config, costs, of_step.split, optimizer)
-    return simulate(of_step, replace(each, gather=sent[0], reduce=sent[1]), profile.execution)
+    return simulate(
+        of_step, replace(each, gather=sent[0], reduce=sent[1]), profile.execution
+    )
 
 
 def hidden(config: Config, layer: LayerCost) -> float:
@@ -157,10 +169,15 @@ def hidden(config: Config, layer: LayerCost) -> float:
 def quick(config: Config, facts: ScheduleFacts, costs: MicrobatchCosts) -> float:
     """Seconds of all microbatches by the facts alone, for searches: in lockstep, all stages as long as the longest."""
     if not runs_table(config):
-        return config.parallel.microbatches * costs.stage + reference(config, facts, costs)
+        return config.parallel.microbatches * costs.stage + reference(
+            config, facts, costs
+        )
     weight = costs.chunk_weight_grad
     residuals = costs.chunk_residuals if facts.depths.cot else 0.0
-    hidden = costs.layers * costs.layer.forward_hidden, costs.layers * costs.layer.backward_hidden
+    hidden = (
+        costs.layers * costs.layer.forward_hidden,
+        costs.layers * costs.layer.backward_hidden,
+    )
     each = Durations(
         costs.chunk_forward,
         costs.chunk_backward - weight + residuals,
@@ -176,9 +193,13 @@ def quick(config: Config, facts: ScheduleFacts, costs: MicrobatchCosts) -> float
         shown = (facts.forward + facts.backward - facts.together) * max(
             0.0, costs.message.overlapped - facts.split * weight
         )
-        shown = max(0.0, shown - facts.head * min(costs.message.overlapped, costs.edge.total))
+        shown = max(
+            0.0, shown - facts.head * min(costs.message.overlapped, costs.edge.total)
+        )
         return facts.seconds(each) + shown + reference(config, facts, costs)
-    shown = (facts.forward + facts.backward - 2 * facts.together) * costs.message.overlapped
+    shown = (
+        facts.forward + facts.backward - 2 * facts.together
+    ) * costs.message.overlapped
     for hides in (costs.chunk_forward, costs.chunk_backward):
         shown += facts.together * max(0.0, costs.message.overlapped - hides)
     return facts.seconds(each) + shown + reference(config, facts, costs)
@@ -194,7 +215,11 @@ def reference(config: Config, facts: ScheduleFacts, costs: MicrobatchCosts) -> f
 
 
 def forwards(
-    config: Config, facts: ScheduleFacts, costs: MicrobatchCosts, chunk: float, edge: float
+    config: Config,
+    facts: ScheduleFacts,
+    costs: MicrobatchCosts,
+    chunk: float,
+    edge: float,
 ) -> float:
     """Seconds of a forward of all microbatches alone, of `chunk` seconds a chunk and `edge` a head."""
     if not runs_table(config):

@@ -17,7 +17,12 @@ from meshtrain.plan.compute import Seconds
 from meshtrain.plan.gradient_traffic import Moment, Transfer
 
 # Passes of a layer and of the embedding, as passes of the head.
-OF_HEAD = {"forward": "head", "backward": "unhead", "embedding": "head", "unembedding": "unhead"}
+OF_HEAD = {
+    "forward": "head",
+    "backward": "unhead",
+    "embedding": "head",
+    "unembedding": "unhead",
+}
 # Streams that a depth keeps: of the depth before and of the tokens, each before and behind its norm.
 STREAMS = 4
 
@@ -29,7 +34,9 @@ def prediction_transfers(
     depths = config.model.mtp
     if not depths:
         return []
-    of_layer = [(m, replace(t, count=t.count / stages(config).longest)) for m, t in layer]
+    of_layer = [
+        (m, replace(t, count=t.count / stages(config).longest)) for m, t in layer
+    ]
     moments = [*of_layer, *edge, *join_transfers(config)]
     return [
         (
@@ -74,4 +81,6 @@ def join_seconds(config: Config, device: Accelerator) -> Seconds:
 def kept_bytes(config: Config) -> float:
     """Returns the bytes that all depths keep of a microbatch until the loss has its gradient."""
     stream = shapes.stream(config) * shapes.itemsize(config.precision.compute)
-    return config.model.mtp * (activations.kept(config, config.parallel.remat) + STREAMS * stream)
+    return config.model.mtp * (
+        activations.kept(config, config.parallel.remat) + STREAMS * stream
+    )

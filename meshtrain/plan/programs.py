@@ -25,6 +25,8 @@ def seconds(
         return best(kind, cluster.axis("+".join(axes), mesh), nbytes).seconds
     if ALGORITHMS[algorithm].by_levels and len(axes) == 2:
         across, inside = (cluster.axis(axis, mesh) for axis in axes)
-        return passes * (one_pass(inside, nbytes) + one_pass(across, nbytes / inside.size))
+        return passes * (
+            one_pass(inside, nbytes) + one_pass(across, nbytes / inside.size)
+        )
     group = cluster.axis("+".join(axes), mesh)
     return passes * one_pass(group, nbytes) if group.size > 1 else 0.0

@@ -49,7 +49,11 @@ def headline(plan: Plan) -> str:
     device = plan.cluster.accelerator
     trained = trained_text(config.model, config.lora, config.train.trainable)
     moe = config.model.moe
-    active = f", {count(shapes.active_parameters(config.model))} active" if moe.experts else ""
+    active = (
+        f", {count(shapes.active_parameters(config.model))} active"
+        if moe.experts
+        else ""
+    )
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     lines = [
         f"{count(plan.parameters)} parameters{active}{trained} on {plan.devices} x {device.name}: {mesh}",
@@ -68,7 +72,9 @@ def headline(plan: Plan) -> str:
     lines.append(f"faults  {faults_text(faults(plan))}")
     if plan.cost:
         each = f"{plan.cost_per_billion_tokens:,.0f} for a billion tokens"
-        lines.append(f"cost    {plan.cost:,.0f} for {plan.config.train.steps:,} steps, {each}")
+        lines.append(
+            f"cost    {plan.cost:,.0f} for {plan.config.train.steps:,} steps, {each}"
+        )
     return "\n".join(lines)
 
 
@@ -163,7 +169,9 @@ def table(title: str, *columns: str) -> Table:
     """An empty table; a column whose name begins with > is set flush right."""
     rows = Table(title=title or None, title_justify="left", box=None, pad_edge=False)
     for name in columns:
-        rows.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left")
+        rows.add_column(
+            name.removeprefix(">"), justify="right" if name.startswith(">") else "left"
+        )
     return rows
 
 
@@ -178,7 +186,10 @@ def render(plan: Plan) -> RenderableType:
         lines.add_row(name, text)
     tables = _memory(plan), _traffic(plan), _axes(plan), _time(plan)
     return Group(
-        Text(first, "bold"), lines, *(part for table in tables for part in (Text(), table)), Text()
+        Text(first, "bold"),
+        lines,
+        *(part for table in tables for part in (Text(), table)),
+        Text(),
     )
 
 
@@ -200,7 +211,9 @@ def _traffic(plan: Plan) -> Table:
     rows.columns[0].no_wrap = True
     alike: dict[tuple[str, str], list[Transfer]] = {}
     for t in plan.transfers:
-        alike.setdefault((t.axis, f"{t.axis}: {t.kind}, {algorithm(plan, t)}"), []).append(t)
+        alike.setdefault(
+            (t.axis, f"{t.axis}: {t.kind}, {algorithm(plan, t)}"), []
+        ).append(t)
     for axis, sent in traffic.by_axis(plan.transfers).items():
         for (_, name), transfers in (
             (key, found) for key, found in alike.items() if key[0] == axis
@@ -245,7 +258,10 @@ def compared(plan: Plan, compiled: Compiled) -> Table:
     rows = table(title, "", ">planned", ">compiled", ">off by")
     for what, planned, by_xla in comparison(plan, compiled):
         rows.add_row(
-            what, size(planned), size(by_xla), f"{planned / by_xla - 1:+.1%}" if by_xla else ""
+            what,
+            size(planned),
+            size(by_xla),
+            f"{planned / by_xla - 1:+.1%}" if by_xla else "",
         )
     return rows
 
@@ -270,7 +286,9 @@ def as_json(plan: Plan) -> dict:
     costs = faults(plan)
     return plan.as_json() | {
         "faults": {
-            "mean_seconds_between_failures": costs.between if costs.interval_steps else None,
+            "mean_seconds_between_failures": costs.between
+            if costs.interval_steps
+            else None,
             "checkpoint_every_steps": costs.interval_steps,
             "checkpoint_copy_seconds": costs.copy,
             "checkpoint_write_seconds": costs.write,
@@ -320,16 +338,26 @@ def layout(config: Config) -> str:
     words = [str(mesh)]
     words += [f"context by {parallel.context_strategy}"] * (mesh.context > 1)
     if runs_table(config):
-        chunks = f" x {parallel.virtual_stages} chunks" if parallel.virtual_stages > 1 else ""
+        chunks = (
+            f" x {parallel.virtual_stages} chunks"
+            if parallel.virtual_stages > 1
+            else ""
+        )
         words.append(f"{parallel.schedule}{chunks}")
-        words.append(f"vocabulary {'spread' if parallel.vocab == 'spread' else 'on the edge'}")
+        words.append(
+            f"vocabulary {'spread' if parallel.vocab == 'spread' else 'on the edge'}"
+        )
     words.append(
-        f"{parallel.microbatches} microbatches" if parallel.microbatches > 1 else "1 microbatch"
+        f"{parallel.microbatches} microbatches"
+        if parallel.microbatches > 1
+        else "1 microbatch"
     )
     words += ["float8"] * (config.precision.matmul == "float8")
     words.append(f"ZeRO-{parallel.zero_stage}{' held' if parallel.zero_hold else ''}")
     kept = (
-        f" ({' + '.join(parallel.remat_keep) or 'none kept'})" if parallel.remat == "names" else ""
+        f" ({' + '.join(parallel.remat_keep) or 'none kept'})"
+        if parallel.remat == "names"
+        else ""
     )
     words.append(f"remat {parallel.remat}{kept}")
     if parallel.remat_offload:

@@ -83,7 +83,9 @@ def decoding_weights(config: Config) -> tuple[Placed, ...]:
     alone = MeshConfig(data=mesh.devices // mesh.tensor, tensor=mesh.tensor)
     stacks = layers_of_stacks(config.model)
     layers = tuple((stack, len(layers)) for stack, layers in stacks.items())
-    return placed(config.model, alone, "edge", layers, 0, config.lora, config.train.trainable)
+    return placed(
+        config.model, alone, "edge", layers, 0, config.lora, config.train.trainable
+    )
 
 
 def synchronisation(config: Config) -> list[Transfer]:
@@ -99,7 +101,9 @@ def _transfers(config: Config, trained: Placed, decoded: Placed) -> Iterator[Tra
     """Yields a weight's collectives, in the order of `generate.resharding`."""
     nbytes: float = _size(config, trained) * trained.on_rank()
     zero = trained.zero_dim
-    moved = [d for d, over in enumerate(trained.over) if TENSOR in over and over != (TENSOR,)]
+    moved = [
+        d for d, over in enumerate(trained.over) if TENSOR in over and over != (TENSOR,)
+    ]
     split = [d for d, over in enumerate(decoded.over) if TENSOR in over]
     early = zero is None or moved == split or zero not in split
 
@@ -150,7 +154,9 @@ def _size(config: Config, weight: Placed) -> int:
 
 def weights_bytes(config: Config) -> float:
     """Returns the bytes of a device's decoding weights."""
-    return float(sum(_size(config, w) * w.on_device() for w in decoding_weights(config)))
+    return float(
+        sum(_size(config, w) * w.on_device() for w in decoding_weights(config))
+    )
 
 
 def cache_bytes(config: Config) -> float:
@@ -159,7 +165,9 @@ def cache_bytes(config: Config) -> float:
     return bytes_remembered(config, drawing.slots, drawing.length)
 
 
-def bytes_remembered(config: Config, slots: int, length: int, drafts: bool = False) -> float:
+def bytes_remembered(
+    config: Config, slots: int, length: int, drafts: bool = False
+) -> float:
     """Returns the bytes of a device's slots of `length` positions: keys and values of each, or latents; of linear
     attention (`generate.linear_cache`) states and the last tokens, however many positions.
 
@@ -178,7 +186,9 @@ def bytes_remembered(config: Config, slots: int, length: int, drafts: bool = Fal
     tails = (sizes.conv - 1) * (2 * keys + values) / tensor
     numbers = (model.layers - linear + drafts) * length * of_position + linear * tails
     states = linear * values * sizes.key_dim / tensor
-    return slots * (shapes.itemsize(config.precision.compute) * numbers + FLOAT32 * states)
+    return slots * (
+        shapes.itemsize(config.precision.compute) * numbers + FLOAT32 * states
+    )
 
 
 def _linear_layers(config: Config) -> int:
@@ -246,7 +256,9 @@ def _forward(
     # a token finds what is under its key, replaces it, and reads what is under its query
     flops += 2 * 3 * tokens * states
     stream = size * tokens * model.d_model
-    sums = Transfer(TENSOR, ALL_REDUCE, "sums", stream, 2 * model.layers + 1, mesh.tensor)
+    sums = Transfer(
+        TENSOR, ALL_REDUCE, "sums", stream, 2 * model.layers + 1, mesh.tensor
+    )
     logits = FLOAT32 * sequences * model.vocab_size
     gathered = Transfer(TENSOR, ALL_GATHER, "logits", logits, 1, mesh.tensor)
     sent = sums.seconds(cluster, mesh) + gathered.seconds(cluster, mesh)
@@ -254,7 +266,9 @@ def _forward(
     return max(moved / device.memory_rate, busy) + sent
 
 
-def _through_weights(config: Config, sequences: int, tokens: int) -> tuple[float, float]:
+def _through_weights(
+    config: Config, sequences: int, tokens: int
+) -> tuple[float, float]:
     """Returns the bytes of weights that a forward reads, and its multiplications by them."""
     model = config.model
     moved = 0.0
@@ -264,6 +278,10 @@ def _through_weights(config: Config, sequences: int, tokens: int) -> tuple[float
         if looked_up and not (model.tied_head and weight.name == "embedding.tokens"):
             continue
         chosen = reached(model.moe, 1) if "experts" in weight.axes else 1.0
-        moved += _size(config, weight) * weight.on_device() * (1 - (1 - chosen) ** tokens)
-        products += weight.on_device() * chosen * (tokens if weight.stacked else sequences)
+        moved += (
+            _size(config, weight) * weight.on_device() * (1 - (1 - chosen) ** tokens)
+        )
+        products += (
+            weight.on_device() * chosen * (tokens if weight.stacked else sequences)
+        )
     return moved, products

@@ -29,7 +29,9 @@ class Point:
     def serial(self) -> float:
         """Share of the step that a smaller share of the batch does not shorten: Amdahl's serial part."""
         spent = self.plan.time
-        return (spent.data + spent.bubble + spent.optimizer + spent.checkpoint) / spent.total
+        return (
+            spent.data + spent.bubble + spent.optimizer + spent.checkpoint
+        ) / spent.total
 
 
 def strong(config: Config, cluster: Cluster, most: int = MOST_DEVICES) -> list[Point]:
@@ -43,7 +45,9 @@ def weak(config: Config, cluster: Cluster, most: int = MOST_DEVICES) -> list[Poi
     batch = config.train.global_batch_size
     factors = [2**k for k in range(most.bit_length()) if mesh.devices << k <= most]
     larger = (
-        replaced(config, mesh={"data": n * mesh.data}, train={"global_batch_size": n * batch})
+        replaced(
+            config, mesh={"data": n * mesh.data}, train={"global_batch_size": n * batch}
+        )
         for n in factors
     )
     return _points(larger, cluster)
@@ -55,10 +59,16 @@ def _grow(config: Config, most: int) -> Iterator[Config]:
     data = config.mesh.data
     pads = config.train.uneven_batch == "pad"
     size = microbatch_rows(config)  # kept as long as it can be
-    while data * model_parallel <= most and (batch % data == 0 or (pads and data <= batch)):
-        microbatches = math.ceil(batch / data / size) if pads else max(1, batch // data // size)
+    while data * model_parallel <= most and (
+        batch % data == 0 or (pads and data <= batch)
+    ):
+        microbatches = (
+            math.ceil(batch / data / size) if pads else max(1, batch // data // size)
+        )
         if pads or batch // data % microbatches == 0:
-            yield replaced(config, mesh={"data": data}, parallel={"microbatches": microbatches})
+            yield replaced(
+                config, mesh={"data": data}, parallel={"microbatches": microbatches}
+            )
         data *= 2
 
 

@@ -107,7 +107,9 @@ def search(
     groups: list[_Group] = []
     matmuls = {config.precision.matmul, *["float8"] * float8}
     bases = [put(config, precision={"matmul": matmul}) for matmul in sorted(matmuls)]
-    for group in itertools.chain.from_iterable(_groups(base, cluster, devices) for base in bases):
+    for group in itertools.chain.from_iterable(
+        _groups(base, cluster, devices) for base in bases
+    ):
         legal += int(np.isfinite(group.nbytes).sum())
         fitting += int(group.fits.sum())
         if smallest is None or group.nbytes.min() < smallest.nbytes:
@@ -128,7 +130,9 @@ def search(
         shares = _shares_experts(plans[0].config)
         others = [group for group in groups if _shares_experts(group.config) != shares]
         other = next(iter(_simulated(others, cluster, 1)), None)
-    return SearchResult(plans, legal, fitting, smallest, clock.perf_counter() - began, other)
+    return SearchResult(
+        plans, legal, fitting, smallest, clock.perf_counter() - began, other
+    )
 
 
 def _shares_experts(config: Config) -> bool:
@@ -152,7 +156,9 @@ def _fastest(groups: list["_Group"], count: int) -> list[Candidate]:
             break
         for candidate in groups[index].candidates(groups[index].fits):
             ranked.append((*candidate[:2], index, candidate))
-            fastest[candidate.kind] = min(fastest.get(candidate.kind, math.inf), candidate.seconds)
+            fastest[candidate.kind] = min(
+                fastest.get(candidate.kind, math.inf), candidate.seconds
+            )
     chosen: dict[tuple, Candidate] = {}
     for *_, candidate in sorted(ranked, key=lambda r: r[:3]):
         chosen.setdefault(candidate.kind, candidate)
@@ -206,7 +212,11 @@ def _groups(
             mesh = put(mesh, parallel={"experts": choices.experts(mesh, cluster)})
         if any(float8_problems(mesh)):
             continue
-        splits = (False, True) if tensor > 1 and shapes.length(mesh) % tensor == 0 else (False,)
+        splits = (
+            (False, True)
+            if tensor > 1 and shapes.length(mesh) % tensor == 0
+            else (False,)
+        )
         vocabularies = ("spread", "edge") if stages > 1 else ("spread",)
         layers = base.model.layers
         counts = choices.cuts(base, data)
@@ -229,7 +239,13 @@ def _groups(
             outside: dict[tuple, float] = {}
             for split in splits:
                 split_config = put(cut, parallel={"sequence_parallel": split})
-                key = sizes["context"], tensor, split, stages == 1, microbatch_rows(split_config)
+                key = (
+                    sizes["context"],
+                    tensor,
+                    split,
+                    stages == 1,
+                    microbatch_rows(split_config),
+                )
                 if key not in recomputed:
                     recomputed[key] = choices.ways(split_config, cluster)
                 for keys in recomputed[key]:
@@ -319,7 +335,9 @@ class _Group:
         for i in np.flatnonzero(self.fits.any(axis=1)):
             scheduled = put(self.config, parallel=self.tables.keys[i])
             stage = self.tables.stages[i]
-            if (key := stage.slots if _varies_with_depth(self.config) else ()) not in layers:
+            if (
+                key := stage.slots if _varies_with_depth(self.config) else ()
+            ) not in layers:
                 layers[key] = layer_cost(scheduled, self.cluster)
             if (counts := (stage.slots, stage.counts)) not in longest:
                 longest[counts] = max(stage_layers(scheduled, self.cluster))
@@ -349,7 +367,8 @@ class _Group:
                     if key not in self.outside:
                         self.outside[key] = sum(outside_seconds(config, self.cluster))
                     seconds = (
-                        pipeline.quick(scheduled, self.tables.facts[i], cost) + self.outside[key]
+                        pipeline.quick(scheduled, self.tables.facts[i], cost)
+                        + self.outside[key]
                     )
                     seconds -= hidden_seconds(config, self.cluster, cost)
                 yield Candidate(seconds, float(self.nbytes[i, j]), scheduled, zero)
@@ -359,11 +378,17 @@ def _varies_with_depth(config: Config) -> bool:
     """Returns whether a layer's costs depend on how many layers a chunk has: the choice of those in float8 does, and
     the mean of several kinds.
     """
-    return config.precision.matmul == "float8" or len(layers_of_stacks(config.model)) > 1
+    return (
+        config.precision.matmul == "float8" or len(layers_of_stacks(config.model)) > 1
+    )
 
 
 def _bytes(
-    config: Config, cluster: Cluster, tables: _Tables, zeros: list[ZeroKeys], state: np.ndarray
+    config: Config,
+    cluster: Cluster,
+    tables: _Tables,
+    zeros: list[ZeroKeys],
+    state: np.ndarray,
 ) -> np.ndarray:
     """Bytes of [rows, columns]; `state` as `_state` gives it."""
     usable = spared(cluster)
@@ -376,7 +401,9 @@ def _bytes(
             nbytes[at] = math.inf
             continue
         layer_keeps = _layer_keeps(first, tables, at)
-        kept: Any = memory.total(memory.kept(first, facts, platform, layer_keeps, layers))
+        kept: Any = memory.total(
+            memory.kept(first, facts, platform, layer_keeps, layers)
+        )
         totals = nbytes[at] + kept[:, None]
         fits = totals <= usable
         passing = dict[tuple[int, bool], Any]()
@@ -397,17 +424,28 @@ def _layer_keeps(config: Config, tables: _Tables, at: list[int]) -> Any:
     """Returns `memory.layer_bytes` of a config by the schedules at some places, as arrays."""
     slots = [tables.stages[i].slots for i in at]
     if config.precision.matmul == "float8":
-        rows = {of: put(config, parallel=tables.keys[i]) for of, i in zip(slots, at, strict=True)}
+        rows = {
+            of: put(config, parallel=tables.keys[i])
+            for of, i in zip(slots, at, strict=True)
+        }
         keeps = {of: memory.layer_bytes(row) for of, row in rows.items()}
         return tuple(np.array([keeps[of] for of in slots]).T)
     # else a layer of a kind keeps the same in all of them, which differ in the mean over slots alone
     each = [(stack, memory.layer_bytes(one)) for stack, one in stack_configs(config)]
     return tuple(
-        np.sum([np.outer(n, [of.count(stack) / len(of) for of in slots]) for stack, n in each], 0)
+        np.sum(
+            [
+                np.outer(n, [of.count(stack) / len(of) for of in slots])
+                for stack, n in each
+            ],
+            0,
+        )
     )
 
 
-def _leave_out_offload(nbytes: np.ndarray, zeros: list[ZeroKeys], usable: float) -> None:
+def _leave_out_offload(
+    nbytes: np.ndarray, zeros: list[ZeroKeys], usable: float
+) -> None:
     """Makes bytes of [rows, columns] infinite where the optimizer's state need not wait on the host."""
     # the same stage without comes just before
     for column, zero in enumerate(zeros):
@@ -432,7 +470,8 @@ def _state(
             scheduled = put(config, parallel=keys)
             layouts = [_set_zero(scheduled, zero) for zero in zeros]
             known[key] = [
-                (memory.total(memory.state(x)), memory.total(memory.drawing(x))) for x in layouts
+                (memory.total(memory.state(x)), memory.total(memory.drawing(x)))
+                for x in layouts
             ]
         rows.append(known[key])
     return np.array(rows).transpose(2, 0, 1)
@@ -457,14 +496,19 @@ def _zeros(config: Config, cluster: Cluster) -> list[ZeroKeys]:
     holds = (False, True) if several else (False,)
     reduce = config.parallel.reduce
     split = config.mesh.data * config.mesh.context > 1
-    scattered = config.mesh.data > 1 and reduce.compression != "none" and reduce.over == "data"
+    scattered = (
+        config.mesh.data > 1 and reduce.compression != "none" and reduce.over == "data"
+    )
     legal: list[tuple[int, bool]] = [] if scattered else [(0, False)]
     if split:
         legal += [(1, False), (2, False), *((3, hold) for hold in holds)]
     if keeps_feedback(config) and reduce.over == "data":
         legal = [(stage, hold) for stage, hold in legal if stage < 2 or hold]
     hosts = (False, True) if cluster.accelerator.platform == "gpu" else (False,)
-    return [ZeroKeys(stage, hold, host) for (stage, hold), host in itertools.product(legal, hosts)]
+    return [
+        ZeroKeys(stage, hold, host)
+        for (stage, hold), host in itertools.product(legal, hosts)
+    ]
 
 
 def reason(plan: Plan, fastest: Plan) -> str:
@@ -476,7 +520,8 @@ def reason(plan: Plan, fastest: Plan) -> str:
             f"{PART_NAMES[name]} {seconds / total:.0%}" for name, seconds in largest
         )
     slower = {
-        name: seconds - dict(fastest.time.parts())[name] for name, seconds in plan.time.parts()
+        name: seconds - dict(fastest.time.parts())[name]
+        for name, seconds in plan.time.parts()
     }
     most = max(slower, key=lambda name: slower[name])
     less = min(slower, key=lambda name: slower[name])
@@ -512,6 +557,8 @@ def made_of(plan: Plan) -> str:
         + dict(shares)[PART_NAMES["attention"]]
         + dict(shares)[PART_NAMES["head"]]
     )
-    return ", ".join(f"{name} {share:.1%}" for name, share in shares if share >= 0.0005) + (
+    return ", ".join(
+        f"{name} {share:.1%}" for name, share in shares if share >= 0.0005
+    ) + (
         f"; the model's products reach {plan.mfu / busy:.0%} of the peak while they run."
     )

@@ -13,7 +13,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from meshtrain.cluster.accelerators import Accelerator
-from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER, best
+from meshtrain.cluster.algorithms import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    PERMUTE,
+    REDUCE_SCATTER,
+    best,
+)
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config, ModelConfig
 from meshtrain.config.follow import runs_table
@@ -72,7 +78,9 @@ class MicrobatchCosts:
     @property
     def stage(self) -> float:
         """All chunks of a stage, forward, head and backward."""
-        return self.chunks * (self.chunk_forward + self.chunk_backward) + self.edge.total
+        return (
+            self.chunks * (self.chunk_forward + self.chunk_backward) + self.edge.total
+        )
 
     @property
     def chunk_forward(self) -> float:
@@ -128,11 +136,16 @@ def edge_cost(
     sends, forward = _edge_sends(config, cluster)
     if model.mtp:
         layer = layer_cost(last_config(config), cluster, profile)
-        again = layer.forward + layer.backward + join_seconds(config, cluster.accelerator)
+        again = (
+            layer.forward + layer.backward + join_seconds(config, cluster.accelerator)
+        )
         head = (head + again) * model.mtp + head
         of_edge = {axis: (1 + model.mtp) * seconds for axis, seconds in sends.items()}
         joins = sum(t.seconds(cluster, config.mesh) for _, t in join_transfers(config))
-        sends = {**of_edge, "tensor": of_edge["tensor"] + model.mtp * (layer.sends + joins)}
+        sends = {
+            **of_edge,
+            "tensor": of_edge["tensor"] + model.mtp * (layer.sends + joins),
+        }
     if profile.whole_logits:
         logits = shapes.labels(model, shapes.tokens(config)) * model.vocab_size
         nbytes = logits * shapes.itemsize(config.precision.compute)
@@ -195,11 +208,19 @@ def message_cost(
     if mesh.pipeline == 1:
         return MessageCost(0.0, 0.0)
     nbytes = shapes.stream(config) * shapes.itemsize(config.precision.compute)
-    parts = mesh.tensor if profile.scatter_messages and not config.parallel.sequence_parallel else 1
+    parts = (
+        mesh.tensor
+        if profile.scatter_messages and not config.parallel.sequence_parallel
+        else 1
+    )
     seconds = best(PERMUTE, cluster.axis("pipeline", mesh), nbytes / parts).seconds
     if parts > 1:
         seconds += best(ALL_GATHER, cluster.axis("tensor", mesh), nbytes).seconds
-    return MessageCost(seconds, 0.0) if profile.overlap_pipeline else MessageCost(0.0, seconds)
+    return (
+        MessageCost(seconds, 0.0)
+        if profile.overlap_pipeline
+        else MessageCost(0.0, seconds)
+    )
 
 
 COMPUTE = ("matmul", "attention", "recompute", "head", "reference")
@@ -295,7 +316,10 @@ def data_seconds(
     compressed = profile is DEFAULT_PROFILE and parallel.reduce.compression != "none"
 
     def send(
-        kind: str, axes: tuple[str, ...], nbytes: float, algorithm: str = parallel.reduce.algorithm
+        kind: str,
+        axes: tuple[str, ...],
+        nbytes: float,
+        algorithm: str = parallel.reduce.algorithm,
     ) -> float:
         return programs.seconds(algorithm, kind, axes, mesh, cluster, nbytes)
 
@@ -316,20 +340,28 @@ def data_seconds(
         passes = 2 if gathers else 1
         # Our backward gathers embedding and head no second time.
         around_passes = 1 if profile.compiled else passes
-        return parallel.microbatches * (passes * layers * layer + around_passes * around)
+        return parallel.microbatches * (
+            passes * layers * layer + around_passes * around
+        )
 
     seconds = gradient_traffic.sync_seconds(config, cluster)
     if not parallel.zero_stage and not compressed:
         elements = trained.block.full * layers + trained.outer.full
-        return seconds + send(ALL_REDUCE, summed_axes(config), elements * gradient_bytes)
+        return seconds + send(
+            ALL_REDUCE, summed_axes(config), elements * gradient_bytes
+        )
     if compressed:
         seconds += sum(gradient_traffic.seconds(config, cluster))
     if parallel.zero_stage:
         sharded = shapes.resident(config) if parallel.zero_stage == 3 else trained
-        seconds += gather_or_scatter(ALL_GATHER, weight_bytes, sharded, gathers_at_use(config))
+        seconds += gather_or_scatter(
+            ALL_GATHER, weight_bytes, sharded, gathers_at_use(config)
+        )
     if compressed:
         return seconds
-    seconds += gather_or_scatter(REDUCE_SCATTER, gradient_bytes, trained, scatters_at_use(config))
+    seconds += gather_or_scatter(
+        REDUCE_SCATTER, gradient_bytes, trained, scatters_at_use(config)
+    )
     if mesh.islands > 1 and not parallel.sync.every:
         elements = trained.block.shard * layers + trained.outer.shard
         seconds += send(ALL_REDUCE, (ISLAND,), elements * gradient_bytes)
@@ -365,7 +397,8 @@ def hidden_seconds(config: Config, cluster: Cluster, costs: MicrobatchCosts) -> 
     backward = costs.chunk_backward / layers
     sizes = [behind - first for first, behind in buckets(layers)]
     return sum(
-        min(later * reduce, before * backward) for before, later in itertools.pairwise(sizes)
+        min(later * reduce, before * backward)
+        for before, later in itertools.pairwise(sizes)
     )
 
 
@@ -410,7 +443,9 @@ def _held_seconds(config: Config, cluster: Cluster) -> tuple[float, float]:
     axes = config.mesh.token_axes(across=False)
     gathers = programs.seconds("psum", ALL_GATHER, axes, config.mesh, cluster, nbytes)
     reduces = (
-        data_seconds(config, cluster) - gradient_traffic.sync_seconds(config, cluster) - gathers
+        data_seconds(config, cluster)
+        - gradient_traffic.sync_seconds(config, cluster)
+        - gathers
     )
     share = trained.block.full / (trained.block.full * layers + trained.outer.full)
     gather = gathers * of_layers / nbytes if nbytes else 0.0
@@ -432,7 +467,9 @@ def _hidden_at_use(config: Config, cluster: Cluster, layer: LayerCost) -> float:
         return programs.seconds("psum", kind, axes, config.mesh, cluster, nbytes)
 
     forward = 0.0
-    backward = send(REDUCE_SCATTER, shapes.trained(config).block.gathered, precision.reduce)
+    backward = send(
+        REDUCE_SCATTER, shapes.trained(config).block.gathered, precision.reduce
+    )
     if gathers_at_use(config):
         resident = shapes.resident(config)
         gathered = send(ALL_GATHER, resident.block.gathered, precision.compute)

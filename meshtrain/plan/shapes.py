@@ -47,10 +47,14 @@ class Elements:
     def __sub__(self, other: "Elements") -> "Elements":
         """Without a part of it."""
         gathered = self.gathered - other.gathered
-        return Elements(self.full - other.full, self.shard - other.shard, self.largest, gathered)
+        return Elements(
+            self.full - other.full, self.shard - other.shard, self.largest, gathered
+        )
 
     def __mul__(self, count: float) -> "Elements":
-        return Elements(self.full * count, self.shard * count, self.largest, self.gathered * count)
+        return Elements(
+            self.full * count, self.shard * count, self.largest, self.gathered * count
+        )
 
 
 class WeightParts(NamedTuple):
@@ -61,7 +65,8 @@ class WeightParts(NamedTuple):
     head: Elements
     tokens: Elements  # of the embedding
     output: Elements  # of the head: nothing where it is tied to the tokens
-    first: Elements  # of a layer, what its first products read: the projections into attention
+    # Of a layer, what its first products read: the projections into attention
+    first: Elements
     predictions: Elements  # of further tokens
 
     @property
@@ -94,7 +99,9 @@ def _sizes(config: Config) -> Sizes:
     lora = config.lora
     trainable = config.train.trainable
     stage = (
-        config.parallel.zero_stage if lora.rank or trainable else min(config.parallel.zero_stage, 1)
+        config.parallel.zero_stage
+        if lora.rank or trainable
+        else min(config.parallel.zero_stage, 1)
     )
     return config.model, config.mesh, config.parallel.vocab, stage, lora, trainable
 
@@ -107,14 +114,26 @@ def _resident(sizes: Sizes, trained_only: bool) -> WeightParts:
 
     def sum_weights(name: str | tuple[str, ...]) -> Elements:
         chosen = [
-            p for p in placed_weights if p.name.startswith(name) and (p.trained or not trained_only)
+            p
+            for p in placed_weights
+            if p.name.startswith(name) and (p.trained or not trained_only)
         ]
         return _sum(
-            Elements(p.on_device(), p.on_rank(), p.on_device(), _gathered(p, mesh.shards))
+            Elements(
+                p.on_device(), p.on_rank(), p.on_device(), _gathered(p, mesh.shards)
+            )
             for p in chosen
         )
 
-    names = ("blocks.", "embedding.", "head.", "embedding.tokens", "head.weight", FIRST, "mtp.")
+    names = (
+        "blocks.",
+        "embedding.",
+        "head.",
+        "embedding.tokens",
+        "head.weight",
+        FIRST,
+        "mtp.",
+    )
     return WeightParts(*(sum_weights(name) for name in names))
 
 
@@ -153,7 +172,11 @@ def _moments(o: OptimizerConfig, sizes: Sizes) -> tuple[int, int]:
     counts = {True: 0, False: 0}
     for weight in (p for p in _one_layer(sizes) if p.trained):
         for dims in kind.moments(o, weight):
-            moment = part(weight, [*range(weight.stacked), *dims]) if kind.by_matrix else weight
+            moment = (
+                part(weight, [*range(weight.stacked), *dims])
+                if kind.by_matrix
+                else weight
+            )
             counts[weight.stacked] += moment.on_rank()
     return counts[True], counts[False]
 
@@ -169,9 +192,15 @@ def replicated(config: Config, layers: int) -> dict[tuple[str, int], int]:
     for number, (stack, one) in enumerate(several):
         places = layers if len(several) == 1 else assigned.places(stack)
         for weight in (
-            p for p in _one_layer(_sizes(one)) if p.trained and (p.stacked or not number)
+            p
+            for p in _one_layer(_sizes(one))
+            if p.trained and (p.stacked or not number)
         ):
-            group = {axis: mesh.ways(axis) for axis in weight.replicated if mesh.ways(axis) > 1}
+            group = {
+                axis: mesh.ways(axis)
+                for axis in weight.replicated
+                if mesh.ways(axis) > 1
+            }
             if group:
                 key = "+".join(group), math.prod(group.values())
                 each = weight.on_rank() * (places if weight.stacked else 1)
@@ -179,7 +208,9 @@ def replicated(config: Config, layers: int) -> dict[tuple[str, int], int]:
     return counts
 
 
-def rule_numbers(each: Sequence[float], sizes: LinearConfig, value: int, columns: int) -> float:
+def rule_numbers(
+    each: Sequence[float], sizes: LinearConfig, value: int, columns: int
+) -> float:
     """Counts float32 numbers a token and head of linear attention's rule, of values of a width and states of so many
     columns: so many each of a key's width, of a value's, of the tokens of a chunk, and of the states of chunks.
     """
@@ -194,7 +225,9 @@ def vocabulary_degree(config: Config) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _vocabulary_degree(model: ModelConfig, mesh: MeshConfig, vocab: str) -> int:
-    return math.prod(getattr(mesh, axis) for axis in splits(model, mesh, vocab)["vocab"])
+    return math.prod(
+        getattr(mesh, axis) for axis in splits(model, mesh, vocab)["vocab"]
+    )
 
 
 def vocabulary_rows(config: Config) -> int:
@@ -220,7 +253,9 @@ def labels(model: ModelConfig, tokens: int) -> int:
 def read(model: ModelConfig, tokens: int) -> int:
     """The tokens, of so many, that the head reads: all, but of images with a class token these alone."""
     return (
-        labels(model, tokens) if FAMILIES[model.family].images and model.pool == "class" else tokens
+        labels(model, tokens)
+        if FAMILIES[model.family].images and model.pool == "class"
+        else tokens
     )
 
 
@@ -267,7 +302,9 @@ def itemsize(dtype: str) -> int:
 
 def active_size(model: ModelConfig, weight: Weight) -> float:
     """Elements of a weight that one token is computed with: of experts the share that it chooses."""
-    return weight.size * (model.moe.top_k / model.moe.experts if "experts" in weight.axes else 1)
+    return weight.size * (
+        model.moe.top_k / model.moe.experts if "experts" in weight.axes else 1
+    )
 
 
 def active_parameters(model: ModelConfig) -> int:
@@ -289,11 +326,15 @@ def model_flops(config: Config) -> float:
 
     def count_flops(weight: Weight) -> float:
         passes = 6 if is_trained(weight, config.lora, train.trainable) else 4
-        return (passes + (0 if weight.adapter else reference)) * active_size(model, weight)
+        return (passes + (0 if weight.adapter else reference)) * active_size(
+            model, weight
+        )
 
     every = all_weights(model, config.lora)
     in_layer = lambda weight: weight.stacked or weight.name.startswith("mtp.")
-    matrices = sum(count_flops(weight) for weight in every if in_layer(weight) and weight.decayed)
+    matrices = sum(
+        count_flops(weight) for weight in every if in_layer(weight) and weight.decayed
+    )
     head = next(
         count_flops(weight)
         for weight in every
@@ -310,9 +351,13 @@ def model_flops(config: Config) -> float:
         return float((per_token + head) * train.global_batch_size * length)
     number, _ = patches_of(model)
     embedding = sum(
-        count_flops(weight) - 2 * weight.size for weight in every if weight.name == PATCHES_WEIGHT
+        count_flops(weight) - 2 * weight.size
+        for weight in every
+        if weight.name == PATCHES_WEIGHT
     )
-    return float((per_token * length + head + embedding * number) * train.global_batch_size)
+    return float(
+        (per_token * length + head + embedding * number) * train.global_batch_size
+    )
 
 
 def score_flops(config: Config) -> float:
@@ -345,4 +390,6 @@ def tokens_at_peak(config: Config, kind: str, devices: int) -> float | None:
     flops_per_token = model_flops(config) / (
         config.train.global_batch_size * config.train.sequence_length
     )
-    return devices * ACCELERATORS[name].flops(config.precision.compute) / flops_per_token
+    return (
+        devices * ACCELERATORS[name].flops(config.precision.compute) / flops_per_token
+    )

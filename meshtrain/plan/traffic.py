@@ -56,9 +56,17 @@ def transfers(
 ) -> list[Transfer]:
     """Every collective of a step on one device; `reference`: of dpo's forward without adapters, which comes first."""
     transfers = _multiply(config, iterations)
-    transfers += [*_data(config, iterations), *_messages(config, iterations), *_replicated(config)]
+    transfers += [
+        *_data(config, iterations),
+        *_messages(config, iterations),
+        *_replicated(config),
+    ]
     transfers += _reference(config, reference) if reference is not None else []
-    transfers += [*orthogonal_transfers(config), *sync_transfers(config), *_maxima(config)]
+    transfers += [
+        *orthogonal_transfers(config),
+        *sync_transfers(config),
+        *_maxima(config),
+    ]
     return [t for t in transfers if t.size > 1 and t.count]
 
 
@@ -73,8 +81,17 @@ def _maxima(config: Config) -> list[Transfer]:
     own = mesh.pipeline * mesh.tensor
     what = "largest logits"
     return [
-        Transfer(_joined(config, ranks), ALL_REDUCE, what, largest / own, 1, mesh.devices // own),
-        Transfer(_joined(config, (TENSOR, PIPELINE)), ALL_GATHER, what, largest, 1, own),
+        Transfer(
+            _joined(config, ranks),
+            ALL_REDUCE,
+            what,
+            largest / own,
+            1,
+            mesh.devices // own,
+        ),
+        Transfer(
+            _joined(config, (TENSOR, PIPELINE)), ALL_GATHER, what, largest, 1, own
+        ),
     ]
 
 
@@ -115,16 +132,26 @@ def _multiply(config: Config, iterations: Iterations) -> list[Transfer]:
         ]
     last = last_config(config)
     transfers += prediction_transfers(last, _list_layers(last), edge)
-    return [replace(t, count=t.count * iterations.passes(moment)) for moment, t in transfers]
+    return [
+        replace(t, count=t.count * iterations.passes(moment)) for moment, t in transfers
+    ]
 
 
 def _list_layers(config: Config) -> list[Moment]:
-    return [*layer_transfers(config), *context_transfers(config), *expert_transfers(config)]
+    return [
+        *layer_transfers(config),
+        *context_transfers(config),
+        *expert_transfers(config),
+    ]
 
 
 def _stream_bytes(config: Config) -> int:
     """Bytes of the residual stream of one microbatch, not split along the sequence."""
-    return shapes.tokens(config) * config.model.d_model * shapes.itemsize(config.precision.compute)
+    return (
+        shapes.tokens(config)
+        * config.model.d_model
+        * shapes.itemsize(config.precision.compute)
+    )
 
 
 def layer_transfers(config: Config) -> list[Moment]:
@@ -143,23 +170,38 @@ def layer_transfers(config: Config) -> list[Moment]:
         hides: bool = False,
         nbytes: float = stream_bytes,
     ) -> Moment:
-        return moment, Transfer("tensor", kind, what, nbytes, count * layers, ranks, hides)
+        return moment, Transfer(
+            "tensor", kind, what, nbytes, count * layers, ranks, hides
+        )
 
     size = shapes.itemsize(config.precision.compute)
     squares = 2 * FLOAT32 * shapes.tokens(config)
     # norms are always computed again
     over_heads = [
-        transfer(moment, ALL_REDUCE, "squares of q and k over all heads", count, nbytes=squares)
+        transfer(
+            moment,
+            ALL_REDUCE,
+            "squares of q and k over all heads",
+            count,
+            nbytes=squares,
+        )
         for moment, count in (("forward", 1), ("backward", 2))
         if config.model.qk_norm and FAMILIES[config.model.family].joint_qk_norm
     ]
     if parallel.sequence_parallel:
         entering = stream_bytes * float8.entering_size(config) / size
         return [
-            transfer("forward", ALL_GATHER, "layer inputs gathered", halves, nbytes=entering),
+            transfer(
+                "forward", ALL_GATHER, "layer inputs gathered", halves, nbytes=entering
+            ),
             transfer("forward", REDUCE_SCATTER, "layer outputs scattered", halves),
             transfer(
-                "backward", ALL_GATHER, GATHERED_FOR_WEIGHTS, late, hides=True, nbytes=entering
+                "backward",
+                ALL_GATHER,
+                GATHERED_FOR_WEIGHTS,
+                late,
+                hides=True,
+                nbytes=entering,
             ),
             transfer(
                 "backward",
@@ -170,7 +212,13 @@ def layer_transfers(config: Config) -> list[Moment]:
             ),
             transfer("backward", REDUCE_SCATTER, OUTPUTS_SCATTERED_AGAIN, again),
             transfer("backward", ALL_GATHER, "output cotangents gathered", halves),
-            transfer("backward", REDUCE_SCATTER, "input cotangents scattered", halves, hides=True),
+            transfer(
+                "backward",
+                REDUCE_SCATTER,
+                "input cotangents scattered",
+                halves,
+                hides=True,
+            ),
             *over_heads,
         ]
     shared_scales = [
@@ -199,14 +247,18 @@ def _count_sends(config: Config) -> tuple[int, int, int]:
     """
     parallel = config.parallel
     names = (
-        ACTIVATIONS if parallel.remat == "none" else (*parallel.names_kept, *parallel.remat_offload)
+        ACTIVATIONS
+        if parallel.remat == "none"
+        else (*parallel.names_kept, *parallel.remat_offload)
     )
     # where experts lie over tensor too nothing is gathered for them, but for shared ones
     halves = 1 + (config.model.d_ff > 0 or TENSOR not in expert_axes(config))
     # The backward waits for the inputs of products that are computed again; else only the weights' gradients take them.
     late = ("qkv" in names) + (halves - 1) * ("mlp_in" in names)
     # The backward has no use for the layer's own output, unless a norm stands behind it.
-    again = ("attention_out" not in names) + (config.model.post_norms and "mlp_out" not in names)
+    again = ("attention_out" not in names) + (
+        config.model.post_norms and "mlp_out" not in names
+    )
     return halves, halves if parallel.remat == "dots" else late, again
 
 
@@ -218,7 +270,11 @@ def practised_count(what: str, count: float, profile: FrameworkProfile) -> float
         return 0.0
     # What computes a layer again as a whole sums both its outputs again, though no backward reads the second.
     whole = profile.recomputes is not None and profile.recomputes[0] == 1
-    return 2.0 if whole and what in (OUTPUTS_SUMMED_AGAIN, OUTPUTS_SCATTERED_AGAIN) else count
+    return (
+        2.0
+        if whole and what in (OUTPUTS_SUMMED_AGAIN, OUTPUTS_SCATTERED_AGAIN)
+        else count
+    )
 
 
 def edge_transfers(config: Config) -> list[Moment]:
@@ -261,31 +317,64 @@ def _edge_transfers(config: Config) -> Iterator[Moment]:
         return moment, Transfer(axis, kind, what, nbytes / count, count, size)
 
     if config.parallel.sequence_parallel and mesh.tensor > 1:
-        yield transfer("embedding", "tensor", REDUCE_SCATTER, "embedding scattered", stream_bytes)
-        if shared:
-            yield transfer("embedding", "pipeline", ALL_REDUCE, "embedding summed", stream)
         yield transfer(
-            "unembedding", "tensor", ALL_GATHER, "embedding's cotangent gathered", stream_bytes
+            "embedding", "tensor", REDUCE_SCATTER, "embedding scattered", stream_bytes
         )
-        yield transfer("head", "tensor", ALL_GATHER, "last output gathered", pooled, chunks)
-        if again:
+        if shared:
             yield transfer(
-                "unhead", "tensor", ALL_GATHER, "last output gathered again", pooled, chunks
+                "embedding", "pipeline", ALL_REDUCE, "embedding summed", stream
             )
         yield transfer(
-            "unhead", "tensor", REDUCE_SCATTER, "last output's cotangent scattered", pooled, chunks
+            "unembedding",
+            "tensor",
+            ALL_GATHER,
+            "embedding's cotangent gathered",
+            stream_bytes,
+        )
+        yield transfer(
+            "head", "tensor", ALL_GATHER, "last output gathered", pooled, chunks
+        )
+        if again:
+            yield transfer(
+                "unhead",
+                "tensor",
+                ALL_GATHER,
+                "last output gathered again",
+                pooled,
+                chunks,
+            )
+        yield transfer(
+            "unhead",
+            "tensor",
+            REDUCE_SCATTER,
+            "last output's cotangent scattered",
+            pooled,
+            chunks,
         )
         if shared:
             yield transfer(
-                "unhead", "pipeline", ALL_REDUCE, "last output's cotangent summed", last, chunks
+                "unhead",
+                "pipeline",
+                ALL_REDUCE,
+                "last output's cotangent summed",
+                last,
+                chunks,
             )
     else:
         yield transfer("embedding", sums, ALL_REDUCE, "embedding summed", stream_bytes)
-        yield transfer("unhead", sums, ALL_REDUCE, "last output's cotangent summed", last, chunks)
-    if shared:
-        yield transfer("head", "pipeline", ALL_REDUCE, "last output to all stages", last)
         yield transfer(
-            "unembedding", "pipeline", ALL_REDUCE, "embedding's cotangent to all stages", stream
+            "unhead", sums, ALL_REDUCE, "last output's cotangent summed", last, chunks
+        )
+    if shared:
+        yield transfer(
+            "head", "pipeline", ALL_REDUCE, "last output to all stages", last
+        )
+        yield transfer(
+            "unembedding",
+            "pipeline",
+            ALL_REDUCE,
+            "embedding's cotangent to all stages",
+            stream,
         )
     smoothed = config.train.label_smoothing > 0
     for moment in ("head", *["unhead"] * again):
@@ -297,7 +386,9 @@ def _edge_transfers(config: Config) -> Iterator[Moment]:
             4 * labels * (2 + smoothed),
             chunks,
         )
-        yield transfer(moment, sums, ALL_REDUCE, "loss: largest logits", 4 * labels, chunks)
+        yield transfer(
+            moment, sums, ALL_REDUCE, "loss: largest logits", 4 * labels, chunks
+        )
 
 
 def _data(config: Config, iterations: Iterations) -> list[Transfer]:
@@ -313,7 +404,9 @@ def _data(config: Config, iterations: Iterations) -> list[Transfer]:
         outer = gathered.outer.gathered * shapes.itemsize(config.precision.compute)
         nbytes = of_layers * stages(config).on_device + outer
         axes = _zero_axes(config)
-        transfers.append(Transfer(axes, ALL_GATHER, "weights gathered", nbytes, 1, ranks))
+        transfers.append(
+            Transfer(axes, ALL_GATHER, "weights gathered", nbytes, 1, ranks)
+        )
     return [t for t in transfers + gradient_transfers(config, iterations) if t.nbytes]
 
 
@@ -345,7 +438,9 @@ def _gathers(config: Config, iterations: Iterations, layer: float) -> list[Trans
     for moment, elements in edge_uses(config):
         what = f"weights of the {moment} gathered"
         times = iterations.passes(moment)
-        transfers.append(Transfer(over, ALL_GATHER, what, elements * weight, times, ranks))
+        transfers.append(
+            Transfer(over, ALL_GATHER, what, elements * weight, times, ranks)
+        )
     return transfers
 
 
@@ -361,7 +456,10 @@ def edge_uses(config: Config) -> list[tuple[str, float]]:
     if config.model.tied_head and config.mesh.pipeline > 1:
         head += resident.tokens.gathered
     again = embedding if config.model.mtp and config.mesh.pipeline > 1 else 0.0
-    return [("embedding", embedding), ("head", head + resident.predictions.gathered + again)]
+    return [
+        ("embedding", embedding),
+        ("head", head + resident.predictions.gathered + again),
+    ]
 
 
 def _messages(config: Config, iterations: Iterations) -> list[Transfer]:
@@ -370,10 +468,20 @@ def _messages(config: Config, iterations: Iterations) -> list[Transfer]:
     stream = shapes.stream(config) * size
     return [
         Transfer(
-            "pipeline", PERMUTE, "activations sent on", stream, iterations.passes("down"), stages
+            "pipeline",
+            PERMUTE,
+            "activations sent on",
+            stream,
+            iterations.passes("down"),
+            stages,
         ),
         Transfer(
-            "pipeline", PERMUTE, "cotangents sent back", stream, iterations.passes("up"), stages
+            "pipeline",
+            PERMUTE,
+            "cotangents sent back",
+            stream,
+            iterations.passes("up"),
+            stages,
         ),
     ]
 
@@ -384,13 +492,24 @@ def _replicated(config: Config) -> list[Transfer]:
     Without ZeRO they are summed over data in the same go.
     """
     axes = summed_axes(config)
-    data = 1 if config.parallel.zero_stage else math.prod(config.mesh.ways(axis) for axis in axes)
+    data = (
+        1
+        if config.parallel.zero_stage
+        else math.prod(config.mesh.ways(axis) for axis in axes)
+    )
     transfers = []
-    for (axis, size), elements in shapes.replicated(config, stages(config).on_device).items():
+    for (axis, size), elements in shapes.replicated(
+        config, stages(config).on_device
+    ).items():
         joined = _joined(config, (*axes, *axis.split("+"))) if data > 1 else axis
         transfers.append(
             Transfer(
-                joined, ALL_REDUCE, "gradients of replicated weights", 4 * elements, 1, size * data
+                joined,
+                ALL_REDUCE,
+                "gradients of replicated weights",
+                4 * elements,
+                1,
+                size * data,
             )
         )
     return transfers

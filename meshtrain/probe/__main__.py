@@ -36,7 +36,8 @@ should do nothing else. Begin with one of
   meshtrain probe --output cluster.yaml    all of it, and a file for plan --cluster and mesh.cluster
   meshtrain probe --only products          one part, in seconds
   meshtrain probe --json                   all of it, for programs"""
-PROGRAMS = tuple(name for name in ALGORITHMS if name != "psum")  # which is what XLA does
+# Which is what XLA does
+PROGRAMS = tuple(name for name in ALGORITHMS if name != "psum")
 
 
 @command
@@ -100,7 +101,9 @@ def parser() -> Parser:
         action="store_true",
         help="measures every pair of devices even if there are more than 16, as a device_order needs; takes minutes",
     )
-    parser.add_argument("--only", choices=PARTS, help="measures only this part (default: all)")
+    parser.add_argument(
+        "--only", choices=PARTS, help="measures only this part (default: all)"
+    )
     parser.add_argument(
         "--algorithms",
         metavar="NAME,...|all",
@@ -110,7 +113,9 @@ def parser() -> Parser:
         "--json", action="store_true", help="prints one JSON object instead of tables"
     )
     parser.add_argument(
-        "--output", metavar="FILE", help="writes a cluster file for meshtrain plan --cluster"
+        "--output",
+        metavar="FILE",
+        help="writes a cluster file for meshtrain plan --cluster",
     )
     parser.add_argument(
         "--html",
@@ -129,7 +134,9 @@ def _config(options: argparse.Namespace) -> Config | None:
         )
     if options.config:
         return load(options.config, options.set, reading=True)
-    return replace(Config(), mesh=MeshConfig.read(options.mesh)) if options.mesh else None
+    return (
+        replace(Config(), mesh=MeshConfig.read(options.mesh)) if options.mesh else None
+    )
 
 
 def _algorithms(options: argparse.Namespace) -> tuple[str, ...]:
@@ -138,7 +145,9 @@ def _algorithms(options: argparse.Namespace) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(options.algorithms.split(",")))
     for name in names:
         if name not in PROGRAMS:
-            legal = nearest(name, PROGRAMS) or f"; legal are {', '.join(PROGRAMS)}, or all."
+            legal = (
+                nearest(name, PROGRAMS) or f"; legal are {', '.join(PROGRAMS)}, or all."
+            )
             raise ConfigError(f"--algorithms has {short(repr(name))}{legal}")
     return names
 
@@ -146,9 +155,15 @@ def _algorithms(options: argparse.Namespace) -> tuple[str, ...]:
 def _check(options: argparse.Namespace, config: Config | None) -> None:
     """Refuses at once what would be refused when all is measured."""
     if options.output and options.only:
-        raise ConfigError("--output writes all that a cluster file holds; leave --only out.")
+        raise ConfigError(
+            "--output writes all that a cluster file holds; leave --only out."
+        )
     asked = options.algorithms != "all" and _algorithms(options)
-    if asked and "hierarchical" in asked and (config is None or config.mesh.islands == 1):
+    if (
+        asked
+        and "hierarchical" in asked
+        and (config is None or config.mesh.islands == 1)
+    ):
         raise ConfigError(
             "--algorithms: hierarchical sums in islands first, and the mesh has none; give islands, as in --mesh "
             "data=4,islands=2."
@@ -157,7 +172,10 @@ def _check(options: argparse.Namespace, config: Config | None) -> None:
         raise ConfigError(
             f"--algorithms are of collectives, which --only {options.only} leaves out."
         )
-    for path, endings in ((options.output, (".yaml", ".yml")), (options.html, (".html",))):
+    for path, endings in (
+        (options.output, (".yaml", ".yml")),
+        (options.html, (".html",)),
+    ):
         if path and Path(path).suffix.lower() not in endings:
             raise ConfigError(f"{short(path)}: its name must end in {endings[0]}.")
 
@@ -202,7 +220,9 @@ def as_json(probe: Probe, cluster: Cluster | None) -> dict:
         "findings": [asdict(one) for one in judge.findings(probe, cluster)]
     }
     if cluster:
-        for entry, collective in zip(content["collectives"], probe.collectives, strict=True):
+        for entry, collective in zip(
+            content["collectives"], probe.collectives, strict=True
+        ):
             entry["score"] = judge.score(cluster, probe, collective)
             for sized in entry["sizes"]:
                 sized["described_seconds"] = judge.described(

@@ -59,7 +59,8 @@ def times(
     _warm(jobs, barrier)
     # All processes hear the same times, and so decide alike.
     return _steadiest(
-        lambda: np.max(np.array(gathered(_take_turns(jobs, repeats, barrier))), axis=0), attempts
+        lambda: np.max(np.array(gathered(_take_turns(jobs, repeats, barrier))), axis=0),
+        attempts,
     )
 
 

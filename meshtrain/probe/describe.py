@@ -62,11 +62,17 @@ def cluster_pairs(probe: Probe) -> Clustered | None:
         return None
     together = clustered(probe.pairs.sizes, probe.pairs.seconds)
     every = not np.isnan(probe.pairs.seconds[:, ~np.eye(probe.size, dtype=bool)]).any()
-    return together if len(together.levels) > 1 and (every or together.is_ordered) else None
+    return (
+        together
+        if len(together.levels) > 1 and (every or together.is_ordered)
+        else None
+    )
 
 
 def _is_inside(probe: Probe, blocks: Iterable[Iterable[int]]) -> bool:
-    return all(len({probe.machines[device] for device in block}) == 1 for block in blocks)
+    return all(
+        len({probe.machines[device] for device in block}) == 1 for block in blocks
+    )
 
 
 def _pair_levels(probe: Probe, together: Clustered) -> list[Level]:
@@ -81,13 +87,17 @@ def _axis_levels(probe: Probe) -> list[Level]:
     block = 1
     for axis in reversed(ORDER):
         block *= probe.mesh.ways(axis)
-        inside = _is_inside(probe, (range(i, i + block) for i in range(0, probe.size, block)))
+        inside = _is_inside(
+            probe, (range(i, i + block) for i in range(0, probe.size, block))
+        )
         lines = [
             collective.line
             for collective in probe.collectives_over(axis)
             if collective.kind == PERMUTE
         ]
-        by_axis += [Level(block, line.latency, line.bandwidth, inside) for line in lines]
+        by_axis += [
+            Level(block, line.latency, line.bandwidth, inside) for line in lines
+        ]
     return by_axis
 
 
@@ -100,8 +110,12 @@ def levels(probe: Probe) -> dict[str, Level]:
         else _axis_levels(probe)
     )
     while len(by_distance) > 1:
-        gap, at = min((a.unlike(b), i) for i, (a, b) in enumerate(itertools.pairwise(by_distance)))
-        most = max(sum(level.inside is side for level in by_distance) for side in (True, False))
+        gap, at = min(
+            (a.unlike(b), i) for i, (a, b) in enumerate(itertools.pairwise(by_distance))
+        )
+        most = max(
+            sum(level.inside is side for level in by_distance) for side in (True, False)
+        )
         if gap > ALIKE and most <= len(INSIDE):
             break
         by_distance[at : at + 2] = [_joined(by_distance[at], by_distance[at + 1])]
@@ -109,13 +123,19 @@ def levels(probe: Probe) -> dict[str, Level]:
     for side, names in ((True, INSIDE), (False, BETWEEN)):
         of_side = [level for level in by_distance if level.inside is side]
         # One level alone is a machine's, or between neighbouring machines.
-        named |= zip(names if len(of_side) > 1 else (names[side],), of_side, strict=False)
+        named |= zip(
+            names if len(of_side) > 1 else (names[side],), of_side, strict=False
+        )
     return named
 
 
 def _joined(inner: Level, outer: Level) -> Level:
-    latency = math.sqrt(inner.latency * outer.latency) or max(inner.latency, outer.latency)
-    return replace(outer, latency=latency, bandwidth=math.sqrt(inner.bandwidth * outer.bandwidth))
+    latency = math.sqrt(inner.latency * outer.latency) or max(
+        inner.latency, outer.latency
+    )
+    return replace(
+        outer, latency=latency, bandwidth=math.sqrt(inner.bandwidth * outer.bandwidth)
+    )
 
 
 def to_yaml(probe: Probe) -> str:
@@ -123,7 +143,9 @@ def to_yaml(probe: Probe) -> str:
     devices = probe.devices
     links = levels(probe)
     if devices is None or (probe.size > 1 and not links):
-        raise ConfigError("a cluster file needs collectives and products; leave --only out.")
+        raise ConfigError(
+            "a cluster file needs collectives and products; leave --only out."
+        )
     sizes = set(Counter(probe.machines).values())
     if len(sizes) > 1:
         raise ConfigError(
@@ -142,7 +164,11 @@ def to_yaml(probe: Probe) -> str:
         "shared": shared,
         "topology": "flat" if machines == 1 else "fat_tree",
         "accelerator": {"name": probe.kind}
-        | (_shares(probe.kind, devices) if knows(probe) else _figures(probe, devices, ways)),
+        | (
+            _shares(probe.kind, devices)
+            if knows(probe)
+            else _figures(probe, devices, ways)
+        ),
         "links": {name: _link(name, level) for name, level in links.items()},
     }
     if (together := cluster_pairs(probe)) and probe.names:
@@ -164,7 +190,9 @@ def _shares(kind: str, devices: Devices) -> dict[str, Any]:
         "memory": devices.memory_rate / (sheet.bandwidth * 1e9),
         "link": 1.0,
     }
-    efficiency = {name: _short(min(max(share, 0.001), 1.0)) for name, share in reached.items()}
+    efficiency = {
+        name: _short(min(max(share, 0.001), 1.0)) for name, share in reached.items()
+    }
     return {
         "memory": _short(devices.memory_bytes / 2**30),
         "reserved": 0.0,
@@ -177,7 +205,9 @@ def _figures(probe: Probe, devices: Devices, ways: int) -> dict[str, Any]:
         "platform": probe.platform,
         "memory": _short(devices.memory_bytes * ways / 2**30),
         "bandwidth": _short(devices.memory_rate * ways / 1e9),
-        "peak": {dtype: _short(rate * ways / 1e12) for dtype, rate in devices.matmul.items()},
+        "peak": {
+            dtype: _short(rate * ways / 1e12) for dtype, rate in devices.matmul.items()
+        },
         "efficiency": {
             "matmul": 1.0,
             "half_size": 0.0,
@@ -193,7 +223,10 @@ def _link(name: str, level: Level) -> dict[str, float]:
     """Within the bounds that the planner sets, which only a machine that does other things is beyond."""
     bounds = keys(Link if name in INSIDE else Cable)
     link: dict[str, float] = {"devices": level.devices}
-    for key, figure in (("latency", level.latency), ("bandwidth", level.bandwidth / 1e9)):
+    for key, figure in (
+        ("latency", level.latency),
+        ("bandwidth", level.bandwidth / 1e9),
+    ):
         least = bounds[key].least
         most = bounds[key].most
         assert least is not None and most is not None

@@ -20,7 +20,8 @@ from meshtrain.probe.figures import Devices
 from meshtrain.run.processes import gathered
 
 CHAIN = 4  # products of a program, so that its start does not count
-PASSES = 4  # over memory that is there already: pages that are touched for the first time would count several times
+# Over memory that is there already: pages that are touched for the first time would count several times
+PASSES = 4
 DTYPES = ("float32", "bfloat16", "float16")
 # By platform: the side of the matrices, and elements of the array that is passed over, which fits no cache. An
 # accelerator takes milliseconds for them, as does a share of a laptop's cores.
@@ -53,7 +54,9 @@ def devices(mesh: Mesh, order: Sequence[int]) -> Devices:
     elements = ELEMENTS.get(where, OTHER_ELEMENTS)
     dtype = "float32" if where == "cpu" else "bfloat16"
     matrix = np.random.default_rng(0).standard_normal((side, side), np.float32)
-    jobs = [_everywhere(mesh, products, matrix.astype(jnp.dtype(name))) for name in DTYPES]
+    jobs = [
+        _everywhere(mesh, products, matrix.astype(jnp.dtype(name))) for name in DTYPES
+    ]
     vector = np.ones(elements, np.float32)
     together = times([*jobs, _everywhere(mesh, passes, vector)])
     *seconds, memory_seconds = together.median.tolist()
@@ -65,7 +68,10 @@ def devices(mesh: Mesh, order: Sequence[int]) -> Devices:
         side=side,
         flops=flops[list(order)],
         memory_bandwidth=memory[list(order)],
-        matmul={name: _flops(side, taken) for name, taken in zip(DTYPES, seconds, strict=True)},
+        matmul={
+            name: _flops(side, taken)
+            for name, taken in zip(DTYPES, seconds, strict=True)
+        },
         memory_rate=_rate(elements, memory_seconds),
         memory_bytes=float(stats.get("bytes_limit", 0)) or host / mesh.size,
         spread=spread,
@@ -83,8 +89,12 @@ def _rate(elements: int, seconds: Any) -> Any:
 def _everywhere(mesh: Mesh, function: Callable, x: np.ndarray) -> Job:
     everywhere = PartitionSpec(mesh.axis_names)
     sharding = NamedSharding(mesh, everywhere)
-    whole = jax.make_array_from_callback((mesh.size * len(x), *x.shape[1:]), sharding, lambda _: x)
-    run = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=everywhere, out_specs=everywhere))
+    whole = jax.make_array_from_callback(
+        (mesh.size * len(x), *x.shape[1:]), sharding, lambda _: x
+    )
+    run = jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=everywhere, out_specs=everywhere)
+    )
     return Job(lambda: run(whole))
 
 
@@ -110,8 +120,14 @@ def _each(
     }
     of_processes = gathered([own, taken.unsteady])
     # JSON makes words of their numbers.
-    everyone = {int(number): seconds for one, _ in of_processes for number, seconds in one.items()}
-    multiplied, passed = np.array([everyone[device.id] for device in mesh.devices.flat]).T
+    everyone = {
+        int(number): seconds
+        for one, _ in of_processes
+        for number, seconds in one.items()
+    }
+    multiplied, passed = np.array(
+        [everyone[device.id] for device in mesh.devices.flat]
+    ).T
     return (
         _flops(len(matrix), multiplied),
         _rate(len(vector), passed),

@@ -84,11 +84,17 @@ def left_out(sizes: Sequence[float], seconds: Sequence[float]) -> list[float]:
     """
     if len(sizes) < 4:
         return []
-    lines = [line(np.delete(sizes, i), np.delete(seconds, i)) for i in range(len(sizes))]
-    return [fitted.seconds(x) / y - 1 for fitted, x, y in zip(lines, sizes, seconds, strict=True)]
+    lines = [
+        line(np.delete(sizes, i), np.delete(seconds, i)) for i in range(len(sizes))
+    ]
+    return [
+        fitted.seconds(x) / y - 1
+        for fitted, x, y in zip(lines, sizes, seconds, strict=True)
+    ]
 
 
-STEADY = 0.2  # the middle half of the repeats over their median: beyond it the machine does other things as well
+# The middle half of the repeats over their median: beyond it the machine does other things as well
+STEADY = 0.2
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,10 @@ class MeasuredCollective:
     @property
     def algbw(self) -> list[float]:
         """Bytes of the array a second, by size."""
-        return [size / seconds for size, seconds in zip(self.sizes, self.seconds, strict=True)]
+        return [
+            size / seconds
+            for size, seconds in zip(self.sizes, self.seconds, strict=True)
+        ]
 
     @property
     def busbw(self) -> float:
@@ -228,9 +237,12 @@ class Probe(Shown):
     def place(self, device: int) -> str:
         """A device for people: its number, and where it stands in the mesh."""
         ranks = {
-            axis: device // self.mesh.stride(axis) % ways for axis, ways in self.mesh.shape.items()
+            axis: device // self.mesh.stride(axis) % ways
+            for axis, ways in self.mesh.shape.items()
         }
-        where = [f"{axis} {rank}" for axis, rank in ranks.items() if self.mesh.ways(axis) > 1]
+        where = [
+            f"{axis} {rank}" for axis, rank in ranks.items() if self.mesh.ways(axis) > 1
+        ]
         where += [f"machine {self.machines[device]}"] * (len(set(self.machines)) > 1)
         return f"device {device}" + (f" ({', '.join(where)})" if where else "")
 
@@ -250,7 +262,10 @@ class Probe(Shown):
             # JSON has no NaN.
             seconds = self.pairs.seconds.astype(object)
             seconds[np.isnan(self.pairs.seconds)] = None
-            content["pairs"] = {"sizes": list(self.pairs.sizes), "seconds": seconds.tolist()}
+            content["pairs"] = {
+                "sizes": list(self.pairs.sizes),
+                "seconds": seconds.tolist(),
+            }
         if self.devices:
             content["each_device"] = {
                 "dtype": self.devices.dtype,

@@ -34,17 +34,27 @@ class SlowFinding:
     sentence: str
 
 
-def described(cluster: Cluster, probe: Probe, collective: MeasuredCollective, nbytes: int) -> float:
+def described(
+    cluster: Cluster, probe: Probe, collective: MeasuredCollective, nbytes: int
+) -> float:
     """Returns the seconds of a collective of one size by the planner."""
     program = "psum" if collective.algorithm == XLA else collective.algorithm
     return programs.seconds(
-        program, collective.kind, collective.axis.split("+"), probe.mesh, cluster, nbytes
+        program,
+        collective.kind,
+        collective.axis.split("+"),
+        probe.mesh,
+        cluster,
+        nbytes,
     )
 
 
 def score(cluster: Cluster, probe: Probe, collective: MeasuredCollective) -> float:
     """Returns described over measured seconds, of the largest size."""
-    return described(cluster, probe, collective, collective.sizes[-1]) / collective.seconds[-1]
+    return (
+        described(cluster, probe, collective, collective.sizes[-1])
+        / collective.seconds[-1]
+    )
 
 
 def device_scores(cluster: Cluster, probe: Probe) -> dict[str, float]:
@@ -94,9 +104,7 @@ def _devices(probe: Probe) -> list[SlowFinding]:
     ):
         shares = rates / np.median(rates)
         for device in np.flatnonzero(shares < SLOW).tolist():
-            sentence = (
-                f"{probe.place(device)} {does} at {shares[device]:.2f} of the speed of the others."
-            )
+            sentence = f"{probe.place(device)} {does} at {shares[device]:.2f} of the speed of the others."
             slow.append(SlowFinding(what, (device,), float(shares[device]), sentence))
     return slow
 
@@ -123,7 +131,11 @@ def apart(probe: Probe) -> np.ndarray:
     mesh = probe.mesh
     far = np.full((probe.size, probe.size), APART.index(MACHINE))
     stage = mesh.tensor * mesh.shards
-    blocks = [mesh.tensor, stage, *([stage * mesh.pipeline] if mesh.islands > 1 else [])]
+    blocks = [
+        mesh.tensor,
+        stage,
+        *([stage * mesh.pipeline] if mesh.islands > 1 else []),
+    ]
     for level, block in reversed(list(enumerate(blocks))):
         far[number[:, None] // block == number // block] = level
     far[machines[:, None] != machines] = APART.index(BEYOND)

@@ -14,7 +14,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshtrain.allreduce import ALGORITHMS
-from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER
+from meshtrain.cluster.algorithms import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    PERMUTE,
+    REDUCE_SCATTER,
+)
 from meshtrain.compat import vary, varying
 from meshtrain.mesh import DATA, ISLAND, platform
 from meshtrain.parallel.reduce.algorithms import all_gather, all_reduce, reduce_scatter
@@ -35,7 +41,8 @@ MOST_ROUNDS = 16
 LEAST_ROUNDS = 4
 ENOUGH = 4 * MIB
 ALL_PAIRS = (
-    16  # of so many devices every pair is measured; of more, each with those 1, 2, 4, ... further
+    # Of so many devices every pair is measured; of more, each with those 1, 2, 4, ... further
+    16
 )
 PAIRS_A_PROGRAM = 64
 
@@ -51,14 +58,18 @@ _STEPS: dict[str, Callable[[Any, int], Step]] = {
 }
 
 
-def algorithms_of(kind: str, devices: int, islands: bool, asked: Sequence[str]) -> list[str]:
+def algorithms_of(
+    kind: str, devices: int, islands: bool, asked: Sequence[str]
+) -> list[str]:
     """Returns XLA's own, and those asked for that have a program for this kind; `islands`: over these and what is
     within them.
     """
 
     def has(name: str) -> bool:
         algorithm = ALGORITHMS[name]
-        scatters = kind in (ALL_GATHER, REDUCE_SCATTER) and not algorithm.no_scatter(devices)
+        scatters = kind in (ALL_GATHER, REDUCE_SCATTER) and not algorithm.no_scatter(
+            devices
+        )
         return (kind == ALL_REDUCE or scatters) and (islands or not algorithm.by_levels)
 
     return [XLA, *filter(has, asked)]
@@ -92,7 +103,9 @@ class Arrays:
         """
         everywhere = PartitionSpec(self.mesh.axis_names)
         specs = (*(PartitionSpec() for _ in before), everywhere)
-        manual = jax.shard_map(loop, mesh=self.mesh, in_specs=specs, out_specs=everywhere)
+        manual = jax.shard_map(
+            loop, mesh=self.mesh, in_specs=specs, out_specs=everywhere
+        )
         if elements not in self.arrays:
             ones = np.ones(elements, np.float32)
             whole = (self.mesh.size * elements,)
@@ -177,7 +190,9 @@ def collectives(
     n = math.prod(mesh.shape[one] for one in axes)
     arrays = Arrays(mesh)
     ways = [
-        (kind, by) for kind in kinds for by in algorithms_of(kind, n, axis == JOINED, algorithms)
+        (kind, by)
+        for kind in kinds
+        for by in algorithms_of(kind, n, axis == JOINED, algorithms)
     ]
     # A device's part of every array is whole numbers.
     sizes = [
@@ -188,7 +203,9 @@ def collectives(
     for kind, by in ways:
         for size in sizes:
             elements = size // (4 * n) if kind == ALL_GATHER else size // 4
-            loop = repeated(step_of(kind, by, axes if len(axes) > 1 else axis, n), rounds_of(size))
+            loop = repeated(
+                step_of(kind, by, axes if len(axes) > 1 else axis, n), rounds_of(size)
+            )
             jobs.append(Job(arrays.program(loop, elements), rounds_of(size)))
     taken = times(jobs, one_barrier(mesh))
     shape = (len(ways), len(sizes))
@@ -196,7 +213,13 @@ def collectives(
         ways, taken.median.reshape(shape), taken.spread.reshape(shape), strict=True
     ):
         yield MeasuredCollective(
-            axis, kind, n, tuple(sizes), tuple(median.tolist()), tuple(spread.tolist()), by
+            axis,
+            kind,
+            n,
+            tuple(sizes),
+            tuple(median.tolist()),
+            tuple(spread.tolist()),
+            by,
         )
 
 
@@ -225,7 +248,10 @@ def pairs(
         for begin in range(0, len(chosen), PAIRS_A_PROGRAM):
             jobs += _messages(
                 arrays,
-                [(order[a], order[b]) for a, b in chosen[begin : begin + PAIRS_A_PROGRAM]],
+                [
+                    (order[a], order[b])
+                    for a, b in chosen[begin : begin + PAIRS_A_PROGRAM]
+                ],
                 size,
             )
     taken = times(jobs, one_barrier(mesh))
@@ -236,18 +262,25 @@ def pairs(
     return Pairs(sizes, seconds, taken.unsteady)
 
 
-def _messages(arrays: Arrays, places: Sequence[tuple[int, int]], size: int) -> list[Job]:
+def _messages(
+    arrays: Arrays, places: Sequence[tuple[int, int]], size: int
+) -> list[Job]:
     """Returns a job a pair, all of one program, which is told by a number which pair is meant: one compilation for all
     of them.
     """
     rounds = rounds_of(size)
-    branches = [repeated(message(arrays.mesh, source, target), rounds) for source, target in places]
+    branches = [
+        repeated(message(arrays.mesh, source, target), rounds)
+        for source, target in places
+    ]
     same = NamedSharding(arrays.mesh, PartitionSpec())
 
     def number(i: int) -> jax.Array:
         return jax.make_array_from_callback((), same, lambda _: np.int32(i))
 
-    send = arrays.program(lambda which, x: jax.lax.switch(which, branches, x), size // 4, number(0))
+    send = arrays.program(
+        lambda which, x: jax.lax.switch(which, branches, x), size // 4, number(0)
+    )
     return [Job(functools.partial(send, number(i)), rounds) for i in range(len(places))]
 
 

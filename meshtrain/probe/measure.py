@@ -50,7 +50,8 @@ def mesh_of(config: Config | None) -> Mesh:
     alike = len(set(machines.values())) == 1
     tensor = machines[0] if alike else len(devices)
     return make_mesh(
-        replace(Config(), mesh=MeshConfig(data=len(devices) // tensor, tensor=tensor)), devices
+        replace(Config(), mesh=MeshConfig(data=len(devices) // tensor, tensor=tensor)),
+        devices,
     )
 
 
@@ -71,7 +72,8 @@ class Wanted(NamedTuple):
     parts: Sequence[str] = PARTS
     kinds: Sequence[str] = KINDS
     pair_sizes: Sequence[int] = ()
-    algorithms: Sequence[str] = ()  # programs of messages, which are measured beside XLA's own
+    # Programs of messages, which are measured beside XLA's own
+    algorithms: Sequence[str] = ()
     every_pair: bool = False
 
 
@@ -108,8 +110,16 @@ def measure(
     """
     parts = wanted.parts
     # As the planner numbers devices: islands outermost, then pipeline, data, tensor innermost.
-    in_place = [mesh.axis_names.index(axis) for axis in ORDER if axis in mesh.axis_names]
-    places = np.arange(mesh.size).reshape(mesh.devices.shape).transpose(in_place).ravel().tolist()
+    in_place = [
+        mesh.axis_names.index(axis) for axis in ORDER if axis in mesh.axis_names
+    ]
+    places = (
+        np.arange(mesh.size)
+        .reshape(mesh.devices.shape)
+        .transpose(in_place)
+        .ravel()
+        .tolist()
+    )
     numbered = [mesh.devices.flat[place] for place in places]
     axes = links.axes_of(mesh)
     barriers: dict[str, float] = {}
@@ -119,7 +129,9 @@ def measure(
         barriers = links.barriers(mesh)
     collectives = _collectives(mesh, wanted, progress) if "collectives" in parts else []
     if "pairs" in parts and axes:
-        progress(f"{len(links.partners(mesh.size, wanted.every_pair))} pairs of devices")
+        progress(
+            f"{len(links.partners(mesh.size, wanted.every_pair))} pairs of devices"
+        )
         pairs = links.pairs(mesh, places, wanted.pair_sizes, wanted.every_pair)
     if "products" in parts:
         progress("matrix products and passes over memory")

@@ -51,7 +51,9 @@ def _body(probe: Probe, cluster: Cluster | None) -> Iterator[str]:
     yield f"<h1>{probe.size} × {escape(probe.kind)}</h1>"
     yield f"<p>{escape(report.about(probe, cluster)).replace(' x ', ' × ')}</p>"
     findings = judge.findings(probe, cluster)
-    yield from (f'<p class="bad">{sentence(finding.sentence)}</p>' for finding in findings)
+    yield from (
+        f'<p class="bad">{sentence(finding.sentence)}</p>' for finding in findings
+    )
     if not findings:
         yield '<p class="good">No device and no link is slower than its like.</p>'
     for axis in probe.axes:
@@ -78,7 +80,11 @@ def _axis(probe: Probe, axis: str, cluster: Cluster | None) -> str:
         row.insert(3, f'<span class="bar" style="{style}"></span>')
     heads.insert(3, "")
     words = "Bars of busbw: blue, what XLA does; red, programs of messages."
-    about = f'<p class="about">{words}</p>' if any(c.algorithm != XLA for c in collectives) else ""
+    about = (
+        f'<p class="about">{words}</p>'
+        if any(c.algorithm != XLA for c in collectives)
+        else ""
+    )
     return pages.table(heads, rows) + about
 
 
@@ -92,7 +98,8 @@ _NUMBERED = 32
 def picture(probe: Probe) -> Picture:
     text = report.to_text(probe)
     return Picture(
-        block(image(drawing(probe), "pairs of devices")) if probe.pairs else block(), text
+        block(image(drawing(probe), "pairs of devices")) if probe.pairs else block(),
+        text,
     )
 
 
@@ -102,7 +109,10 @@ def drawing(probe: Probe) -> str:
     extent = probe.size * side
     width = max(_LEFT + extent + 8, _LEFT + 260)
     return svg(
-        width, _TOP + extent + 64, _cells(probe, side), "how fast each pair of devices talks"
+        width,
+        _TOP + extent + 64,
+        _cells(probe, side),
+        "how fast each pair of devices talks",
     )
 
 
@@ -149,4 +159,8 @@ def _cell(probe: Probe, a: int, b: int, score: float, side: int) -> str:
 
 def _colour(score: float) -> str:
     """Blue at 1 and above, orange at half and below; grey where nothing is to be held against."""
-    return GREY if np.isnan(score) else mixed(ORANGE, SKY, min(max((score - 0.5) / 0.5, 0.0), 1.0))
+    return (
+        GREY
+        if np.isnan(score)
+        else mixed(ORANGE, SKY, min(max((score - 0.5) / 0.5, 0.0), 1.0))
+    )

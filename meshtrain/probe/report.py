@@ -37,7 +37,8 @@ def to_text(probe: Probe, cluster: Cluster | None = None) -> str:
         )
     findings = judge.findings(probe, cluster)
     parts += [
-        f"slow: {one.sentence}" if one.what != "machine" else one.sentence for one in findings
+        f"slow: {one.sentence}" if one.what != "machine" else one.sentence
+        for one in findings
     ]
     if not findings and (probe.pairs or probe.devices) and probe.size >= judge.FEWEST:
         parts.append("no device and no link is slower than its like")
@@ -78,7 +79,9 @@ def axis_table(probe: Probe, axis: str, cluster: Cluster | None) -> Rows:
         ]
         row += [*map(duration, c.seconds), per_second(c.algbw[-1])]
         row += [f"{max(map(abs, c.left_out)):.0%}"] if fitted else []
-        table.append(row + ([f"{judge.score(cluster, probe, c):.2f}"] if cluster else []))
+        table.append(
+            row + ([f"{judge.score(cluster, probe, c):.2f}"] if cluster else [])
+        )
     return table
 
 
@@ -114,8 +117,14 @@ def _pairs(probe: Probe) -> list[str]:
             figures = f"{duration(np.median(latency[of_level]))}, {per_second(np.median(bandwidth[of_level]))}"
             lines.append(f"pairs {judge.APART[level]}: {figures}")
     if probe.size <= MOST_DEVICES:
-        lines += ["latency in µs, from row to column", columns(matrix(latency * 1e6), "  ")]
-        lines += ["bandwidth in GB/s, from row to column", columns(matrix(bandwidth / 1e9), "  ")]
+        lines += [
+            "latency in µs, from row to column",
+            columns(matrix(latency * 1e6), "  "),
+        ]
+        lines += [
+            "bandwidth in GB/s, from row to column",
+            columns(matrix(bandwidth / 1e9), "  "),
+        ]
     return lines
 
 
@@ -125,7 +134,10 @@ def matrix(numbers: np.ndarray) -> Rows:
         ["-" if math.isnan(number) else f"{number:.3g}" for number in row]
         for row in numbers.tolist()
     ]
-    return [["", *map(str, range(len(rows)))], *([str(i), *row] for i, row in enumerate(rows))]
+    return [
+        ["", *map(str, range(len(rows)))],
+        *([str(i), *row] for i, row in enumerate(rows)),
+    ]
 
 
 def _devices(probe: Probe, cluster: Cluster | None) -> list[str]:
@@ -141,20 +153,33 @@ def _devices(probe: Probe, cluster: Cluster | None) -> list[str]:
         else {}
     )
     rates = ", ".join(
-        f"{dtype} {_flops(rate)}{scores.get(dtype, '')}" for dtype, rate in devices.matmul.items()
+        f"{dtype} {_flops(rate)}{scores.get(dtype, '')}"
+        for dtype, rate in devices.matmul.items()
     )
     memory = f"{per_second(devices.memory_rate)}{scores.get('memory', '')}"
-    lines = [f"each of {counted(probe.size, 'device')}, all at once: {rates}; memory {memory}"]
+    lines = [
+        f"each of {counted(probe.size, 'device')}, all at once: {rates}; memory {memory}"
+    ]
     if probe.size > 1:
-        rows = [["  device alone", devices.dtype, "of the best", "memory", "of the best"]]
-        each = zip(devices.flops.tolist(), devices.memory_bandwidth.tolist(), strict=True)
+        rows = [
+            ["  device alone", devices.dtype, "of the best", "memory", "of the best"]
+        ]
+        each = zip(
+            devices.flops.tolist(), devices.memory_bandwidth.tolist(), strict=True
+        )
         for number, (flops, memory_rate) in enumerate(each):
             of_best = [
                 f"{flops / devices.flops.max():.2f}",
                 f"{memory_rate / devices.memory_bandwidth.max():.2f}",
             ]
             rows.append(
-                [f"  {number}", _flops(flops), of_best[0], per_second(memory_rate), of_best[1]]
+                [
+                    f"  {number}",
+                    _flops(flops),
+                    of_best[0],
+                    per_second(memory_rate),
+                    of_best[1],
+                ]
             )
         lines.append(columns(rows))
     return lines

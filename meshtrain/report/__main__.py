@@ -36,13 +36,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         for i, run in enumerate(runs):
             content = diagnose.run(run, options.cluster).as_json()
-            facts[i] = replace(facts[i], diagnosis=content, findings=tuple(content["findings"]))
+            facts[i] = replace(
+                facts[i], diagnosis=content, findings=tuple(content["findings"])
+            )
     summaries = [summarise(run) for run in facts]
     compared = compare.compare(facts[0], facts[1]) if len(facts) == 2 else None
     if options.json:
         content = to_json(facts[0], summaries[0])
         if compared is not None:
-            content |= {"other": to_json(facts[1], summaries[1]), "compared": compared.as_json()}
+            content |= {
+                "other": to_json(facts[1], summaries[1]),
+                "compared": compared.as_json(),
+            }
         print(json.dumps(content, indent=2))
     elif compared is not None:
         _print(Text(compare.render(compared, facts if options.diagnose else ())))

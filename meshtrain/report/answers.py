@@ -72,7 +72,9 @@ def _text(prompt: str | list[Any]) -> str:
     if isinstance(prompt, str):
         return prompt
     messages = [message for message in prompt if isinstance(message, dict)]
-    return "\n".join(f"{message.get('role')}: {message.get('content')}" for message in messages)
+    return "\n".join(
+        f"{message.get('role')}: {message.get('content')}" for message in messages
+    )
 
 
 def cut(text: str) -> str:

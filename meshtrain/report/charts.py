@@ -26,7 +26,8 @@ LEFT = 52
 RIGHT = 8
 TOP = 22
 BOTTOM = 38
-FAR = 6  # times what lies between the first and the last tenth of values, above these, is far
+# Times what lies between the first and the last tenth of values, above these, is far
+FAR = 6
 BINS = 120  # of a curve over the width of a chart
 SMOOTH = 50  # a smoothed curve is of means of so many parts of a run
 # names of curves that are not of values
@@ -62,7 +63,8 @@ class MetricChart(NamedTuple):
     dots: str = ""  # a second metric, drawn as dots
     smooth: bool = False  # a mean of neighbours before it
     spikes: bool = False  # a few values may be far beyond all others
-    deviation: str = ""  # a second metric: how far to either side of this one pale lines are
+    # A second metric: how far to either side of this one pale lines are
+    deviation: str = ""
     log: bool = False  # the axis has powers of 10
     limit: Callable[[Config], float] | None = None  # a line
 
@@ -88,14 +90,19 @@ def _bytes(value: float) -> str:
 
 
 OF_STEPS = (
-    MetricChart("Loss, nats", "loss", _plain, zero=False, dots="eval_loss", smooth=True),
+    MetricChart(
+        "Loss, nats", "loss", _plain, zero=False, dots="eval_loss", smooth=True
+    ),
     MetricChart("Learning rate", "learning_rate", _plain),
     MetricChart("Gradient norm", "grad_norm", _plain),
     MetricChart("Seconds a step", "step_seconds", _seconds, spikes=True),
     MetricChart("Tokens a second", "tokens_per_second", _short),
     MetricChart("MFU", "mfu", _percent),
     MetricChart(
-        "Reward, pale: a deviation to either side", "rl/reward", _plain, deviation="rl/reward_std"
+        "Reward, pale: a deviation to either side",
+        "rl/reward",
+        _plain,
+        deviation="rl/reward_std",
     ),
     MetricChart(
         "Gap between drawing and training, nats",
@@ -126,7 +133,12 @@ OF_PROCESSES = (
     MetricChart("Memory of a process", "process_rss_bytes", _bytes),
     MetricChart("Memory of the devices", "device_memory_used_bytes", _bytes),
     MetricChart("Load of the devices", "device_load_ratio", _percent),
-    MetricChart("Temperature of the devices, °C", "device_temperature_celsius", _plain, zero=False),
+    MetricChart(
+        "Temperature of the devices, °C",
+        "device_temperature_celsius",
+        _plain,
+        zero=False,
+    ),
     MetricChart("Power of the devices, W", "device_power_watts", _plain),
 )
 
@@ -141,18 +153,23 @@ def figures(facts: Sequence[RunFacts]) -> list[tuple[str, str, str]]:
         curves = [
             curve
             for run, colour in runs
-            for curve in _curves(spec, run, colour, SECOND if len(facts) == 1 else colour)
+            for curve in _curves(
+                spec, run, colour, SECOND if len(facts) == 1 else colour
+            )
         ]
         charts.append(_figure(spec, curves))
     for spec in OF_PROCESSES:
         curves = [
-            Curve("", *_sampled(run.samples.values(), spec.metric), colour) for run, colour in runs
+            Curve("", *_sampled(run.samples.values(), spec.metric), colour)
+            for run, colour in runs
         ]
         charts.append(_figure(spec, curves))
     return [drawn for drawn in charts if drawn is not None]
 
 
-def _curves(spec: MetricChart, run: RunFacts, colour: str, dots: str) -> Iterator[Curve]:
+def _curves(
+    spec: MetricChart, run: RunFacts, colour: str, dots: str
+) -> Iterator[Curve]:
     steps = run.steps["step"]
     values = run.steps[spec.metric]
     known = np.isfinite(values)
@@ -168,7 +185,9 @@ def _curves(spec: MetricChart, run: RunFacts, colour: str, dots: str) -> Iterato
             beside = values + side * run.steps[spec.deviation]
             yield Curve(DEVIATION, steps, beside, colour, pale=True)
     if spec.limit and run.config and known.any():
-        yield Curve(LIMIT, steps[known][[0, -1]], np.full(2, spec.limit(run.config)), SECOND)
+        yield Curve(
+            LIMIT, steps[known][[0, -1]], np.full(2, spec.limit(run.config)), SECOND
+        )
 
 
 def _figure(spec: MetricChart, curves: Sequence[Curve]) -> tuple[str, str, str] | None:
@@ -178,22 +197,28 @@ def _figure(spec: MetricChart, curves: Sequence[Curve]) -> tuple[str, str, str] 
         curves = [replace(c, y=_exponents(c.y)) for c in curves]
         number = lambda exponent: spec.number(10.0**exponent)
         base = 1
-    lines, dotted = ([_finite(c) for c in curves if c.dots is dots] for dots in (False, True))
+    lines, dotted = (
+        [_finite(c) for c in curves if c.dots is dots] for dots in (False, True)
+    )
     values = np.concatenate([c.y for c in lines if c.name not in (LIMIT, DEVIATION)])
     # A curve of zeros says no more than its absence.
     if not (values.size if spec.log else values.any()):
         return None
     low = values.min()
     high = values.max()
-    about = f"{number(low)} to {number(high)}" if high > low else f"always {number(high)}"
+    about = (
+        f"{number(low)} to {number(high)}" if high > low else f"always {number(high)}"
+    )
     if len(dots := [c for c in dotted if c.y.size]) == 1:
         lowest = int(np.argmin(dots[0].y))
-        about += (
-            f"; of {dots[0].name} lowest {dots[0].y[lowest]:.4f}, step {dots[0].x[lowest]:,.0f}"
-        )
+        about += f"; of {dots[0].name} lowest {dots[0].y[lowest]:.4f}, step {dots[0].x[lowest]:,.0f}"
     if any(curve.name == "smoothed" for curve in lines):
         about += f"; smoothed: each point is the mean of about 1/{SMOOTH} of the run"
-    return spec.title, about, chart(spec.title, curves, number, spec.zero, base, spec.spikes)
+    return (
+        spec.title,
+        about,
+        chart(spec.title, curves, number, spec.zero, base, spec.spikes),
+    )
 
 
 def _exponents(values: np.ndarray) -> np.ndarray:
@@ -236,7 +261,10 @@ def chart(
     drawn = [curve for curve in drawn if curve.x.size]
     if not drawn:
         return ""
-    first, last = min(float(c.x.min()) for c in drawn), max(float(c.x.max()) for c in drawn)
+    first, last = (
+        min(float(c.x.min()) for c in drawn),
+        max(float(c.x.max()) for c in drawn),
+    )
     low, high = _range([c.y for c in drawn], zero, spikes)
     ticks = list(svg.ticks(low, high, base))
     low, high = min(low, ticks[0]), max(high, ticks[-1])
@@ -248,7 +276,10 @@ def chart(
         return LEFT + across, TOP + tall * (1 - np.clip((y - low) / (high - low), 0, 1))
 
     body = [_axes(ticks, low, high, tall, number), *_steps(first, last, wide)]
-    body += [svg.small(0, 11, name), svg.small(WIDTH - RIGHT, HEIGHT - 4, "step", "end")]
+    body += [
+        svg.small(0, 11, name),
+        svg.small(WIDTH - RIGHT, HEIGHT - 4, "step", "end"),
+    ]
     for curve in drawn:
         body += _dots(curve, place) if curve.dots else _band(curve, first, last, place)
     # Of two runs each kind has both colours, and what they stand for is said above all charts.
@@ -262,7 +293,9 @@ def _finite(curve: Curve) -> Curve:
     return replace(curve, x=curve.x[known], y=curve.y[known])
 
 
-def _range(values: Sequence[np.ndarray], zero: bool, spikes: bool) -> tuple[float, float]:
+def _range(
+    values: Sequence[np.ndarray], zero: bool, spikes: bool
+) -> tuple[float, float]:
     low = min(float(np.quantile(v, 0.001)) for v in values)
     high = max(float(np.quantile(v, 0.999)) for v in values)
     if spikes:
@@ -278,13 +311,19 @@ def _range(values: Sequence[np.ndarray], zero: bool, spikes: bool) -> tuple[floa
 
 
 def _axes(
-    ticks: Sequence[float], low: float, high: float, tall: float, number: Callable[[float], str]
+    ticks: Sequence[float],
+    low: float,
+    high: float,
+    tall: float,
+    number: Callable[[float], str],
 ) -> str:
     out = []
     for tick in ticks:
         y = TOP + tall * (1 - (tick - low) / (high - low))
         out.append(f'<path d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}" stroke="{GRID}"/>')
-        out.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}">{escape(number(tick))}</text>')
+        out.append(
+            f'<text x="{LEFT - 6}" y="{y + 4:.1f}">{escape(number(tick))}</text>'
+        )
     return f'<g text-anchor="end" font-size="11" fill="{FAINT}">{"".join(out)}</g>'
 
 
@@ -295,7 +334,9 @@ def _steps(first: float, last: float, wide: float) -> Iterator[str]:
     if last > first:
         places.append((last, "end", 1.0))
     for step, anchor, share in places:
-        yield svg.small(LEFT + share * wide, HEIGHT - BOTTOM + 17, f"{step:,.0f}", anchor)
+        yield svg.small(
+            LEFT + share * wide, HEIGHT - BOTTOM + 17, f"{step:,.0f}", anchor
+        )
 
 
 def _dots(curve: Curve, place: Callable) -> Iterator[str]:
@@ -320,7 +361,9 @@ def binned(
     x: np.ndarray, y: np.ndarray, first: float, last: float, bins: int = BINS
 ) -> tuple[np.ndarray, ...]:
     """Centre, least, mean and greatest of each bin of `x` between `first` and `last` that holds a value."""
-    place = np.clip(((x - first) / ((last - first) or 1.0) * bins).astype(int), 0, bins - 1)
+    place = np.clip(
+        ((x - first) / ((last - first) or 1.0) * bins).astype(int), 0, bins - 1
+    )
     counts = np.bincount(place, minlength=bins)
     least = np.full(bins, np.inf)
     greatest = np.full(bins, -np.inf)
@@ -342,13 +385,19 @@ def _band(curve: Curve, first: float, last: float, place: Callable) -> Iterator[
     if np.any(greatest > least):
         up = place(centre, greatest)
         down = place(centre[::-1], least[::-1])
-        outline = _path(np.concatenate([up[0], down[0]]), np.concatenate([up[1], down[1]]))
+        outline = _path(
+            np.concatenate([up[0], down[0]]), np.concatenate([up[1], down[1]])
+        )
         yield f'<path d="{outline}z" fill="{curve.colour}" fill-opacity=".2"/>'
     xs, ys = place(centre, mean)
     if xs.size == 1:
         yield f'<circle cx="{xs[0]:.1f}" cy="{ys[0]:.1f}" r="2.6" fill="{curve.colour}"/>'
     else:
-        how = 'stroke-width="1" stroke-opacity=".4"' if curve.pale else 'stroke-width="1.6"'
+        how = (
+            'stroke-width="1" stroke-opacity=".4"'
+            if curve.pale
+            else 'stroke-width="1.6"'
+        )
         yield f'<path d="{_path(xs, ys)}" fill="none" stroke="{curve.colour}" {how} stroke-linejoin="round"/>'
 
 
@@ -400,7 +449,9 @@ def bars(rows: Sequence[Row], label: str) -> str:
     tall = 34 if all(row.planned is None for row in rows) else 42
     columns = svg.widths(row.figures for row in rows)
     for i, row in enumerate(rows):
-        body += svg.bar_row(i * tall, row.name, row.figures, columns, 0.0, row.bar, row.colour)
+        body += svg.bar_row(
+            i * tall, row.name, row.figures, columns, 0.0, row.bar, row.colour
+        )
         if row.planned is not None:
             width = row.planned * WIDTH
             body.append(
@@ -415,12 +466,16 @@ def stacked(rows: Sequence[Row], label: str) -> str:
     x = 0.0
     for row in rows:
         place = f'x="{x:.2f}" y="2" width="{row.bar * WIDTH:.2f}" height="20"'
-        body.append(f'<rect {place} fill="{row.colour}" stroke="{GROUND}" stroke-width=".7"/>')
+        body.append(
+            f'<rect {place} fill="{row.colour}" stroke="{GROUND}" stroke-width=".7"/>'
+        )
         x += row.bar * WIDTH
     y = 44
     columns = svg.widths(row.figures for row in rows)
     for row in rows:
-        body.append(f'<rect x="0" y="{y - 10}" width="11" height="11" rx="2" fill="{row.colour}"/>')
+        body.append(
+            f'<rect x="0" y="{y - 10}" width="11" height="11" rx="2" fill="{row.colour}"/>'
+        )
         body.append(f'<text x="18" y="{y}">{escape(row.name)}</text>')
         body.append(svg.figures(y, row.figures, columns))
         y += 22

@@ -40,10 +40,12 @@ SURE = 0.99  # of an interval: several things are compared
 # blocks
 FEWEST = 4
 MOST = 64
-FEW = 8  # blocks below which it is not sure how long steps remember: intervals are twice as wide
+# Blocks below which it is not sure how long steps remember: intervals are twice as wide
+FEW = 8
 REMEMBERED = 3  # times the autocorrelation time, the length of a block
 NEGLIGIBLE = 0.002  # share by which seconds or losses differ that is nothing to anybody
-VAGUE = 0.5  # half an interval's width, as a logarithm or a share of the loss, beyond which it says nothing
+# Half an interval's width, as a logarithm or a share of the loss, beyond which it says nothing
+VAGUE = 0.5
 STRETCHES = 400  # of the tokens that both have read
 
 
@@ -66,11 +68,14 @@ class Comparison:
     """The second run against the first. None: it cannot be told, and `cannot_tell` says why."""
 
     names: tuple[str, str]
-    time: Interval | None  # seconds a token, as a share of the first's: 0.1 is 10% slower
+    # Seconds a token, as a share of the first's: 0.1 is 10% slower
+    time: Interval | None
     loss: (
         Interval | None
-    )  # the second's minus the first's, over the last quarter of the tokens that both have read
-    identical: int  # rows of the same step, if their losses are the same bit by bit; else 0
+        # The second's minus the first's, over the last quarter of the tokens that both have read
+    )
+    # Rows of the same step, if their losses are the same bit by bit; else 0
+    identical: int
     tokens: float  # that both have read
     config: tuple[tuple[str, Any, Any], ...]
     figures: tuple[tuple[str, ...], ...]  # name, the first's, the second's
@@ -89,7 +94,8 @@ class Comparison:
     def same(self) -> bool:
         """Nothing that could be compared differs."""
         return not any(
-            interval is not None and interval.differs for interval in (self.time, self.loss)
+            interval is not None and interval.differs
+            for interval in (self.time, self.loss)
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -106,19 +112,30 @@ def compare(first: RunFacts, second: RunFacts) -> Comparison:
     time = _time(first.steps, second.steps, why)
     loss, identical, tokens = _loss(first.steps, second.steps, why)
     configs = [asdict(run.config) if run.config else {} for run in (first, second)]
-    changed = tuple(setting for setting in differences(*configs) if setting[0] != "run.directory")
+    changed = tuple(
+        setting for setting in differences(*configs) if setting[0] != "run.directory"
+    )
     names = (short(first.name), short(second.name))
     if names[0] == names[1]:
         names = (short(first.directory), short(second.directory))
     return Comparison(
-        names, time, loss, identical, tokens, changed, tuple(_figures(first, second)), tuple(why)
+        names,
+        time,
+        loss,
+        identical,
+        tokens,
+        changed,
+        tuple(_figures(first, second)),
+        tuple(why),
     )
 
 
 def _time(a: Columns, b: Columns, why: list[str]) -> Interval | None:
     masks = [warmed_up(run) for run in (a, b)]
     tokens = [run["tokens"][mask] for run, mask in zip((a, b), masks, strict=True)]
-    seconds = [run["step_seconds"][mask] for run, mask in zip((a, b), masks, strict=True)]
+    seconds = [
+        run["step_seconds"][mask] for run, mask in zip((a, b), masks, strict=True)
+    ]
     # Where a run does not say how many tokens a step has, steps are compared.
     if all(np.all(read >= 1) for read in tokens):
         seconds = [spent / read for spent, read in zip(seconds, tokens, strict=True)]
@@ -130,7 +147,10 @@ def _time(a: Columns, b: Columns, why: list[str]) -> Interval | None:
         return None
     value, half = _interval(*medians)
     interval = Interval(
-        math.expm1(value), math.expm1(value - half), math.expm1(value + half), NEGLIGIBLE
+        math.expm1(value),
+        math.expm1(value - half),
+        math.expm1(value + half),
+        NEGLIGIBLE,
     )
     if not interval.differs and half > VAGUE:
         why.append(
@@ -152,11 +172,14 @@ def _loss(a: Columns, b: Columns, why: list[str]) -> tuple[Interval | None, int,
         return Interval(0.0, 0.0, 0.0, 0.0), int(both.size), common
     count = int(min(STRETCHES, a.known("loss").size, b.known("loss").size))
     if not common:
-        why.append("loss: it cannot be compared, since one run's rows tell of no tokens.")
+        why.append(
+            "loss: it cannot be compared, since one run's rows tell of no tokens."
+        )
         return None, 0, 0.0
     edges = np.linspace(0.0, common, count + 1)
     means = [
-        _mean_by_tokens(read, run["loss"], edges) for read, run in zip(tokens, (a, b), strict=True)
+        _mean_by_tokens(read, run["loss"], edges)
+        for read, run in zip(tokens, (a, b), strict=True)
     ]
     difference = (means[1] - means[0])[count * 3 // 4 :]
     # How the difference changes on the way is no noise about what it is in the mean.
@@ -173,7 +196,11 @@ def _loss(a: Columns, b: Columns, why: list[str]) -> tuple[Interval | None, int,
             "loss: it cannot be told apart, since the losses go up and down too much; let both runs take more steps."
         )
         return None, 0, common
-    return Interval(value, value - half, value + half, NEGLIGIBLE * abs(level)), 0, common
+    return (
+        Interval(value, value - half, value + half, NEGLIGIBLE * abs(level)),
+        0,
+        common,
+    )
 
 
 def _detrended(values: np.ndarray) -> np.ndarray:
@@ -181,7 +208,9 @@ def _detrended(values: np.ndarray) -> np.ndarray:
     return values - place * (place @ values) / max(place @ place, 1.0)
 
 
-def _mean_by_tokens(read: np.ndarray, values: np.ndarray, edges: np.ndarray) -> np.ndarray:
+def _mean_by_tokens(
+    read: np.ndarray, values: np.ndarray, edges: np.ndarray
+) -> np.ndarray:
     """Mean of `values` between each two `edges` of the tokens read; NaN where there is none."""
     known = np.isfinite(values) & (read <= edges[-1] * (1 + 1e-9))
     # A row is of the tokens up to it.
@@ -304,7 +333,9 @@ def sentences(comparison: Comparison) -> list[str]:
 
 def tables(comparison: Comparison) -> list[Section]:
     """Returns the figures of both runs, and the keys in which their configs differ."""
-    changed = [(path, setting_text(a), setting_text(b)) for path, a, b in comparison.config]
+    changed = [
+        (path, setting_text(a), setting_text(b)) for path, a, b in comparison.config
+    ]
     keys = Section(
         "What differs in the config",
         table=Grid(("key", *comparison.names), changed, "keys", newest=False),
@@ -316,7 +347,10 @@ def tables(comparison: Comparison) -> list[Section]:
 def render(comparison: Comparison, diagnosed: Sequence[RunFacts] = ()) -> str:
     """Returns the comparison for a terminal; with the findings of runs that were just diagnosed."""
     first, second = comparison.names
-    parts = [f"{first} and {second}: {comparison.verdict}", "\n".join(sentences(comparison))]
+    parts = [
+        f"{first} and {second}: {comparison.verdict}",
+        "\n".join(sentences(comparison)),
+    ]
     parts += [text.section_text(section).strip("\n") for section in tables(comparison)]
     for name, run in zip(comparison.names, diagnosed, strict=False):
         if (section := findings(run.diagnosis)) is not None:

@@ -112,9 +112,7 @@ def picture(loads: ExpertLoads) -> str:
     ]
     top = bottom + 40
     body += _legend(top)
-    label = (
-        f"load of {experts} experts in {layers} layers, over each layer's mean. {loads.sentence}"
-    )
+    label = f"load of {experts} experts in {layers} layers, over each layer's mean. {loads.sentence}"
     return svg.chart(top + 34, body, label)
 
 
@@ -125,7 +123,9 @@ def _cells(over: np.ndarray, wide: float, tall: float) -> list[str]:
     paths = [""] * len(CLASSES)
     for layer, row in enumerate(kinds):
         # neighbours of a kind in one piece, unless there is room for a gap
-        starts = np.arange(row.size) if gap else np.flatnonzero(np.diff(row, prepend=-1))
+        starts = (
+            np.arange(row.size) if gap else np.flatnonzero(np.diff(row, prepend=-1))
+        )
         for first, behind in zip(starts, [*starts[1:], row.size], strict=True):
             width = (behind - first) * wide - gap
             height = tall - gap

@@ -84,7 +84,8 @@ class RunFacts:
     torn: int  # lines of it that are no rows
     written: float | None  # when its last row was
     best: Best  # of the evaluations
-    in_use: bool | None  # whether a process holds the directory; none: it cannot be told from here
+    # Whether a process holds the directory; none: it cannot be told from here
+    in_use: bool | None
     samples: Mapping[int, Columns] = field(default_factory=dict)  # resources, by rank
     ranks: int = 0  # that have written samples; of so many the first are read
     hosts: Mapping[int, str] = field(default_factory=dict)
@@ -114,11 +115,17 @@ def gather(directory: Path, cluster: str | None = None) -> RunFacts:
     config = config_of(directory, notes)
     steps, torn = rows.read(directory / METRICS)
     if torn:
-        lines = "line is not a row and was" if torn == 1 else "lines are not rows and were"
-        notes.append(f"{torn} {lines} left out of {METRICS}: cut off, or not what a run writes.")
+        lines = (
+            "line is not a row and was" if torn == 1 else "lines are not rows and were"
+        )
+        notes.append(
+            f"{torn} {lines} left out of {METRICS}: cut off, or not what a run writes."
+        )
     drawn = answers.read(directory / ANSWERS)
     if drawn.left_out:
-        notes.append(f"{drawn.left_out:,} lines of {ANSWERS} are not samples and were left out.")
+        notes.append(
+            f"{drawn.left_out:,} lines of {ANSWERS} are not samples and were left out."
+        )
     samples, ranks, hosts = _samples(directory)
     diagnosis = _diagnosis(directory, notes)
     findings = diagnosis.get("findings")
@@ -142,7 +149,9 @@ def gather(directory: Path, cluster: str | None = None) -> RunFacts:
         diagnosis=diagnosis,
         checkpoints=_checkpoints(directory),
         survived=_survived(directory, notes),
-        loads=experts.newest(directory / METRICS) if config and config.model.moe.experts else None,
+        loads=experts.newest(directory / METRICS)
+        if config and config.model.moe.experts
+        else None,
         answers=drawn,
         texts=texts.read(directory / METRICS),
         disagreed=_disagreed(directory),
@@ -154,7 +163,10 @@ def refuse_no_run(directory: Path) -> None:
     """ConfigError, in a sentence, unless a run has begun to write there."""
     try:
         exists = directory.is_dir()
-        begun = any((directory / name).exists() for name in (CONFIG, METRICS, CHECKPOINTS, SURVIVE))
+        begun = any(
+            (directory / name).exists()
+            for name in (CONFIG, METRICS, CHECKPOINTS, SURVIVE)
+        )
     # A NUL, or half a surrogate pair; no permission.
     except (OSError, ValueError):
         exists = begun = False
@@ -175,7 +187,9 @@ def config_of(directory: Path, notes: list[str]) -> Config | None:
             return load(directory / CONFIG, reading=True)
         why = "it is empty."
     except FileNotFoundError:
-        notes.append(f"there is no {CONFIG}: what ran, and how fast it could be, is not known.")
+        notes.append(
+            f"there is no {CONFIG}: what ran, and how fast it could be, is not known."
+        )
         return None
     except (OSError, ValueError) as problem:
         why = str(problem)
@@ -211,7 +225,9 @@ def planned(
         return None
 
 
-def likely(config: Config, steps: Columns, samples: Mapping[int, Columns]) -> str | None:
+def likely(
+    config: Config, steps: Columns, samples: Mapping[int, Columns]
+) -> str | None:
     """Returns the accelerator that a run had, as far as rows and samples tell; None if it cannot be told.
 
     It is the one whose peak the rows' MFU is a share of, of equal ones that with the memory of the devices; the cpu
@@ -230,10 +246,20 @@ def likely(config: Config, steps: Columns, samples: Mapping[int, Columns]) -> st
         flops_per_token = model_flops(config) / (
             config.train.global_batch_size * config.train.sequence_length
         )
-        peak = float(np.median(rate[useful] / mfu[useful])) * flops_per_token / config.mesh.devices
+        peak = (
+            float(np.median(rate[useful] / mfu[useful]))
+            * flops_per_token
+            / config.mesh.devices
+        )
         known = [ACCELERATORS[name] for name in dict.fromkeys(KINDS.values())]
-        equal = [a for a in known if abs(a.flops(config.precision.compute) / peak - 1) < SAME_PEAK]
-        if limit := max((float(values.max()) for values in limits if values.size), default=None):
+        equal = [
+            a
+            for a in known
+            if abs(a.flops(config.precision.compute) / peak - 1) < SAME_PEAK
+        ]
+        if limit := max(
+            (float(values.max()) for values in limits if values.size), default=None
+        ):
             equal.sort(key=lambda a: abs(a.memory_bytes - limit))
         return equal[0].name if equal else None
     if (
@@ -310,7 +336,9 @@ def _checkpoints(directory: Path) -> tuple[CheckpointFacts, ...]:
         try:
             m = manifest.StepManifest.read(path)
             checkpoints.append(
-                CheckpointFacts(path.name, m.saved, m.loss, m.eval_loss, digests.total_bytes(path))
+                CheckpointFacts(
+                    path.name, m.saved, m.loss, m.eval_loss, digests.total_bytes(path)
+                )
             )
         except (steps.Damaged, steps.NewerFormat, Unreadable) as problem:
             # One that was removed meanwhile is none.
@@ -318,7 +346,9 @@ def _checkpoints(directory: Path) -> tuple[CheckpointFacts, ...]:
                 checkpoints.append(CheckpointFacts(path.name, problem=str(problem)))
         except OSError as error:
             checkpoints.append(
-                CheckpointFacts(path.name, problem=f"it cannot be read: {error.strerror}")
+                CheckpointFacts(
+                    path.name, problem=f"it cannot be read: {error.strerror}"
+                )
             )
     lowest = min(
         (c for c in checkpoints if c.eval_loss is not None),

@@ -30,7 +30,8 @@ class Speed:
     tokens_per_second: float
     mfu: float | None
     padding: float  # share of the steps' positions that hold no token
-    waiting: float | None  # share of the steps' seconds in which they waited for the loader
+    # Share of the steps' seconds in which they waited for the loader
+    waiting: float | None
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,9 @@ def speed_of(columns: Columns) -> Speed | None:
         tokens_per_second=float(np.median(rate)) if rate.size else math.nan,
         mfu=recent_mfu(columns["mfu"]),
         padding=float(padding / max(1.0, padding + tokens)),
-        waiting=float(waits[known].sum() / seconds[known].sum()) if known.any() else None,
+        waiting=float(waits[known].sum() / seconds[known].sum())
+        if known.any()
+        else None,
     )
 
 
@@ -142,14 +145,25 @@ def wall_time(facts: RunFacts) -> tuple[tuple[TimeShare, ...], str]:
     """
     if facts.survived:
         seconds = facts.survived.ledger.seconds
-        return _shares({word(kind): s for kind, s in seconds.items()}), "the supervisors' ledger"
+        return _shares(
+            {word(kind): s for kind, s in seconds.items()}
+        ), "the supervisors' ledger"
     if rank_0 := facts.samples.get(0):
         names = rank_0.names("phase_seconds.")
-        phases = {name.split(".", 1)[1]: float(rank_0.known(name).sum()) for name in names}
+        phases = {
+            name.split(".", 1)[1]: float(rank_0.known(name).sum()) for name in names
+        }
         if any(phases.values()):
             return _shares(phases), "the phases of rank 0"
-    names = ["step_seconds", "data_wait_seconds", "checkpoint_blocked_seconds", "compile_seconds"]
-    steps, data, blocked, compiling = (float(facts.steps.known(name).sum()) for name in names)
+    names = [
+        "step_seconds",
+        "data_wait_seconds",
+        "checkpoint_blocked_seconds",
+        "compile_seconds",
+    ]
+    steps, data, blocked, compiling = (
+        float(facts.steps.known(name).sum()) for name in names
+    )
     blocked = min(blocked, max(steps - data, 0.0))
     parts = {
         "steps": max(steps - data - blocked, 0.0),
@@ -171,7 +185,9 @@ def host_parts(columns: Columns) -> tuple[TimeShare, ...]:
         return ()
     known = {name: _finite(columns[column][mask]) for column, name in names.items()}
     parts = {
-        name: max(float(seconds.mean()), 0.0) for name, seconds in known.items() if seconds.size
+        name: max(float(seconds.mean()), 0.0)
+        for name, seconds in known.items()
+        if seconds.size
     }
     rest = float(columns["step_seconds"][mask].mean()) - sum(parts.values())
     return _shares(parts | {"all else on the host": max(rest, 0.0)})
@@ -180,18 +196,27 @@ def host_parts(columns: Columns) -> tuple[TimeShare, ...]:
 def _shares(seconds: dict[str, float]) -> tuple[TimeShare, ...]:
     """Returns the times above 0, with their shares of the sum."""
     positive = {name: s for name, s in seconds.items() if s > 0}
-    return tuple(TimeShare(name, s, s / sum(positive.values())) for name, s in positive.items())
+    return tuple(
+        TimeShare(name, s, s / sum(positive.values())) for name, s in positive.items()
+    )
 
 
 def most_held(facts: RunFacts) -> Iterator[MemoryUse]:
     """Yields the memory of a device by rows and by its driver, and of the largest process, as far as they are known."""
     limit = facts.plan.cluster.accelerator.usable_bytes if facts.plan else None
-    if (used := _most([facts.steps], "memory_in_use_bytes", "memory_peak_bytes")) is not None:
+    if (
+        used := _most([facts.steps], "memory_in_use_bytes", "memory_peak_bytes")
+    ) is not None:
         yield MemoryUse("a device, as its rows say", used, limit)
     samples = list(facts.samples.values())
     driver = "the fullest device, as its driver says"
     for rule, what, metric, limits in (
-        ("device_memory", driver, "device_memory_used_bytes", "device_memory_limit_bytes"),
+        (
+            "device_memory",
+            driver,
+            "device_memory_used_bytes",
+            "device_memory_limit_bytes",
+        ),
         (
             "memory_limit",
             "the largest process on its host",

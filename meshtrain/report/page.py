@@ -54,7 +54,9 @@ h2, .verdict { break-after: avoid; }
 
 
 def page(
-    facts: Sequence[RunFacts], summaries: Sequence[Summary], compared: Comparison | None = None
+    facts: Sequence[RunFacts],
+    summaries: Sequence[Summary],
+    compared: Comparison | None = None,
 ) -> str:
     """Returns the page of a run, or of two with what differs between them."""
     title = " and ".join(short(one.name) for one in facts)
@@ -78,7 +80,9 @@ def _run(facts: RunFacts, summary: Summary, alone: bool) -> Iterator[str]:
     yield _verdict(summary.level, summary.verdict)
     # Findings have a section of their own.
     if reasons := [r for r in summary.reasons if not r.finding]:
-        lines = "".join(f'<li class="{r.level}">{escape(r.sentence)}</li>' for r in reasons)
+        lines = "".join(
+            f'<li class="{r.level}">{escape(r.sentence)}</li>' for r in reasons
+        )
         yield f'<ul class="reasons">{lines}</ul>'
     yield _tiles(summary)
     if (diagnosis := findings(facts.diagnosis)) is not None:
@@ -141,7 +145,9 @@ def _tiles(summary: Summary) -> str:
     figures = summary.figures | {"tokens": units.count(summary.tokens)}
     if figures.get("lowest eval loss") == figures.get("eval loss"):
         figures.pop("lowest eval loss", None)
-    return pages.tiles((figures[name], label) for name, label in labels.items() if name in figures)
+    return pages.tiles(
+        (figures[name], label) for name, label in labels.items() if name in figures
+    )
 
 
 def _charts(facts: Sequence[RunFacts]) -> Iterator[str]:
@@ -167,7 +173,8 @@ def _compared(comparison: Comparison) -> Iterator[str]:
     a, b = comparison.names
     yield f"<h1>{escape(a)} and {escape(b)}</h1>"
     yield _verdict(
-        "good" if comparison.same and not comparison.cannot_tell else "note", comparison.verdict
+        "good" if comparison.same and not comparison.cannot_tell else "note",
+        comparison.verdict,
     )
     yield f"<ul>{''.join(f'<li>{sentence(line)}</li>' for line in compare.sentences(comparison))}</ul>"
     for section in compare.tables(comparison):

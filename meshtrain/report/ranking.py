@@ -30,7 +30,8 @@ from meshtrain.report.rows import Columns, read
 from meshtrain.report.summary import setting_text
 from meshtrain.run.directory import METRICS
 
-COLOURS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY)  # of so many curves, the best runs'
+# Of so many curves, the best runs'
+COLOURS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY)
 LONGEST = 24  # letters of a cell
 FIGURES = ("eval loss", "loss", "tokens/s", "step")
 
@@ -80,14 +81,18 @@ def rank(directories: Sequence[Path], named: Sequence[str] | None = None) -> Ran
     for directory, config in zip(directories, configs, strict=True):
         rows = read(directory / METRICS)[0]
         entries.append((_ranked(directory, config, rows, shown), rows))
-    validated = all(run.eval_loss is not None for run, _ in entries if run.loss is not None)
+    validated = all(
+        run.eval_loss is not None for run, _ in entries if run.loss is not None
+    )
 
     def order(entry: tuple[RankedRun, Columns]) -> float:
         value = entry[0].eval_loss if validated else entry[0].loss
         return math.inf if value is None else value
 
     entries.sort(key=order)
-    return Ranking(tuple(run for run, _ in entries), tuple(rows for _, rows in entries), shown)
+    return Ranking(
+        tuple(run for run, _ in entries), tuple(rows for _, rows in entries), shown
+    )
 
 
 def _differing(configs: Sequence[Config | None]) -> list[str]:
@@ -118,7 +123,9 @@ def _ranked(
         tokens_per_second=speed.tokens_per_second if speed else None,
         step=int(steps[-1]) if steps.size else 0,
         steps=config.train.steps if config else None,
-        config={path: None if config is None else value_of(config, path) for path in shown},
+        config={
+            path: None if config is None else value_of(config, path) for path in shown
+        },
     )
 
 
@@ -126,7 +133,8 @@ def _names(paths: Sequence[str]) -> list[str]:
     """Returns keys by their last word, where that is enough to tell them apart."""
     lasts = [path.rpartition(".")[2] for path in paths]
     return [
-        path if lasts.count(last) > 1 else last for path, last in zip(paths, lasts, strict=True)
+        path if lasts.count(last) > 1 else last
+        for path, last in zip(paths, lasts, strict=True)
     ]
 
 
@@ -149,7 +157,11 @@ def render(ranking: Ranking, width: int = 80, with_names: bool = True) -> str:
     while len(lines[0]) > least and _wide(lines) > width:
         lines = [line[:-1] for line in lines]
         left_out += 1
-    more = f"\n{left_out} more of the keys that differ: --html FILE shows all." if left_out else ""
+    more = (
+        f"\n{left_out} more of the keys that differ: --html FILE shows all."
+        if left_out
+        else ""
+    )
     return f"{columns(lines)}{more}\n"
 
 
@@ -168,10 +180,14 @@ def page(ranking: Ranking, title: str) -> str:
     curves = []
     # The table is the legend: a chart has no room for six long names.
     for row, measured, colour in zip(rows, ranking.rows, COLOURS, strict=False):
-        row[0] = f'<span class="chip" style="background:{colour}">&nbsp;</span> {row[0]}'
+        row[0] = (
+            f'<span class="chip" style="background:{colour}">&nbsp;</span> {row[0]}'
+        )
         curves.append(Curve("", measured["step"], measured["loss"], colour))
     drawing = chart("loss", curves, "{:.4g}".format)
-    about = f"of the best {len(curves)} runs" if len(rows) > len(curves) else "of all runs"
+    about = (
+        f"of the best {len(curves)} runs" if len(rows) > len(curves) else "of all runs"
+    )
     body = [
         f"<h1>{escape(title)}</h1>",
         pages.figures([pages.figure("Loss", about, drawing)]) if drawing else "",

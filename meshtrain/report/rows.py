@@ -62,7 +62,9 @@ class Columns:
         column = self._columns.get(name)
         values = np.full(self.rows, math.nan)
         if column is not None:
-            values[: len(column)] = np.frombuffer(column, np.float64) if len(column) else ()
+            values[: len(column)] = (
+                np.frombuffer(column, np.float64) if len(column) else ()
+            )
         return values
 
     def names(self, under: str = "") -> list[str]:

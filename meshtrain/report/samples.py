@@ -40,11 +40,14 @@ def table(rows: Iterable[Row]) -> tuple[Cells, ...]:
     evaluations = [
         (step, row.get("eval_loss"), samples)
         for row in rows
-        if (step := integer(row.get("step"))) is not None and (samples := samples_in(row))
+        if (step := integer(row.get("step"))) is not None
+        and (samples := samples_in(row))
     ]
     if not evaluations:
         return ()
-    places = np.unique(np.linspace(0, len(evaluations) - 1, MOST_EVALUATIONS).astype(int))
+    places = np.unique(
+        np.linspace(0, len(evaluations) - 1, MOST_EVALUATIONS).astype(int)
+    )
     return tuple(
         (
             f"{step:,}",

@@ -38,7 +38,8 @@ from meshtrain.units import duration
 LEAST_SHARE = 0.0005  # of a time that is shown
 PADDING_TOLD = 0.01  # the share of positions from which on padding is named
 LARGEST_LIFE = (
-    30_000  # bytes of the picture of a run's life: a larger one is drawn by survive stats
+    # Bytes of the picture of a run's life: a larger one is drawn by survive stats
+    30_000
 )
 MOST_LAYERS = 8  # whose experts' loads have bars
 LETTERS = 78  # of the same in a terminal
@@ -124,9 +125,7 @@ def sections(facts: RunFacts, summary: Summary) -> Iterator[Section]:
     if facts.answers is not None and facts.answers.rows:
         yield _answers(facts.answers)
     if facts.texts:
-        about = (
-            "The model goes on with the begins of validation texts, with the same noise each time."
-        )
+        about = "The model goes on with the begins of validation texts, with the same noise each time."
         table = Grid(SAMPLED, facts.texts, "samples", newest=False, texts=True)
         yield Section("Samples", (about,), table=table)
     if facts.survived is not None:
@@ -141,9 +140,7 @@ def sections(facts: RunFacts, summary: Summary) -> Iterator[Section]:
             section, _, key = path.partition(".")
             by_section.setdefault(section, []).append(f"{key} {setting_text(value)}")
         rows = [(section, ", ".join(keys)) for section, keys in by_section.items()]
-        about = (
-            "What is neither at its default nor follows from other keys; config.yaml has all of it."
-        )
+        about = "What is neither at its default nor follows from other keys; config.yaml has all of it."
         yield Section("Config", (about,), table=Grid((), rows, "sections"))
 
 
@@ -166,14 +163,18 @@ def findings(diagnosis: Mapping[str, Any]) -> Section | None:
             if isinstance(chosen, list)
             else []
         )
-        advice = " ".join(filter(None, (sure, worth, histories.text(finding.get("advice")))))
+        advice = " ".join(
+            filter(None, (sure, worth, histories.text(finding.get("advice"))))
+        )
         items.append(Item(sentence, advice, " ".join(flags)))
     remarks = _texts(diagnosis.get("remarks"))
     if diagnosis.get("cluster") == "cpu":
         remarks.append(DESCRIBED)
     if not items:
         remarks.append("None.")
-    return Section("Why it is slow: findings", remarks, items, _texts(diagnosis.get("cannot_tell")))
+    return Section(
+        "Why it is slow: findings", remarks, items, _texts(diagnosis.get("cannot_tell"))
+    )
 
 
 def _texts(entries: Any) -> list[str]:
@@ -222,8 +223,15 @@ def _speed(facts: RunFacts, speed: Speed, bounds: Bounds | None) -> Section:
     ]
     draw = partial(bars, rows, "a step against what is possible")
     figures = (
-        Figure("A step", "from the peak of the devices to what was measured", rows, draw),
-        Figure("The planned step", f"by part, on {cluster}", (), partial(plans.waterfall, plan)),
+        Figure(
+            "A step", "from the peak of the devices to what was measured", rows, draw
+        ),
+        Figure(
+            "The planned step",
+            f"by part, on {cluster}",
+            (),
+            partial(plans.waterfall, plan),
+        ),
     )
     return Section(title, (how_fast, against), figures=figures)
 
@@ -241,7 +249,11 @@ def ladder(speed: Speed, bounds: Bounds) -> list[tuple[str, float]]:
 def _time(facts: RunFacts, summary: Summary) -> Section:
     figures = [
         _shares(
-            "The run", f"by {summary.wall_from}", summary.wall, duration, "the run's time by kind"
+            "The run",
+            f"by {summary.wall_from}",
+            summary.wall,
+            duration,
+            "the run's time by kind",
         )
     ]
     if summary.parts:
@@ -257,7 +269,12 @@ def _time(facts: RunFacts, summary: Summary) -> Section:
     if rows := list(_traced(facts.diagnosis)):
         draw = partial(bars, rows, "parts of a step, by a trace and as planned")
         figures.append(
-            Figure("A step, by a trace", "shares of it, the planned ones pale beneath", rows, draw)
+            Figure(
+                "A step, by a trace",
+                "shares of it, the planned ones pale beneath",
+                rows,
+                draw,
+            )
         )
     title = "Where the time went"
     survived = facts.survived
@@ -279,7 +296,11 @@ def _time(facts: RunFacts, summary: Summary) -> Section:
 
 
 def _shares(
-    title: str, about: str, spent: Sequence[TimeShare], number: Callable[[float], str], label: str
+    title: str,
+    about: str,
+    spent: Sequence[TimeShare],
+    number: Callable[[float], str],
+    label: str,
 ) -> Figure:
     rows = [
         Row(
@@ -298,11 +319,14 @@ def _traced(diagnosis: Mapping[str, Any]) -> Iterator[Row]:
     """Yields the parts of a step that a diagnosis has told apart, beside what was planned for each."""
     entries = diagnosis.get("parts")
     parts = (
-        [part for part in entries if isinstance(part, dict)] if isinstance(entries, list) else []
+        [part for part in entries if isinstance(part, dict)]
+        if isinstance(entries, list)
+        else []
     )
     names = [histories.text(part.get("name")) for part in parts]
     measured, planned = (
-        [histories.number(part.get(key)) for part in parts] for key in ("seconds", "planned")
+        [histories.number(part.get(key)) for part in parts]
+        for key in ("seconds", "planned")
     )
     # Of steps of which nothing is known, shares are of nothing.
     totals = [sum(filter(None, seconds)) or 1.0 for seconds in (measured, planned)]
@@ -315,14 +339,23 @@ def _traced(diagnosis: Mapping[str, Any]) -> Iterator[Row]:
         names, measured, shares[0], planned, shares[1], strict=True
     ):
         if seconds or expected:
-            words = "" if expected is None else f"planned {_part(expected, expected_share)}"
+            words = (
+                "" if expected is None else f"planned {_part(expected, expected_share)}"
+            )
             yield Row(
-                name, (_part(seconds, share), words), share / most, planned=expected_share / most
+                name,
+                (_part(seconds, share), words),
+                share / most,
+                planned=expected_share / most,
             )
 
 
 def _part(seconds: float | None, share: float) -> str:
-    return "-" if seconds is None else f"{units.duration(seconds) if seconds else '0'} {share:.0%}"
+    return (
+        "-"
+        if seconds is None
+        else f"{units.duration(seconds) if seconds else '0'} {share:.0%}"
+    )
 
 
 def _memory(facts: RunFacts, held: Sequence[MemoryUse]) -> Iterator[Figure]:
@@ -337,13 +370,18 @@ def _memory(facts: RunFacts, held: Sequence[MemoryUse]) -> Iterator[Figure]:
             for use in held
         ]
         yield Figure(
-            "Measured", "at most at any time", rows, partial(bars, rows, "memory as measured")
+            "Measured",
+            "at most at any time",
+            rows,
+            partial(bars, rows, "memory as measured"),
         )
     if facts.plan is not None:
         usable = facts.plan.cluster.accelerator.usable_bytes
         about = f"{_share_of(facts.plan.bytes, usable)} a device"
         row = Row(
-            "a device", (_share_of(facts.plan.bytes, usable),), min(facts.plan.bytes / usable, 1.0)
+            "a device",
+            (_share_of(facts.plan.bytes, usable),),
+            min(facts.plan.bytes / usable, 1.0),
         )
         yield Figure("Planned", about, (row,), partial(plans.memory_bars, facts.plan))
 
@@ -378,7 +416,9 @@ def _experts(loads: ExpertLoads) -> Section:
 
 
 def _answers(samples: AnswerSamples) -> Section:
-    about = "The best, a median and the worst answer of steps that are spread over the run."
+    about = (
+        "The best, a median and the worst answer of steps that are spread over the run."
+    )
     table = Grid(HEADS, samples.rows, "answers", newest=False, texts=True)
     return Section("Answers", (about,), table=table)
 
@@ -413,9 +453,13 @@ def _alerts(facts: RunFacts) -> Section:
         time = histories.number(alert.get("time"))
         step = histories.integer(alert.get("step"))
         at = f"{histories.date(time):%m-%d %H:%M:%S}" if time else "-"
-        words = [histories.text(alert.get(name)) for name in ("rule", "state", "sentence")]
+        words = [
+            histories.text(alert.get(name)) for name in ("rule", "state", "sentence")
+        ]
         rows.append((at, "-" if step is None else f"{step:,}", *words))
-    sentence = f"{counts or 'None has begun'}; {len(firing(facts)) or 'none'} still firing."
+    sentence = (
+        f"{counts or 'None has begun'}; {len(firing(facts)) or 'none'} still firing."
+    )
     return Section(
         "Alerts",
         (sentence,),

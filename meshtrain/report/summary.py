@@ -32,7 +32,8 @@ BUSY = 1800.0  # seconds for which an evaluation, a save or a compilation may la
 WAITING = 0.05  # share of the steps' time waiting for data that is worth a word
 RISEN = 1.05  # times its least, smoothed, that a loss has risen,
 CHANCE = (
-    5.0  # and times what it differs by chance: the least of hundreds of means lies three such below
+    # And times what it differs by chance: the least of hundreds of means lies three such below
+    5.0
 )
 AGAIN = 3  # evaluations in a row without a lower loss that are no chance
 
@@ -57,10 +58,12 @@ class Summary:
     eval_least_step: int | None
     accuracy: float | None  # of images: the last evaluation's
     reward: float | None  # of the last rows
-    gap: float | None  # the largest of a token's log-probability between drawing and training
+    # The largest of a token's log-probability between drawing and training
+    gap: float | None
     patience_left: (
         int | None
-    )  # evaluations without a lower loss until the run ends; None where it does not end so
+        # Evaluations without a lower loss until the run ends; None where it does not end so
+    )
     speed: Speed | None
     bounds: Bounds | None
     wall: tuple[TimeShare, ...]  # where the run's wall time went, as far as it is known
@@ -81,15 +84,19 @@ class Summary:
     def verdict(self) -> str:
         """Healthy or not, in a few words."""
         remarked = (
-            "but something was found" if any(r.finding for r in self.reasons) else "with remarks"
+            "but something was found"
+            if any(r.finding for r in self.reasons)
+            else "with remarks"
         )
-        word = {"good": "healthy", "note": f"healthy, {remarked}", "bad": "not healthy"}[self.level]
+        word = {
+            "good": "healthy",
+            "note": f"healthy, {remarked}",
+            "bad": "not healthy",
+        }[self.level]
         if self.state == "not begun":
             return "not begun: no step has been taken"
         if self.state == "done" and self.steps and self.step < self.steps:
-            return (
-                f"{word}; done, ended by eval.patience after step {self.step:,} of {self.steps:,}"
-            )
+            return f"{word}; done, ended by eval.patience after step {self.step:,} of {self.steps:,}"
         if self.state == "done":
             return f"{word}; done, all {self.step:,} steps"
         where = "at" if self.state == "going on" else "after"
@@ -164,7 +171,9 @@ def summarise(facts: RunFacts) -> Summary:
     )
 
 
-def _state(facts: RunFacts, step: int, steps: int | None, speed: Speed | None) -> RunState:
+def _state(
+    facts: RunFacts, step: int, steps: int | None, speed: Speed | None
+) -> RunState:
     if (
         facts.config is not None
         and facts.best.ends(facts.config.eval.patience)
@@ -195,7 +204,9 @@ def _patience(facts: RunFacts, speed: Speed | None) -> float:
             name.split(".", 1)[1]: float(newest[name][-1])
             for name in newest.names("phase_seconds.")
         }
-        spent = {name: seconds for name, seconds in phases.items() if math.isfinite(seconds)}
+        spent = {
+            name: seconds for name, seconds in phases.items() if math.isfinite(seconds)
+        }
         # By its newest sample it was at something that no row tells of.
         if spent and max(spent, key=spent.__getitem__) not in STEPPING:
             return BUSY
@@ -224,7 +235,9 @@ def firing(facts: RunFacts) -> list[tuple[str, str, str]]:
 def alerts_by_rule(facts: RunFacts) -> list[tuple[str, int]]:
     """Returns how often each rule began to fire, the most frequent first."""
     return Counter(
-        histories.text(a.get("rule")) for a in facts.alerts if a.get("state") == "firing"
+        histories.text(a.get("rule"))
+        for a in facts.alerts
+        if a.get("state") == "firing"
     ).most_common()
 
 
@@ -236,7 +249,9 @@ def _reasons(
     loss: np.ndarray,
 ) -> Iterator[Reason]:
     if n := facts.steps.not_finite.get("loss"):
-        yield Reason("bad", f"the loss was not finite in {n:,} row{'' if n == 1 else 's'}.")
+        yield Reason(
+            "bad", f"the loss was not finite in {n:,} row{'' if n == 1 else 's'}."
+        )
     yield from _reasons_of_state(facts, state)
     yield from _reasons_of_alerts(facts, state)
     yield from _risen_losses(facts, loss)
@@ -248,10 +263,16 @@ def _reasons(
         )
     if facts.survived and (failures := facts.survived.reliability.failures):
         kinds = ", ".join(f"{n} × {kind}" for kind, n in by_kind(failures))
-        lost = facts.survived.ledger.seconds["lost"] + facts.survived.ledger.seconds["down"]
-        many = f"{len(failures)} {'fault' if len(failures) == 1 else 'faults'} ({kinds})"
+        lost = (
+            facts.survived.ledger.seconds["lost"]
+            + facts.survived.ledger.seconds["down"]
+        )
+        many = (
+            f"{len(failures)} {'fault' if len(failures) == 1 else 'faults'} ({kinds})"
+        )
         yield Reason(
-            "note", f"{many}; {duration(lost)} lost to work done again and time without a process."
+            "note",
+            f"{many}; {duration(lost)} lost to work done again and time without a process.",
         )
     for finding in facts.findings or ():
         sentence = histories.text(finding.get("sentence"))
@@ -269,8 +290,12 @@ def _reasons_of_state(facts: RunFacts, state: RunState) -> Iterator[Reason]:
             f"no row has come for {age}, and yet a process holds the directory: the run may hang.",
         )
     if state == "stopped":
-        yield Reason("note", "no process is at work on it; run the same command again to go on.")
-    if facts.disagreed is not None and facts.disagreed > facts.steps.known("step").max(initial=0.0):
+        yield Reason(
+            "note", "no process is at work on it; run the same command again to go on."
+        )
+    if facts.disagreed is not None and facts.disagreed > facts.steps.known("step").max(
+        initial=0.0
+    ):
         yield Reason(
             "bad",
             f"step {facts.disagreed:,} was not taken: drawing and training disagreed, and the rows are in "
@@ -278,7 +303,9 @@ def _reasons_of_state(facts: RunFacts, state: RunState) -> Iterator[Reason]:
         )
     for restart in facts.survived.history.plans[-1:] if facts.survived else []:
         if restart.state == "over" and restart.code not in (0, 75):
-            yield Reason("bad", f"its supervisors gave it up: {histories.text(restart.reason)}.")
+            yield Reason(
+                "bad", f"its supervisors gave it up: {histories.text(restart.reason)}."
+            )
 
 
 def _reasons_of_alerts(facts: RunFacts, state: RunState) -> Iterator[Reason]:
@@ -290,7 +317,8 @@ def _reasons_of_alerts(facts: RunFacts, state: RunState) -> Iterator[Reason]:
             else "note"
         )
         yield Reason(
-            level, f"alert {rule}: {sentence or 'it fires'}{'' if sentence.endswith('.') else '.'}"
+            level,
+            f"alert {rule}: {sentence or 'it fires'}{'' if sentence.endswith('.') else '.'}",
         )
 
 
@@ -308,7 +336,8 @@ def _reasons_of_steps(
     for use in held:
         if use.limit and use.used > BY_RULE[use.rule].fires * use.limit:
             yield Reason(
-                "note", f"{use.what} holds {use.used / use.limit:.0%} of its memory's limit."
+                "note",
+                f"{use.what} holds {use.used / use.limit:.0%} of its memory's limit.",
             )
 
 
@@ -322,7 +351,9 @@ def _risen_losses(facts: RunFacts, loss: np.ndarray) -> Iterator[Reason]:
         # By how much a mean of so few rows differs by chance: neighbours differ by the noise of two.
         noise = float(np.std(np.diff(loss))) / math.sqrt(2 * few)
         if last > RISEN * least > 0 and last - least > CHANCE * noise:
-            yield Reason("note", f"the loss has risen from {least:.4g} to {last:.4g} since.")
+            yield Reason(
+                "note", f"the loss has risen from {least:.4g} to {last:.4g} since."
+            )
     best = facts.best
     evals = facts.steps.known("eval_loss")
     if best.since >= AGAIN and evals.size and evals[-1] > RISEN * best.loss > 0:
@@ -361,7 +392,9 @@ def setting_text(value: object) -> str:
     """Returns a value of the config as a report shows it."""
     if isinstance(value, bool):
         return "yes" if value else "no"
-    return short(", ".join(map(str, value)) if isinstance(value, list | tuple) else value)
+    return short(
+        ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
+    )
 
 
 def to_json(facts: RunFacts, summary: Summary) -> dict[str, Any]:
@@ -372,7 +405,10 @@ def to_json(facts: RunFacts, summary: Summary) -> dict[str, Any]:
         "level": summary.level,
     }
     if summary.bounds:
-        content["bounds"] |= {"roof": summary.bounds.roof, "bound_by": summary.bounds.bound}
+        content["bounds"] |= {
+            "roof": summary.bounds.roof,
+            "bound_by": summary.bounds.bound,
+        }
     content["plan"] = facts.plan.as_json() if facts.plan else None
     content["checkpoints"] = [asdict(c) for c in facts.checkpoints]
     content["alerts"] = {

@@ -33,7 +33,9 @@ def sparkline(values: np.ndarray, width: int = 40) -> str:
     low = means[known].min()
     high = means[known].max()
     scaled = (means - low) / ((high - low) or 1.0) * (len(LETTERS) - 1)
-    return "".join(LETTERS[round(x)] if ok else " " for x, ok in zip(scaled, known, strict=True))
+    return "".join(
+        LETTERS[round(x)] if ok else " " for x, ok in zip(scaled, known, strict=True)
+    )
 
 
 def title(facts: RunFacts) -> str:
@@ -43,7 +45,9 @@ def title(facts: RunFacts) -> str:
     config = facts.config
     mesh = facts.config.mesh
     parameters = (
-        f"{units.count(facts.plan.parameters)} parameters" if facts.plan else "unknown size"
+        f"{units.count(facts.plan.parameters)} parameters"
+        if facts.plan
+        else "unknown size"
     )
     return (
         f"{short(facts.name)}: {config.model.family}, {parameters}, {mesh}, "
@@ -76,7 +80,10 @@ def section_text(section: Section) -> str:
             *(f"     {words}" for words in (item.advice, item.flags) if words),
         ]
     if section.unknown:
-        lines += ["  It cannot be told:", *(f"  - {sentence}" for sentence in section.unknown)]
+        lines += [
+            "  It cannot be told:",
+            *(f"  - {sentence}" for sentence in section.unknown),
+        ]
     for figure in section.figures:
         if figure.rows:
             lines += [f"  {figure.title}, {figure.about}", _rows(figure)]
@@ -85,9 +92,14 @@ def section_text(section: Section) -> str:
         # The sections of a config, which has no heads, are all named.
         cut = heads and (newest or texts) and len(rows) > MOST_ROWS
         if texts:
-            rows = [[" ".join(cell.split())[:MOST_LETTERS] for cell in row] for row in rows]
+            rows = [
+                [" ".join(cell.split())[:MOST_LETTERS] for cell in row] for row in rows
+            ]
         lines.append(
-            columns([heads, *(rows[-MOST_ROWS:] if cut else rows)] if heads else rows, "    ")
+            columns(
+                [heads, *(rows[-MOST_ROWS:] if cut else rows)] if heads else rows,
+                "    ",
+            )
         )
         if cut:
             lines.append(f"    the newest {MOST_ROWS} of {len(rows):,} {what}")
@@ -128,4 +140,6 @@ def _eval_losses(summary: Summary) -> str:
     if summary.patience_left is None or summary.state == "done":
         return words
     more = "evaluation" if summary.patience_left == 1 else "evaluations"
-    return f"{words}, ends after {summary.patience_left} more {more} without a lower one"
+    return (
+        f"{words}, ends after {summary.patience_left} more {more} without a lower one"
+    )

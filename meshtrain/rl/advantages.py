@@ -16,12 +16,16 @@ from numpy.typing import ArrayLike, NDArray
 EPSILON = 1e-4
 
 
-def group_advantages(rewards: ArrayLike, scale: Literal["group", "none"]) -> NDArray[np.float32]:
+def group_advantages(
+    rewards: ArrayLike, scale: Literal["group", "none"]
+) -> NDArray[np.float32]:
     """Returns the advantages of rewards [groups, answers], in the same shape. Flat groups have exactly 0."""
     values = np.asarray(rewards, np.float64)
     flat = flat_groups(values)
     # A mean of equal numbers may be rounded to another one.
-    advantages = np.where(flat[:, None], 0.0, values - values.mean(axis=1, keepdims=True))
+    advantages = np.where(
+        flat[:, None], 0.0, values - values.mean(axis=1, keepdims=True)
+    )
     if scale == "group" and not flat.all():
         advantages[~flat] /= values[~flat].std(axis=1, ddof=1, keepdims=True) + EPSILON
     return advantages.astype(np.float32)

@@ -106,7 +106,9 @@ class AnswerBatches(RunHook):
         self._texts = texts
         self._directory = directory
         self._enter = enter
-        self._rewards = Rewards(reward_terms(rl.reward), rl.reward_seconds, rl.environment)
+        self._rewards = Rewards(
+            reward_terms(rl.reward), rl.reward_seconds, rl.environment
+        )
         ranks = program.mesh.size // config.mesh.tensor
         slots = -(-config.train.global_batch_size // ranks) * ranks
         self._rollouts = Rollouts(
@@ -121,10 +123,12 @@ class AnswerBatches(RunHook):
         self._has_drawn = False
         self._held: LearnedRollout | None = None
         self._said: set[str] = set()  # kinds of failures of rewards
-        self._told: dict[int, Row] = {}  # what there is to say of a step, until its row comes
+        # What there is to say of a step, until its row comes
+        self._told: dict[int, Row] = {}
         self._fresh: dict[int, LearnedRollout] = {}  # whose gaps are to be checked
         self._gaps: dict[int, jax.Array] = {}
-        self._tokens: dict[int, tuple[int, int]] = {}  # by steps taken, real ones and padding
+        # By steps taken, real ones and padding
+        self._tokens: dict[int, tuple[int, int]] = {}
 
     # --- batches
 
@@ -174,7 +178,9 @@ class AnswerBatches(RunHook):
         }
         return self._learn(rollout, rewards, told), number in missing
 
-    def _learn(self, rollout: Waiting, rewards: np.ndarray, told: Row) -> LearnedRollout:
+    def _learn(
+        self, rollout: Waiting, rewards: np.ndarray, told: Row
+    ) -> LearnedRollout:
         """Returns the batch of a rollout with its rewards, and adds what there is to tell of it."""
         config = self._config
         advantages = group_advantages(rewards, config.rl.scale)
@@ -187,13 +193,17 @@ class AnswerBatches(RunHook):
                 "rl/flat_groups": float(flat_groups(rewards).mean()),
             }
         told |= {
-            "rl/answer_tokens": float(np.mean([episode.drawn.sum() for episode in answers])),
+            "rl/answer_tokens": float(
+                np.mean([episode.drawn.sum() for episode in answers])
+            ),
             "rl/ended": float(np.mean([episode.ended for episode in answers])),
         }
         if self._teacher is not None:
             told["rl/teacher_kl"] = self._learn_from_teacher(self._teacher, learned)
         self._keep(rollout, rewards, advantages)
-        return LearnedRollout(rollout.number, pack(learned, config, self._prompts.length - 1), told)
+        return LearnedRollout(
+            rollout.number, pack(learned, config, self._prompts.length - 1), told
+        )
 
     def _play(self, rollout: int) -> tuple[list[list[Episode]], Counter[str]]:
         """Returns the episodes of a rollout, by the weights that were synchronised last."""
@@ -203,21 +213,32 @@ class AnswerBatches(RunHook):
         return play(self._rollouts, self._prompts, self._rewards, chosen, seeds)
 
     def _learned(
-        self, groups: Sequence[Sequence[Episode]], rewards: np.ndarray, advantages: np.ndarray
+        self,
+        groups: Sequence[Sequence[Episode]],
+        rewards: np.ndarray,
+        advantages: np.ndarray,
     ) -> Iterator[Learned]:
         rl = self._config.rl
         flat = flat_groups(rewards)
-        for group, of_group, teaches_nothing in zip(groups, advantages, flat, strict=True):
+        for group, of_group, teaches_nothing in zip(
+            groups, advantages, flat, strict=True
+        ):
             # A teacher teaches where rewards do not.
             if rl.drop_flat_groups and teaches_nothing and not rl.teacher:
                 continue
             for episode, advantage in zip(group, of_group, strict=True):
                 each = np.full(len(episode.tokens), advantage, np.float32)
                 yield Learned(
-                    episode.tokens, episode.drawn, episode.logprobs, each, episode.experts
+                    episode.tokens,
+                    episode.drawn,
+                    episode.logprobs,
+                    each,
+                    episode.experts,
                 )
 
-    def _learn_from_teacher(self, teacher: Teacher, learned: Sequence[Learned]) -> float:
+    def _learn_from_teacher(
+        self, teacher: Teacher, learned: Sequence[Learned]
+    ) -> float:
         """Adds what a teacher makes of each token to its advantage; returns the mean distance from it."""
         of_teacher = teacher.logprobs([each.tokens for each in learned])
         total = 0.0
@@ -227,13 +248,17 @@ class AnswerBatches(RunHook):
             total += float(distance.sum())
         return total / max(sum(int(each.drawn.sum()) for each in learned), 1)
 
-    def _scored(self, number: int, groups: list[list[Episode]], failed: Counter[str]) -> Waiting:
+    def _scored(
+        self, number: int, groups: list[list[Episode]], failed: Counter[str]
+    ) -> Waiting:
         """Returns a rollout whose rewards are on their way: with a lag a thread waits for them."""
         cases = [episode.case for group in groups for episode in group]
         own = cases[jax.process_index() :: jax.process_count()]
         if self._thread is None:
             return Waiting(number, groups, failed, partial(self._rewards.score, own))
-        return Waiting(number, groups, failed, self._thread.submit(self._rewards.score, own).result)
+        return Waiting(
+            number, groups, failed, self._thread.submit(self._rewards.score, own).result
+        )
 
     def _rewards_of(self, rollout: Waiting) -> tuple[np.ndarray, Counter[str]]:
         """Returns the rewards, float32 [prompts, group], the same on all processes, of which each scores a share."""
@@ -260,7 +285,9 @@ class AnswerBatches(RunHook):
             own = {name: x[:, columns] for name, x in own.items()}
         return self._program.place(own)
 
-    def _keep(self, rollout: Waiting, rewards: np.ndarray, advantages: np.ndarray) -> None:
+    def _keep(
+        self, rollout: Waiting, rewards: np.ndarray, advantages: np.ndarray
+    ) -> None:
         """Writes the best, the worst and a median answer of a rollout into the run."""
         if not is_first():
             return
@@ -308,7 +335,9 @@ class AnswerBatches(RunHook):
 
     # --- the hook
 
-    def after_step(self, step: int, compiled: Any, metrics: dict[str, jax.Array]) -> None:
+    def after_step(
+        self, step: int, compiled: Any, metrics: dict[str, jax.Array]
+    ) -> None:
         gaps = metrics.pop(ROW_GAPS, None)
         if gaps is not None:
             self._gaps[step] = gaps
@@ -332,7 +361,9 @@ class AnswerBatches(RunHook):
             np.asarray(gaps),
             drawn.batch,
             self.newest().params,
-            lambda: (episode for group in self._play(drawn.number)[0] for episode in group),
+            lambda: (
+                episode for group in self._play(drawn.number)[0] for episode in group
+            ),
         )
 
     def before_save(self, step: int, state: State) -> None:
@@ -349,7 +380,9 @@ class AnswerBatches(RunHook):
 
     def take_up(self, step: int) -> None:
         """Takes up the rollouts that waited when the checkpoint of a step was written."""
-        for number, groups in waiting.read(self._directory, step, self._prompts).items():
+        for number, groups in waiting.read(
+            self._directory, step, self._prompts
+        ).items():
             self._waiting[number] = self._scored(number, groups, Counter())
 
 

@@ -40,7 +40,8 @@ class Episode:
     tokens: np.ndarray  # int32
     drawn: np.ndarray  # bool: by the model
     logprobs: np.ndarray  # float32, of the tokens that were drawn
-    experts: np.ndarray | None = None  # int32 [n - 1, layers, top_k], if they are replayed
+    # int32 [n - 1, layers, top_k], if they are replayed
+    experts: np.ndarray | None = None
     answer: str = ""  # the text of the last answer
     ended: bool = False  # it has an end token
 
@@ -106,7 +107,9 @@ def play(
             episode.add_answer(answer, prompts.text(answer))
         if not rewards.environment:
             break
-        going = _go_on([episode for episode in going if episode.ended], prompts, rewards, failed)
+        going = _go_on(
+            [episode for episode in going if episode.ended], prompts, rewards, failed
+        )
         if going:
             own = np.array([[episode.seed] for episode in going], np.uint32)
             drawn = [of[0] for of in rollouts.draw([e.tokens for e in going], own)]
@@ -114,7 +117,10 @@ def play(
 
 
 def _go_on(
-    episodes: Sequence[Episode], prompts: Prompts, rewards: Rewards, failed: Counter[str]
+    episodes: Sequence[Episode],
+    prompts: Prompts,
+    rewards: Rewards,
+    failed: Counter[str],
 ) -> list[Episode]:
     """Returns the episodes that the environment goes on with, its messages added."""
     processes = jax.process_count()

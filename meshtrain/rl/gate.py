@@ -71,7 +71,9 @@ class GapGate:
                 arrays: dict[str, Any] = {name: x[wrong] for name, x in batch.items()}
                 np.savez(file, gaps=by_row[wrong], **arrays)
         except OSError as error:
-            told = f"The {len(wrong)} rows cannot be written to {file}: {refusal(error)}."
+            told = (
+                f"The {len(wrong)} rows cannot be written to {file}: {refusal(error)}."
+            )
         self._rollouts.synchronise(params)
         cause = self._different_weights(params) or self._different_reading(
             params, list(draw_again())
@@ -89,7 +91,11 @@ class GapGate:
             return ""
         names = ", ".join(weight.name for weight in differ[:3])
         more = f" and {len(differ) - 3} more" if differ[3:] else ""
-        kind = "adapters' factors" if all(weight.adapter for weight in differ) else "weights"
+        kind = (
+            "adapters' factors"
+            if all(weight.adapter for weight in differ)
+            else "weights"
+        )
         return f"what draws does not hold the {kind} that are trained ({names}{more})"
 
     def _different_reading(self, params: Any, episodes: Sequence[Episode]) -> str:
@@ -107,7 +113,9 @@ class GapGate:
                 return "it does not happen again with the weights of now"
             if self._agree(told, plain, masks):
                 return "drawing tells log-probabilities at temperature 1, not at rl.temperature"
-            return "drawing attends to the padding of prompts, or to another slot's keys"
+            return (
+                "drawing attends to the padding of prompts, or to another slot's keys"
+            )
         if self._trains_as(params, episodes, plain):
             return "training takes log-probabilities at temperature 1, not at rl.temperature"
         if self._trains_as(params, episodes, scored, alone=True):
@@ -121,7 +129,8 @@ class GapGate:
     ) -> bool:
         of_all = zip(some, others, masks, strict=True)
         return all(
-            self.passes(float(np.abs((a - b)[mask]).max(initial=0))) for a, b, mask in of_all
+            self.passes(float(np.abs((a - b)[mask]).max(initial=0)))
+            for a, b, mask in of_all
         )
 
     def _trains_as(
@@ -145,4 +154,6 @@ class GapGate:
         ]
         longest = config.train.sequence_length if alone else self._rollouts.length - 1
         batch = pack(learned, config, longest, alone)
-        return self.passes(float(self._program.row_gaps(params, self._place(batch)).max()))
+        return self.passes(
+            float(self._program.row_gaps(params, self._place(batch)).max())
+        )

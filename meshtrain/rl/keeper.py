@@ -44,7 +44,8 @@ class Spec(NamedTuple):
     functions: tuple[tuple[str, str, str, str], ...]
     seconds: float  # a call
     memory: int  # bytes
-    has_environment: bool = False  # the last function is a class of episodes' environments
+    # The last function is a class of episodes' environments
+    has_environment: bool = False
 
 
 class Reply(NamedTuple):
@@ -77,7 +78,11 @@ def keep(descriptor: int, trainer: int) -> None:
         _kill_children(worker)
         received = signal.sigtimedwait(SIGNALS, 1.0)
         ended, status = os.waitpid(worker, os.WNOHANG)
-        if ended or os.getppid() != trainer or (received and received.si_signo == signal.SIGTERM):
+        if (
+            ended
+            or os.getppid() != trainer
+            or (received and received.si_signo == signal.SIGTERM)
+        ):
             break
     with suppress(ProcessLookupError):
         os.killpg(worker, signal.SIGKILL)
@@ -93,7 +98,9 @@ def keep(descriptor: int, trainer: int) -> None:
 def _kill_children(spared: int = 0) -> None:
     """Kills the children of this process but one, and theirs, which become its own."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
-    while strays := [pid for pid in map(int, children.read_text().split()) if pid != spared]:
+    while strays := [
+        pid for pid in map(int, children.read_text().split()) if pid != spared
+    ]:
         for pid in strays:
             os.kill(pid, signal.SIGKILL)
         for pid in strays:
@@ -115,13 +122,16 @@ def _work(trainer: Connection, directory: str) -> None:
     environment = len(spec.functions) if spec.has_environment else 0
     _limit(spec.memory)
     me = os.getpid()
-    while os.getpid() == me:  # a function may return in a process that it has forked, too
+    # A function may return in a process that it has forked, too
+    while os.getpid() == me:
         trainer.send_bytes(json.dumps(reply).encode())
         number, *arguments = pickle.loads(trainer.recv_bytes())
         _lower(resource.RLIMIT_CPU, math.ceil(time.process_time() + spec.seconds) + 1)
         file = spec.functions[number - 1][1]
         if number and number == environment:
-            reply = call(_step, (functions[number], *arguments), file, BaseException, _messages)
+            reply = call(
+                _step, (functions[number], *arguments), file, BaseException, _messages
+            )
         else:
             reply = call(functions[number], arguments, file, BaseException)
 

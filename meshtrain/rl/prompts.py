@@ -53,8 +53,12 @@ class Prompts:
         self._config = config
         self.seed = config.run.seed
         self.each = config.train.global_batch_size // rl.group
-        self.tokenizer: Tokenizer = load_tokenizer(data.tokenizer, begin=data.begin, end=data.end)
-        self._marked = load_tokenizer(data.tokenizer, chat=True, begin=data.begin, end=data.end)
+        self.tokenizer: Tokenizer = load_tokenizer(
+            data.tokenizer, begin=data.begin, end=data.end
+        )
+        self._marked = load_tokenizer(
+            data.tokenizer, chat=True, begin=data.begin, end=data.end
+        )
         self.ends = frozenset(stop.id for stop in self.tokenizer.boundaries.stops)
         self._template: Conversations | None = None
         digest = hashlib.sha256()
@@ -69,7 +73,9 @@ class Prompts:
             )
         self.longest = max(len(prompt.tokens) for prompt in self.all)
         several = rl.environment is not None
-        self.length = config.train.sequence_length if several else self.longest + rl.answers
+        self.length = (
+            config.train.sequence_length if several else self.longest + rl.answers
+        )
         self.texts = self._supervised()
         if self.texts is not None:
             digest.update(self.texts.digest.encode())
@@ -93,8 +99,12 @@ class Prompts:
             raise ConfigError(f"rl.prompts: {short(name)}{wrong}; {LEGAL}.")
         given = record["prompt"]
         if not isinstance(given, str | list):
-            raise ConfigError(f"rl.prompts: {short(name)} has the prompt {short(given)}; {LEGAL}.")
-        built_in = [reward for reward, _ in reward_terms(rl.reward) if reward in BUILT_IN]
+            raise ConfigError(
+                f"rl.prompts: {short(name)} has the prompt {short(given)}; {LEGAL}."
+            )
+        built_in = [
+            reward for reward, _ in reward_terms(rl.reward) if reward in BUILT_IN
+        ]
         if built_in and (answer := record.get("answer")) is None:
             raise ConfigError(
                 f'rl.prompts: {short(name)} has no "answer", with which the reward {built_in[0]} compares; add it.'
@@ -145,9 +155,13 @@ class Prompts:
 
     def text(self, answer: Answer) -> str:
         """Returns the text of an answer, without its end."""
-        return self.tokenizer.decode(answer.tokens[:-1] if answer.ended else answer.tokens)
+        return self.tokenizer.decode(
+            answer.tokens[:-1] if answer.ended else answer.tokens
+        )
 
-    def between(self, messages: list[dict[str, Any]], more: list[dict[str, Any]]) -> np.ndarray:
+    def between(
+        self, messages: list[dict[str, Any]], more: list[dict[str, Any]]
+    ) -> np.ndarray:
         """Returns the tokens that follow the end of the last message, an answer, up to the beginning of the next one.
 
         `more`: the messages between the two. ConfigError for messages that the template does not take.
@@ -170,13 +184,18 @@ class Prompts:
         """Returns which prompts are answered, int64 [prompts of a step]: each once before any comes again."""
         items = np.arange(rollout * self.each, (rollout + 1) * self.each)
         epochs, index = np.divmod(items, len(self.all))
-        keys = np.array([key_of(self.seed, "prompts", int(epoch)) for epoch in epochs], np.uint64)
+        keys = np.array(
+            [key_of(self.seed, "prompts", int(epoch)) for epoch in epochs], np.uint64
+        )
         return permute(index, len(self.all), keys)
 
     def seeds(self, rollout: int, chosen: np.ndarray, group: int) -> np.ndarray:
         """Returns a seed for each answer, uint32 [prompts, group]: the same answers are drawn again after a resume."""
         keys = [
-            [key_of(self.seed, "answers", rollout, int(number), sample) for sample in range(group)]
+            [
+                key_of(self.seed, "answers", rollout, int(number), sample)
+                for sample in range(group)
+            ]
             for number in chosen
         ]
         return (np.array(keys, np.uint64) >> np.uint64(32)).astype(np.uint32)

@@ -82,7 +82,9 @@ def last_number(text: str) -> Decimal:
 
 # They are pure and linear in the answer's length, so they need no process.
 BUILT_IN = {
-    "exact": lambda prompt, answer, record: answer.strip() == str(record["answer"]).strip(),
+    "exact": lambda prompt, answer, record: (
+        answer.strip() == str(record["answer"]).strip()
+    ),
     "number": lambda prompt, answer, record: (
         last_number(answer) == last_number(str(record["answer"]))
     ),
@@ -117,14 +119,17 @@ class Rewards:
         functions = [_defined(name) for name in outside]
         if environment is not None:
             _check_call("rl.environment", environment, ["record"])
-            if not callable(getattr(named("rl.environment", environment), "step", None)):
+            if not callable(
+                getattr(named("rl.environment", environment), "step", None)
+            ):
                 raise ConfigError(
                     f"rl.environment: {environment} has no method step; give it step(self, messages)."
                 )
             functions.append(definition("rl.environment", environment))
             outside = [*outside, environment]
         self._spec = Spec(tuple(functions), seconds, memory, environment is not None)
-        self.first: dict[str, str] = {}  # a sentence on the first turn that failed of each kind
+        # A sentence on the first turn that failed of each kind
+        self.first: dict[str, str] = {}
         self._processes = processes or min(len(os.sched_getaffinity(0)), MOST)
         self._idle: list[_Child] = []
         if outside and (reply := self._ask({0: (0,)})[0]).kind is not None:
@@ -135,7 +140,11 @@ class Rewards:
 
     def score(self, cases: Sequence[Case]) -> RewardScores:
         """Returns the weighted sum of the rewards of each case. A failure is counted, and raises nothing."""
-        calls = [(case, name, weight) for case in range(len(cases)) for name, weight in self._names]
+        calls = [
+            (case, name, weight)
+            for case in range(len(cases))
+            for name, weight in self._names
+        ]
         replies = self._ask(
             {
                 (case, name): (self._numbers[name], *cases[case])
@@ -161,8 +170,12 @@ class Rewards:
         calls failed in which way: an episode ends there.
         """
         number = len(self._spec.functions)
-        replies = self._ask({key: (number, *each) for key, each in enumerate(conversations)})
-        failed = Counter(reply.kind for reply in replies.values() if reply.kind is not None)
+        replies = self._ask(
+            {key: (number, *each) for key, each in enumerate(conversations)}
+        )
+        failed = Counter(
+            reply.kind for reply in replies.values() if reply.kind is not None
+        )
         for reply in replies.values():
             if reply.kind is not None:
                 self.first.setdefault(
@@ -211,7 +224,14 @@ class _Child:
     def __init__(self, spec: Spec) -> None:
         self.pipe, theirs = Pipe()
         self.process = subprocess.Popen(
-            [sys.executable, "-c", START, str(theirs.fileno()), str(os.getpid()), *sys.path],
+            [
+                sys.executable,
+                "-c",
+                START,
+                str(theirs.fileno()),
+                str(os.getpid()),
+                *sys.path,
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
@@ -290,4 +310,6 @@ def _defined(name: str) -> tuple[str, str, str, str]:
 def _check_call(key: str, name: str, words: Sequence[str]) -> None:
     """Raises ConfigError where what a key names does not take arguments of these names, by their places."""
     if taken := misfit(named(key, name), words):
-        raise ConfigError(f"{key}: {name} takes {taken}; it is called with ({', '.join(words)}).")
+        raise ConfigError(
+            f"{key}: {name} takes {taken}; it is called with ({', '.join(words)})."
+        )

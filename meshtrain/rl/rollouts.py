@@ -75,7 +75,8 @@ class DrawnAnswers(NamedTuple):
     counts: Any  # int32 [S], tokens of the answers
     experts: Any  # of `Drawing`
     prompt_experts: (
-        Any  # int32 [ranks x N, T, layers, top_k], that took the prompts' tokens; or None
+        # int32 [ranks x N, T, layers, top_k], that took the prompts' tokens; or None
+        Any
     )
 
 
@@ -120,7 +121,9 @@ class Rollouts:
         """Frees the weights until they are synchronised again."""
         self.weights = None
 
-    def draw(self, prompts: Sequence[np.ndarray], seeds: np.ndarray) -> list[list[Answer]]:
+    def draw(
+        self, prompts: Sequence[np.ndarray], seeds: np.ndarray
+    ) -> list[list[Answer]]:
         """Returns G answers to each of P prompts, by their seeds, uint32 [P, G].
 
         All processes call it alike, and all get all answers.
@@ -135,7 +138,9 @@ class Rollouts:
             drawn = jax.tree.map(np.asarray, self._program(self.weights, wave))
             slots = np.flatnonzero(wave.limits)
             answers += [self._answer(wave, drawn, int(slot)) for slot in slots]
-        return [answers[first : first + group] for first in range(0, len(answers), group)]
+        return [
+            answers[first : first + group] for first in range(0, len(answers), group)
+        ]
 
     def _answer(self, wave: Wave, drawn: DrawnAnswers, slot: int) -> Answer:
         count = drawn.counts[slot]
@@ -172,14 +177,22 @@ class Rollouts:
         numbers = np.pad(of_slots, (0, free), constant_values=-1)
         by_rank = numbers.reshape(waves, self.forward.ranks, -1)
         seeds = np.pad(seeds.reshape(-1), (0, free)).reshape(waves, self.slots)
-        most = max(len(np.unique(of_rank[of_rank >= 0])) for wave in by_rank for of_rank in wave)
+        most = max(
+            len(np.unique(of_rank[of_rank >= 0]))
+            for wave in by_rank
+            for of_rank in wave
+        )
         bucket = self.forward.bucket(max(map(len, prompts)))
         for wave, wave_seeds in zip(by_rank, seeds, strict=True):
             read = np.zeros((self.forward.ranks, most, bucket), np.int32)
             yield self._wave(prompts, wave, read, wave_seeds.astype(np.uint32))
 
     def _wave(
-        self, prompts: list[np.ndarray], wave: np.ndarray, read: np.ndarray, seeds: np.ndarray
+        self,
+        prompts: list[np.ndarray],
+        wave: np.ndarray,
+        read: np.ndarray,
+        seeds: np.ndarray,
     ) -> Wave:
         """Returns the arrays of a wave, in which a rank's slots answer the prompts of these numbers, [ranks, slots];
         `read` has room for the prompts of each rank.
@@ -193,7 +206,9 @@ class Rollouts:
                 read[rank, place, : len(prompt)] = prompt
                 lengths[rank, place] = len(prompt)
                 sources[rank, of_rank == number] = place
-                limits[rank, of_rank == number] = min(self.most, self.length - len(prompt))
+                limits[rank, of_rank == number] = min(
+                    self.most, self.length - len(prompt)
+                )
         return Wave(
             read.reshape(-1, read.shape[2]),
             lengths.reshape(-1),
@@ -216,13 +231,17 @@ class Rollouts:
         )
         everywhere = NamedSharding(self.forward.mesh, PartitionSpec())
         weights = self.resharding.shardings(self.resharding.specs)
-        return jax.jit(mapped, in_shardings=(weights, everywhere), out_shardings=everywhere)
+        return jax.jit(
+            mapped, in_shardings=(weights, everywhere), out_shardings=everywhere
+        )
 
     def _draw_wave(self, weights: Parts, wave: Wave) -> DrawnAnswers:
         state, prompt_experts = self._begin(weights, wave)
 
         def step(state: Drawing) -> Drawing:
-            read = self.forward.step(weights, state.caches, state.tokens, state.positions)
+            read = self.forward.step(
+                weights, state.caches, state.tokens, state.positions
+            )
             experts = state.experts
             if experts is not None and read.experts is not None:
                 at = (0, state.steps - 1, 0, 0)
@@ -243,7 +262,9 @@ class Rollouts:
         of_prompts = read.experts if self.replays else None
         rows = self.forward.rows
 
-        caches = tuple(cache.laid_out(wave.lengths, self.length) for cache in read.caches)
+        caches = tuple(
+            cache.laid_out(wave.lengths, self.length) for cache in read.caches
+        )
 
         def copied(cache: jax.Array) -> jax.Array:
             return vary(jnp.take(cache, wave.sources, axis=0), (*rows, TENSOR))

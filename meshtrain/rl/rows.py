@@ -41,7 +41,9 @@ def place_in_rows(lengths: Sequence[int], length: int) -> list[int]:
     room: list[int] = []
     places = [0] * len(lengths)
     for number in sorted(range(len(lengths)), key=lambda n: (-lengths[n], n)):
-        row = next((r for r, left in enumerate(room) if left >= lengths[number]), len(room))
+        row = next(
+            (r for r, left in enumerate(room) if left >= lengths[number]), len(room)
+        )
         if row == len(room):
             room.append(length)
         room[row] -= lengths[number]

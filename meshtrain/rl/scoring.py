@@ -48,9 +48,15 @@ class LogprobReader:
         everywhere = NamedSharding(self._forward.mesh, PartitionSpec())
         weights = self._resharding.shardings(self._resharding.specs)
         return jax.jit(
-            mapped, in_shardings=(weights, everywhere, everywhere), out_shardings=everywhere
+            mapped,
+            in_shardings=(weights, everywhere, everywhere),
+            out_shardings=everywhere,
         )
 
-    def _read(self, weights: Parts, texts: jax.Array, temperature: jax.Array) -> jax.Array:
+    def _read(
+        self, weights: Parts, texts: jax.Array, temperature: jax.Array
+    ) -> jax.Array:
         # One text after the other: the logits of all of them together may not fit.
-        return lax.map(lambda text: self._forward.logprobs(weights, text, temperature), texts)
+        return lax.map(
+            lambda text: self._forward.logprobs(weights, text, temperature), texts
+        )

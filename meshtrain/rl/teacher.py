@@ -29,7 +29,10 @@ class Teacher:
         path = str(config.rl.teacher)
         try:
             model = read_model(
-                path, mesh=program.mesh, masters=False, precision=config.precision.compute
+                path,
+                mesh=program.mesh,
+                masters=False,
+                precision=config.precision.compute,
             )
         except ConfigError as error:
             raise ConfigError(f"rl.teacher: {error}") from None

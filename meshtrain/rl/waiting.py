@@ -38,7 +38,9 @@ def write(directory: Path, step: int, rollouts: Mapping[int, Rollout]) -> None:
     """Writes the rollouts that wait behind a step, and removes those that are older than all checkpoints."""
     there = directory / WAITING
     content = {
-        str(number): [[_plain(episode) for episode in group] for group in rollout.groups]
+        str(number): [
+            [_plain(episode) for episode in group] for group in rollout.groups
+        ]
         for number, rollout in rollouts.items()
     }
     body = json.dumps(content).encode()
@@ -58,7 +60,9 @@ def write(directory: Path, step: int, rollouts: Mapping[int, Rollout]) -> None:
                 file.unlink()
 
 
-def read(directory: Path, step: int, prompts: Prompts) -> dict[int, list[list[Episode]]]:
+def read(
+    directory: Path, step: int, prompts: Prompts
+) -> dict[int, list[list[Episode]]]:
     """Returns the rollouts that waited behind a step by their numbers, on every process; none if it has no file: they
     are drawn anew then.
     """
@@ -75,7 +79,9 @@ def _content(file: Path) -> dict[str, Any]:
         return {}
     digest, _, body = file.read_bytes().partition(b"\n")
     if digest != _digest(body):
-        say(f"{file} is damaged; the answers that waited there are drawn anew, by other weights.")
+        say(
+            f"{file} is damaged; the answers that waited there are drawn anew, by other weights."
+        )
         return {}
     return dict(json.loads(body))
 
@@ -85,12 +91,25 @@ def _digest(body: bytes) -> bytes:
 
 
 def _plain(episode: Episode) -> dict[str, Any]:
-    arrays = {name: x.tolist() for name in ARRAYS if (x := getattr(episode, name)) is not None}
+    arrays = {
+        name: x.tolist() for name in ARRAYS if (x := getattr(episode, name)) is not None
+    }
     others = {name: getattr(episode, name) for name in ("given", "answer", "ended")}
-    return {"prompt": episode.prompt.number, "seed": int(episode.seed), **arrays, **others}
+    return {
+        "prompt": episode.prompt.number,
+        "seed": int(episode.seed),
+        **arrays,
+        **others,
+    }
 
 
 def _episode(plain: dict[str, Any], prompts: Prompts) -> Episode:
-    arrays = {name: np.array(plain[name], kind) for name, kind in ARRAYS.items() if name in plain}
+    arrays = {
+        name: np.array(plain[name], kind)
+        for name, kind in ARRAYS.items()
+        if name in plain
+    }
     others = {name: plain[name] for name in ("given", "answer", "ended")}
-    return Episode(prompts.all[plain["prompt"]], np.uint32(plain["seed"]), **{**others, **arrays})
+    return Episode(
+        prompts.all[plain["prompt"]], np.uint32(plain["seed"]), **{**others, **arrays}
+    )

@@ -50,7 +50,9 @@ def run_directory(config: Config) -> Path:
         if problem := _unwritable(rows):
             raise ConfigError(f"{rows} {problem}; mend that, or {elsewhere}.")
     if (directory / CONFIG).is_dir():
-        raise ConfigError(f"{directory / CONFIG} is a directory; remove it, or {elsewhere}.")
+        raise ConfigError(
+            f"{directory / CONFIG} is a directory; remove it, or {elsewhere}."
+        )
     return directory
 
 
@@ -59,7 +61,9 @@ def made_for_nothing(config: Config) -> Callable[[], None]:
     came into them.
     """
     directory = Path(config.run.directory).absolute()
-    new = [path for path in (directory, *directory.parents) if not os.path.lexists(path)]
+    new = [
+        path for path in (directory, *directory.parents) if not os.path.lexists(path)
+    ]
 
     def remove() -> None:
         # What is not empty stays, and so do those above it.

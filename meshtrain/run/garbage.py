@@ -26,7 +26,9 @@ class GarbageCollection(RunHook):
         self._is_begun = False
         self._was_enabled = gc.isenabled()
 
-    def after_step(self, step: int, compiled: jax.stages.Compiled, metrics: dict[str, Any]) -> None:
+    def after_step(
+        self, step: int, compiled: jax.stages.Compiled, metrics: dict[str, Any]
+    ) -> None:
         if not self._is_begun:
             self._is_begun = True
             gc.collect()

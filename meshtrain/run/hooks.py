@@ -40,7 +40,9 @@ def as_hooks(functions: Iterable[Any]) -> list["RunHook"]:
                 "of a step's metrics"
             )
             raise ConfigError(f"{what}.")
-        hooks.append(callback if isinstance(callback, RunHook) else _OfMetrics(callback))
+        hooks.append(
+            callback if isinstance(callback, RunHook) else _OfMetrics(callback)
+        )
     return hooks
 
 
@@ -116,4 +118,5 @@ class RunResult:
     directory: Path
     exit_code: int
     steps: int  # that the run has taken in all
-    losses: tuple[float, ...]  # of the steps that this call has taken, of which the last is `steps`
+    # Of the steps that this call has taken, of which the last is `steps`
+    losses: tuple[float, ...]

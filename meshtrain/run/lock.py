@@ -139,11 +139,14 @@ def in_use(directory: Path) -> bool | None:
     if sys.platform != "linux":
         return None
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        with open(
+            os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb"
+        ) as file:
             # struct flock: type, whence, start, length, process; the kernel answers with who is in the way.
             asked = struct.pack("hhlli", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
             return (
-                struct.unpack("hhlli", fcntl.fcntl(file, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK
+                struct.unpack("hhlli", fcntl.fcntl(file, fcntl.F_GETLK, asked))[0]
+                != fcntl.F_UNLCK
             )
     except FileNotFoundError:
         return False

@@ -36,7 +36,9 @@ def gathered(value: Any) -> list[Any]:
     padded = multihost_utils.process_allgather(
         np.pad(text, (0, room(int(sizes.max())) - text.size))
     )
-    return [json.loads(bytes(row[:size])) for row, size in zip(padded, sizes, strict=True)]
+    return [
+        json.loads(bytes(row[:size])) for row, size in zip(padded, sizes, strict=True)
+    ]
 
 
 def room(size: int) -> int:
@@ -117,7 +119,9 @@ _KINDS: dict[type[Exception], str] = {
 
 def kind_of(failure: Exception) -> str:
     """Returns of what kind an explained failure is, in one of the words of survive.heartbeat.CODES."""
-    return next((kind for known, kind in _KINDS.items() if isinstance(failure, known)), "error")
+    return next(
+        (kind for known, kind in _KINDS.items() if isinstance(failure, known)), "error"
+    )
 
 
 def explained(error: Exception, newest: int | None) -> Exception:
@@ -133,7 +137,9 @@ def explained(error: Exception, newest: int | None) -> Exception:
             f"another process of this run died or cannot be reached: {line}; its own words say why, run again to go "
             f"on {start}."
         )
-    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(
+        error
+    ):
         return OutOfMemory(
             f"a device has too little memory: {line}; meshtrain plan shows what fills it. "
             "More parallel.microbatches, parallel.remat and a higher parallel.zero_stage need less."

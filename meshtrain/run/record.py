@@ -22,7 +22,9 @@ class RunRecord(RunHook):
     is in the directory by then.
     """
 
-    def __init__(self, directory: Path, config: Config, start: int, lock: RunLock | None) -> None:
+    def __init__(
+        self, directory: Path, config: Config, start: int, lock: RunLock | None
+    ) -> None:
         self.directory = directory
         self.start = start
         self._lock = lock
@@ -75,7 +77,9 @@ class RunRecord(RunHook):
             if CONFIG in missing:
                 write_atomically(self.directory / CONFIG, self._config)
         except ConfigError as another:
-            raise RunFailure(f"this run no longer has its directory to itself: {another}") from None
+            raise RunFailure(
+                f"this run no longer has its directory to itself: {another}"
+            ) from None
         except OSError as error:
             return error
         return None

@@ -58,7 +58,9 @@ class RowReader:
     not be read as rows.
     """
 
-    def __init__(self, path: Path, last: int | None = None, containing: bytes = b"") -> None:
+    def __init__(
+        self, path: Path, last: int | None = None, containing: bytes = b""
+    ) -> None:
         self.path = path
         self.torn = 0
         self._last = last
@@ -105,7 +107,10 @@ class RowReader:
 
     def _find_position(self, status: os.stat_result) -> None:
         """Reads a file from its begin that has taken the place of the one before, or was cut."""
-        if self._identity != (status.st_dev, status.st_ino) or status.st_size < self._position:
+        if (
+            self._identity != (status.st_dev, status.st_ino)
+            or status.st_size < self._position
+        ):
             if self._last is not None:
                 self._position = max(status.st_size - self._last, 0)
             else:
@@ -136,7 +141,9 @@ class MetricsFile:
             if isinstance(value, float) and not math.isfinite(value)
         ]
         clean = {name: None if name in bad else value for name, value in row.items()}
-        self._waiting += json.dumps(clean | ({"not_finite": bad} if bad else {})).encode() + b"\n"
+        self._waiting += (
+            json.dumps(clean | ({"not_finite": bad} if bad else {})).encode() + b"\n"
+        )
         self._write_waiting()
 
     def is_there(self) -> bool:
@@ -163,7 +170,9 @@ class MetricsFile:
         self._file.close()
         if self.refused is not None:
             rows = self._waiting.count(b"\n")
-            say(f"the last {rows} rows of {self.path} cannot be written: {refusal(self.refused)}.")
+            say(
+                f"the last {rows} rows of {self.path} cannot be written: {refusal(self.refused)}."
+            )
 
     def _write_waiting(self) -> None:
         if not self._waiting:
@@ -181,7 +190,9 @@ class MetricsFile:
         except OSError as error:
             if self.refused is None:
                 kept = "they are kept, and written as soon as it lets them be"
-                say(f"rows cannot be written to {self.path} now: {refusal(error)}; {kept}.")
+                say(
+                    f"rows cannot be written to {self.path} now: {refusal(error)}; {kept}."
+                )
             self.refused = error
 
     def _open_again(self) -> None:

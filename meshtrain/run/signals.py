@@ -24,7 +24,9 @@ from meshtrain.errors import PREFIX
 from meshtrain.run.early import SIGNALS, STOPPED, Stopped, heard, is_command
 
 PATIENCE = 1.5  # seconds that the main thread has to meet a request
-_NOTHING_LOST = "{}: stopped before the first step; nothing is lost, run again to go on."
+_NOTHING_LOST = (
+    "{}: stopped before the first step; nothing is lost, run again to go on."
+)
 
 
 class StopSignals:
@@ -96,7 +98,9 @@ class StopSignals:
             _say(_NOTHING_LOST.format(name))
             os._exit(STOPPED)
         if self._held or not self._signalled:
-            what = "the other processes" if self._held else "what is compiled or computed"
+            what = (
+                "the other processes" if self._held else "what is compiled or computed"
+            )
             _say(f"{name}: heard; waits for {what}.")
 
     def finish_steps(self) -> None:
@@ -124,7 +128,9 @@ class StopSignals:
             self._asked += 1
             self._reached = multihost_utils.reached_preemption_sync_point(self._asked)
             if self._reached and not self._signalled:
-                _say("a process of this run was asked to stop: all of them stop after this step.")
+                _say(
+                    "a process of this run was asked to stop: all of them stop after this step."
+                )
         return self._reached
 
     def _handle(self, number: int, _: FrameType | None) -> None:

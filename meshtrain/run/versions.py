@@ -14,7 +14,9 @@ PACKAGES = ("meshtrain", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "
 
 def versions() -> dict[str, str]:
     """Returns those of Python and the libraries here."""
-    return {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
+    return {"python": platform.python_version()} | {
+        name: _version(name) for name in PACKAGES
+    }
 
 
 def _version(package: str) -> str:

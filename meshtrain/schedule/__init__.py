@@ -61,5 +61,7 @@ else:
         from meshtrain.schedule import draw, simulation
 
         # Kept, since the reference shows what stands in the module.
-        value = globals()[name] = getattr(draw if name.startswith("gantt_") else simulation, name)
+        value = globals()[name] = getattr(
+            draw if name.startswith("gantt_") else simulation, name
+        )
         return value

@@ -38,7 +38,14 @@ from typing import Generic, NamedTuple
 
 import numpy as np
 
-from meshtrain.schedule.phases import Ops, Phase, one_earlier, one_later, ops_per_clock, phases
+from meshtrain.schedule.phases import (
+    Ops,
+    Phase,
+    one_earlier,
+    one_later,
+    ops_per_clock,
+    phases,
+)
 from meshtrain.schedule.table import B, F, Numbers, Slot, Table, W
 
 # The moments of a clock in which a buffer is read or written.
@@ -81,13 +88,16 @@ class Buffers:
     w: Slot[np.ndarray]
     first: np.ndarray  # this F is virtual stage 0
     last: np.ndarray  # this F is the last virtual stage
-    enter: np.ndarray  # microbatch whose F runs on virtual stage 0: its embedding is needed
+    # Microbatch whose F runs on virtual stage 0: its embedding is needed
+    enter: np.ndarray
     exit: (
         np.ndarray
-    )  # microbatch whose F runs on the last virtual stage: the loss head follows in the same clock
+        # Microbatch whose F runs on the last virtual stage: the loss head follows in the same clock
+    )
     head_out: (
         np.ndarray
-    )  # backward inbox of the last virtual stage's stage: where the head leaves the cotangent
+        # Backward inbox of the last virtual stage's stage: where the head leaves the cotangent
+    )
     leave: (
         np.ndarray
     )  # microbatch whose B runs on virtual stage 0: its cotangent is the embedding's
@@ -131,7 +141,9 @@ def depths(table: Table) -> Depths:
     stage = np.broadcast_to(
         table.stage_of(np.arange(table.virtual_stages))[:, None], table.when()[F].shape
     )
-    return Depths(*(_most_alive(table, life, stage) for life in lives(table, table.when())))
+    return Depths(
+        *(_most_alive(table, life, stage) for life in lives(table, table.when()))
+    )
 
 
 def _most_alive(table: Table, life: Life, stage: np.ndarray) -> int:
@@ -230,17 +242,25 @@ def _arrivals(
             if not len(way):
                 continue
             sent = when[F, way] if slot == F else when[B, way + 1]
-            to, places = (high[way], f_in[way + 1]) if slot == F else (low[way], b_in[way])
+            to, places = (
+                (high[way], f_in[way + 1]) if slot == F else (low[way], b_in[way])
+            )
             active = _scatter(table, sent, to, np.ones_like(sent)) > 0
-            arrivals.append(Arrival(slot, step, active, _scatter(table, sent, to, places)))
+            arrivals.append(
+                Arrival(slot, step, active, _scatter(table, sent, to, places))
+            )
     return tuple(arrivals)
 
 
-def _scatter(table: Table, clock: np.ndarray, stage: np.ndarray, values: np.ndarray) -> np.ndarray:
+def _scatter(
+    table: Table, clock: np.ndarray, stage: np.ndarray, values: np.ndarray
+) -> np.ndarray:
     """int32 [clocks, stages] with values [virtual stage, microbatch] at their clocks (-1: nowhere) and stages."""
     out = np.zeros((table.clocks, table.stages), np.int32)
     there = clock >= 0
-    out[clock[there], np.broadcast_to(stage[:, None], clock.shape)[there]] = values[there]
+    out[clock[there], np.broadcast_to(stage[:, None], clock.shape)[there]] = values[
+        there
+    ]
     return out
 
 
@@ -268,7 +288,9 @@ class CompiledTable(Buffers):
     alternates: bool = False  # see `compile_table`
 
 
-def compile_table(table: Table, skips: bool = False, alike: bool = True) -> CompiledTable:
+def compile_table(
+    table: Table, skips: bool = False, alike: bool = True
+) -> CompiledTable:
     """Returns what the executor does of a legal table.
 
     If it `skips` idle slots, all clocks are one phase. Else phases compute slots idly, and these need places too. Where
@@ -276,7 +298,9 @@ def compile_table(table: Table, skips: bool = False, alike: bool = True) -> Comp
     the layers and the other one (see `pipeline.paired`).
     """
     buffers = allocate(table)
-    forward, backward = (np.flatnonzero(slot.active.any(axis=1)) for slot in (buffers.f, buffers.b))
+    forward, backward = (
+        np.flatnonzero(slot.active.any(axis=1)) for slot in (buffers.f, buffers.b)
+    )
 
     def late(arrival: Arrival[np.ndarray]) -> Arrival[np.ndarray]:
         if arrival.slot == F or table.paired:
@@ -288,15 +312,26 @@ def compile_table(table: Table, skips: bool = False, alike: bool = True) -> Comp
         )
 
     every_op = Ops(
-        forward=True, head=True, backward=True, weight=table.split, enter=True, leave=True
+        forward=True,
+        head=True,
+        backward=True,
+        weight=table.split,
+        enter=True,
+        leave=True,
     )
     all_clocks = Phase(first=0, repeats=1, body=((table.clocks, every_op),))
     compiled = CompiledTable(
-        **vars(replace(buffers, arrivals=tuple(late(arrival) for arrival in buffers.arrivals))),
+        **vars(
+            replace(
+                buffers, arrivals=tuple(late(arrival) for arrival in buffers.arrivals)
+            )
+        ),
         table=table,
         phases=[all_clocks] if skips else phases(table),
         entering=one_earlier(buffers.enter, forward, -1),
-        leaving=buffers.leave if table.paired else one_later(buffers.leave, backward, -1),
+        leaving=buffers.leave
+        if table.paired
+        else one_later(buffers.leave, backward, -1),
         enters_first=int(buffers.enter[forward[0]]),
         leaves_last=-1 if table.paired else int(buffers.leave[backward[-1]]),
     )
@@ -366,6 +401,8 @@ def _idle(
     np.add.at(change, ((end - moment) // 5 + 1, stage, at), -1)
     occupied = change.cumsum(axis=0)[:-1] > 0
     active = table.cells[:, :, slot, 0] >= 0
-    free = np.where(occupied.all(axis=2), depth, occupied.argmin(axis=2)).astype(np.int32)
+    free = np.where(occupied.all(axis=2), depth, occupied.argmin(axis=2)).astype(
+        np.int32
+    )
     every = np.where(active, places, np.where(ops[:, moment, None], free, 0))
     return every, max(depth, int(every.max()) + 1)

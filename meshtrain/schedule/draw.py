@@ -53,7 +53,8 @@ def picture(schedule: Table | Timeline) -> Picture:
     """
     if isinstance(schedule, Timeline):
         return Picture(
-            scrolled(image(gantt_svg(schedule), figures(schedule)[0])), gantt_text(schedule)
+            scrolled(image(gantt_svg(schedule), figures(schedule)[0])),
+            gantt_text(schedule),
         )
     table = schedule
     chunks = f", {table.chunks} chunks a stage" if table.chunks > 1 else ""
@@ -86,12 +87,20 @@ def _verdict(table: Table) -> str:
     words = dict(
         zip(
             table.letters,
-            ("forward", "input gradient" if table.split else "backward", "weight gradient"),
+            (
+                "forward",
+                "input gradient" if table.split else "backward",
+                "weight gradient",
+            ),
             strict=False,
         )
     )
-    words |= {"G": "weights gathered", "R": "gradient reduced"} if table.has_sends else {}
-    pairs = f"; {'+'.join(table.letters[:2])} a pair, both at once" if table.paired else ""
+    words |= (
+        {"G": "weights gathered", "R": "gradient reduced"} if table.has_sends else {}
+    )
+    pairs = (
+        f"; {'+'.join(table.letters[:2])} a pair, both at once" if table.paired else ""
+    )
     return f"legal; {', '.join(f'{letter} {word}' for letter, word in words.items())}{pairs}"
 
 
@@ -118,7 +127,9 @@ def _entries(table: Table, widths: list[float]) -> Iterator[str]:
         yield f'<text x="{left:.1f}" y="{y + 14}" font-size="10" fill="{_SENT[kind][0]}">{SENT[kind]}{chunk}</text>'
 
 
-def _ops(table: Table, cell: np.ndarray, left: float, wide: float, y: int) -> Iterator[str]:
+def _ops(
+    table: Table, cell: np.ndarray, left: float, wide: float, y: int
+) -> Iterator[str]:
     """Yields the ops of a cell, each with its part of the width, in the order in which the stage runs them."""
     done = [slot for slot in range(len(table.letters)) if cell[slot, 0] >= 0]
     for i, slot in enumerate(done):
@@ -181,7 +192,11 @@ def _label(timeline: Timeline, i: int) -> str:
 def _usual(timeline: Timeline) -> float:
     """Length that nearly all cells have at least."""
     took = (timeline.end - timeline.start)[timeline.kind < HEAD]
-    return float(np.quantile(took[took > 0], 0.1)) if (took > 0).any() else timeline.makespan or 1.0
+    return (
+        float(np.quantile(took[took > 0], 0.1))
+        if (took > 0).any()
+        else timeline.makespan or 1.0
+    )
 
 
 def gantt_svg(
@@ -210,12 +225,16 @@ def gantt_svg(
     ]
     head, *rest = figures(timeline, number)
     if headed:
-        out.append(f'<text x="12" y="22" font-size="15" font-weight="600">{escape(head)}</text>')
+        out.append(
+            f'<text x="12" y="22" font-size="15" font-weight="600">{escape(head)}</text>'
+        )
         out.append(f'<text x="12" y="42">{escape("; ".join(rest))}</text>')
     out += legend
     for stage in range(table.stages):
         y = top + stage * _ROW
-        out.append(f'<text x="{_LEFT - 8}" y="{y + 17}" text-anchor="end">stage {stage}</text>')
+        out.append(
+            f'<text x="{_LEFT - 8}" y="{y + 17}" text-anchor="end">stage {stage}</text>'
+        )
         out.append(
             f'<rect x="{_LEFT}" y="{y}" width="{plot:.2f}" height="{_CELL}" fill="url(#idle)"/>'
         )
@@ -242,8 +261,12 @@ def _colours(timeline: Timeline) -> list[tuple[str, str]]:
         *((_FILL[kind], word) for kind, word in _words(timeline).items()),
         ("url(#idle)", "idle"),
     ]
-    colours += [(RULE, "messages under the other half of a pair")] * bool(timeline.hidden.any())
-    colours += [_SENT[kind] for kind in sorted({sent.kind for sent in timeline.transfers})]
+    colours += [(RULE, "messages under the other half of a pair")] * bool(
+        timeline.hidden.any()
+    )
+    colours += [
+        _SENT[kind] for kind in sorted({sent.kind for sent in timeline.transfers})
+    ]
     colours += [(INK, "critical path")] * (timeline.execution == "asynchronous")
     colours += [(mixed(SKY, "#ffffff", 0.5), "paler: an earlier chunk")] * (
         timeline.table.chunks > 1
@@ -266,7 +289,9 @@ def _times(
 
 def _cells(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
     """A rectangle for each span, the first chunks lighter than the last."""
-    critical = set(timeline.critical_path()) if timeline.execution == "asynchronous" else set()
+    critical = (
+        set(timeline.critical_path()) if timeline.execution == "asynchronous" else set()
+    )
     words = _words(timeline)
     chunks = timeline.table.chunks
     yield f'<g text-anchor="middle" font-size="10" stroke="{INK}" stroke-width="0">'
@@ -342,7 +367,8 @@ def _curve(timeline: Timeline, scale: float, top: int) -> Iterator[str]:
         across = _LEFT + times * scale
         down = top + _CURVE * (1 - counts / highest)
         steps = "".join(
-            f"H{x:.2f}V{y:.2f}" for x, y in zip(across.tolist(), down.tolist(), strict=True)
+            f"H{x:.2f}V{y:.2f}"
+            for x, y in zip(across.tolist(), down.tolist(), strict=True)
         )
         hue = f"hsl({stage_hue(stage, stages):.0f}, 65%, 52%)"
         yield f'<path d="M{_LEFT} {top + _CURVE}{steps}" fill="none" stroke="{hue}" stroke-width="1.5">'
@@ -364,7 +390,9 @@ def gantt_text(timeline: Timeline, width: int = 120) -> str:
     rows = [f"stage {stage} " for stage in range(timeline.table.stages)]
     left = max(len(row) for row in [*rows, "in flight "])
     columns = max(width - left, 10)
-    scale = max(columns, timeline.makespan / _usual(timeline) * 3) / (timeline.makespan or 1.0)
+    scale = max(columns, timeline.makespan / _usual(timeline) * 3) / (
+        timeline.makespan or 1.0
+    )
     letters = {F: "F", B: timeline.table.letters[1], W: "W", HEAD: "H", OPTIMIZER: "O"}
     lines = [["."] * round(timeline.makespan * scale) for _ in rows]
     for i in np.argsort(timeline.start, kind="stable").tolist():
@@ -374,7 +402,9 @@ def gantt_text(timeline: Timeline, width: int = 120) -> str:
         word = letter + _label(timeline, i)
         if len(word) > end - first:
             word = letter
-        lines[int(timeline.stage[i])][first:end] = word[: end - first].ljust(end - first, "-")
+        lines[int(timeline.stage[i])][first:end] = word[: end - first].ljust(
+            end - first, "-"
+        )
     rows += ["over data "] if timeline.transfers else []
     lines += [["."] * len(lines[0])] if timeline.transfers else []
     for kind, chunk, stage, start, end in timeline.transfers:
@@ -388,17 +418,28 @@ def gantt_text(timeline: Timeline, width: int = 120) -> str:
         row.ljust(left) + _fit("".join(line), columns)
         for row, line in zip(rows, lines, strict=True)
     ]
-    out.append("in flight ".ljust(left) + _fit(_sparkline(timeline, len(lines[0])), columns))
+    out.append(
+        "in flight ".ljust(left) + _fit(_sparkline(timeline, len(lines[0])), columns)
+    )
     words = [
         *_words(timeline).values(),
-        *(_SENT[kind][1] for kind in sorted({sent.kind for sent in timeline.transfers})),
+        *(
+            _SENT[kind][1]
+            for kind in sorted({sent.kind for sent in timeline.transfers})
+        ),
     ]
-    return "\n".join([*out, "", *figures(timeline), "; ".join(words) + "; . idle"]) + "\n"
+    return (
+        "\n".join([*out, "", *figures(timeline), "; ".join(words) + "; . idle"]) + "\n"
+    )
 
 
 def _fit(line: str, columns: int) -> str:
     half = (columns - 3) // 2
-    return line if len(line) <= columns else f"{line[: columns - 3 - half]} … {line[-half:]}"
+    return (
+        line
+        if len(line) <= columns
+        else f"{line[: columns - 3 - half]} … {line[-half:]}"
+    )
 
 
 def _sparkline(timeline: Timeline, columns: int) -> str:

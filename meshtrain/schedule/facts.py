@@ -47,11 +47,16 @@ class ScheduleFacts(NamedTuple):
             + self.weight * durations.weight_grad
         )
         hidden = (
-            self.paired * self.together * (durations.forward_hidden + durations.backward_hidden)
+            self.paired
+            * self.together
+            * (durations.forward_hidden + durations.backward_hidden)
         )
         hidden += self.covered * durations.backward_hidden
         return float(
-            self.forward * durations.forward + self.head * durations.head + backward - hidden
+            self.forward * durations.forward
+            + self.head * durations.head
+            + backward
+            - hidden
         )
 
 
@@ -69,11 +74,22 @@ def facts(table: Table) -> ScheduleFacts:
     spare = Depths(*(more - least for more, least in pairs))
     covered = int((~ops[:, 0] & ops[:, 2] & ops[:, 3]).sum()) * table.paired
     return ScheduleFacts(
-        forward, head, backward, weight, together, exact, table.split, spare, table.paired, covered
+        forward,
+        head,
+        backward,
+        weight,
+        together,
+        exact,
+        table.split,
+        spare,
+        table.paired,
+        covered,
     )
 
 
-def facts_of(schedule: str, stages: int, microbatches: int, chunks: int = 1) -> ScheduleFacts:
+def facts_of(
+    schedule: str, stages: int, microbatches: int, chunks: int = 1
+) -> ScheduleFacts:
     """Returns the facts of the table that `make_table` gives, by formula where there is one: the table need not be
     made.
     """
@@ -85,12 +101,18 @@ def facts_of(schedule: str, stages: int, microbatches: int, chunks: int = 1) -> 
 
 @functools.lru_cache(maxsize=512)
 def _facts_of_table(
-    schedule: str, stages: int, microbatches: int, chunks: int, stamp: tuple[int, int] | None
+    schedule: str,
+    stages: int,
+    microbatches: int,
+    chunks: int,
+    stamp: tuple[int, int] | None,
 ) -> ScheduleFacts:
     sizes = stages, microbatches, chunks
     # A proof takes 50 times as long as the facts, and a search asks for hundreds: what it proposes is proved.
     return facts(
-        SCHEDULES[schedule].table(*sizes) if schedule in SCHEDULES else make_table(schedule, *sizes)
+        SCHEDULES[schedule].table(*sizes)
+        if schedule in SCHEDULES
+        else make_table(schedule, *sizes)
     )
 
 

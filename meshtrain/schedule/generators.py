@@ -49,11 +49,22 @@ import numpy as np
 
 from meshtrain.errors import nearest, short
 from meshtrain.registry import NotImported, Registry, Unimported
-from meshtrain.schedule.table import MAX_ENTRIES, B, F, G, IllegalTable, R, Table, W, read_csv
+from meshtrain.schedule.table import (
+    MAX_ENTRIES,
+    B,
+    F,
+    G,
+    IllegalTable,
+    R,
+    Table,
+    W,
+    read_csv,
+)
 from meshtrain.schedule.validate import validate
 
 PAIRED = "paired"
-MOST_CHUNKS = 8  # that a search tries and `chosen_chunks` takes: an eighth of the idle time of one chunk is left
+# That a search tries and `chosen_chunks` takes: an eighth of the idle time of one chunk is left
+MOST_CHUNKS = 8
 
 # Clocks of F, of B and, where B is split into I and W, of W: each int [virtual stage, microbatch].
 Clocks = tuple[np.ndarray, ...]
@@ -133,10 +144,14 @@ def has_table(schedule: str, stages: int, microbatches: int) -> bool:
     """Returns whether the microbatches go by a table: on several stages, and on one where the schedule pairs the
     backward of one with the forward of the next; else they follow one another.
     """
-    return stages > 1 or (microbatches > 1 and schedule in SCHEDULES and SCHEDULES[schedule].paired)
+    return stages > 1 or (
+        microbatches > 1 and schedule in SCHEDULES and SCHEDULES[schedule].paired
+    )
 
 
-def chosen_chunks(layers: int, stages: int, microbatches: int, most: int = MOST_CHUNKS) -> int:
+def chosen_chunks(
+    layers: int, stages: int, microbatches: int, most: int = MOST_CHUNKS
+) -> int:
     """Returns how many chunks, at most `most`, a stage has under `parallel.schedule: auto`: interleaved with them, or
     1f1b with one.
 
@@ -165,10 +180,16 @@ def stamp(schedule: str) -> tuple[int, int] | None:
 
 @functools.lru_cache(maxsize=32)
 def _made(
-    schedule: str, stages: int, microbatches: int, chunks: int, stamp: tuple[int, int] | None
+    schedule: str,
+    stages: int,
+    microbatches: int,
+    chunks: int,
+    stamp: tuple[int, int] | None,
 ) -> Table:
     if schedule.endswith(".csv"):
-        return _proved(short(schedule), lambda: _read_file(schedule, stages, microbatches, chunks))
+        return _proved(
+            short(schedule), lambda: _read_file(schedule, stages, microbatches, chunks)
+        )
     if isinstance(schedule, Unimported) and schedule not in SCHEDULES:
         raise NotImported(schedule)
     if schedule not in SCHEDULES:
@@ -176,19 +197,29 @@ def _made(
         raise ValueError(
             f"schedule '{schedule}' is not one of {known} or a path ending in .csv{nearest(schedule, SCHEDULES)}"
         )
-    for what, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
+    for what, value in (
+        ("stages", stages),
+        ("microbatches", microbatches),
+        ("chunks", chunks),
+    ):
         if value < 1:
-            raise ValueError(f"schedule {schedule}: {what} is {value}, and must be at least 1")
+            raise ValueError(
+                f"schedule {schedule}: {what} is {value}, and must be at least 1"
+            )
     entry = SCHEDULES[schedule]
     if entry.chunks not in (None, chunks):
-        many = [name for name, other in SCHEDULES.items() if other.chunks in (None, chunks)]
+        many = [
+            name for name, other in SCHEDULES.items() if other.chunks in (None, chunks)
+        ]
         raise ValueError(
             f"schedule {schedule} has {entry.chunks} model chunk{'s' if entry.chunks != 1 else ''} a stage, "
             f"and {chunks} asked for; with {chunks} there are {', '.join(many)}"
         )
     if entry.formulas:
         return entry.table(stages, microbatches, chunks)
-    return _proved(f"schedule {schedule}", lambda: entry.table(stages, microbatches, chunks))
+    return _proved(
+        f"schedule {schedule}", lambda: entry.table(stages, microbatches, chunks)
+    )
 
 
 def _proved(where: str, make: Callable[[], Table]) -> Table:
@@ -208,7 +239,11 @@ def _proved(where: str, make: Callable[[], Table]) -> Table:
 
 def _read_file(path: str, stages: int, microbatches: int, chunks: int) -> Table:
     table = read_csv(path)
-    for what, wanted in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
+    for what, wanted in (
+        ("stages", stages),
+        ("microbatches", microbatches),
+        ("chunks", chunks),
+    ):
         if (value := getattr(table, what)) != wanted:
             raise IllegalTable(
                 f"{short(path)} is for {what}={value}, and {what}={wanted} is asked for"
@@ -251,7 +286,8 @@ def _one_forward_one_backward(p: int, m: int, v: int, waits: int = 0) -> Clocks:
     groups = np.array_split(np.arange(m), max(1, m // p))
     sizes = np.array([len(group) for group in groups])
     size = np.repeat(sizes, sizes)[None, :]  # of the group of microbatch j
-    base = np.repeat(np.cumsum(sizes) - sizes, sizes)[None, :]  # first microbatch of its group
+    # First microbatch of its group
+    base = np.repeat(np.cumsum(sizes) - sizes, sizes)[None, :]
     round_ = np.maximum(size, p)
     start = v * base + (j - base)
     # the first clock in which the last virtual stage may go backward, for all groups
@@ -292,12 +328,23 @@ SCHEDULES = Registry(
     Schedule("gpipe", _all_forward_first, formulas="all_forward_first"),
     Schedule("1f1b", _one_forward_one_backward, formulas="one_forward_one_backward"),
     Schedule(
-        "interleaved", _one_forward_one_backward, chunks=None, formulas="one_forward_one_backward"
+        "interleaved",
+        _one_forward_one_backward,
+        chunks=None,
+        formulas="one_forward_one_backward",
     ),
-    Schedule("looped_bfs", _all_forward_first, chunks=None, formulas="all_forward_first"),
+    Schedule(
+        "looped_bfs", _all_forward_first, chunks=None, formulas="all_forward_first"
+    ),
     Schedule("zb_h1", _zero_bubble, formulas="zero_bubble"),
     Schedule("zb_interleaved", _zero_bubble, chunks=None, formulas="zero_bubble"),
-    Schedule("v_1f1b", _one_forward_one_backward_in_v, chunks=2, placement="v", formulas="in_v"),
+    Schedule(
+        "v_1f1b",
+        _one_forward_one_backward_in_v,
+        chunks=2,
+        placement="v",
+        formulas="in_v",
+    ),
     Schedule(
         PAIRED,
         partial(_one_forward_one_backward, waits=1),

@@ -60,11 +60,17 @@ def phases(table: Table, limit: int = 13) -> list[Phase]:
     bounds = list(itertools.pairwise([*boundaries(table), table.clocks]))
 
     def folded(ops: np.ndarray) -> list[Phase]:
-        return [phase for first, end in bounds for phase in _fold(_runs(ops[first:end]), first)]
+        return [
+            phase
+            for first, end in bounds
+            for phase in _fold(_runs(ops[first:end]), first)
+        ]
 
     def bodies(phases: list[Phase]) -> int:
         return sum(
-            len(phase.body) for section in sections(table, phases) for phase in section.phases
+            len(phase.body)
+            for section in sections(table, phases)
+            for phase in section.phases
         )
 
     for first, end in bounds:
@@ -91,7 +97,9 @@ def boundaries(table: Table) -> list[int]:
     """Returns the clocks before which something over data begins, or has to be there, and clock 0."""
     chunk = table.chunk_of(np.arange(table.virtual_stages))
     begin = table.sends
-    needed = [int(table.when()[F, chunk == c].min()) for c in np.flatnonzero(begin[G] >= 0)]
+    needed = [
+        int(table.when()[F, chunk == c].min()) for c in np.flatnonzero(begin[G] >= 0)
+    ]
     return sorted({0, *begin[begin >= 0].tolist(), *needed})
 
 
@@ -114,7 +122,10 @@ def sections(table: Table, phases: list[Phase]) -> list[ClockSection]:
     found: list[ClockSection] = []
     for first, end in itertools.pairwise([*boundaries(table), table.clocks]):
         inside = [phase for phase in phases if first <= phase.first < end]
-        sent = [tuple(np.flatnonzero(table.sends[kind] == first).tolist()) for kind in (G, R)]
+        sent = [
+            tuple(np.flatnonzero(table.sends[kind] == first).tolist())
+            for kind in (G, R)
+        ]
         section = ClockSection(inside, sent[0], sent[1], 1, end - first)
         if found and _alike(found[-1], section):
             last = found.pop()
@@ -187,7 +198,9 @@ def table_ops(table: Table) -> np.ndarray:
     leave = mark(when[B, 0])
     if not table.paired:
         leave = one_later(leave, np.flatnonzero(used[:, B]), False)
-    return np.stack([used[:, F], mark(when[F, -1]), used[:, B], used[:, W], enter, leave], axis=1)
+    return np.stack(
+        [used[:, F], mark(when[F, -1]), used[:, B], used[:, W], enter, leave], axis=1
+    )
 
 
 def one_earlier(array: np.ndarray, clocks: np.ndarray, nothing: Any) -> np.ndarray:
@@ -209,7 +222,8 @@ def one_later(array: np.ndarray, clocks: np.ndarray, nothing: Any) -> np.ndarray
 def _runs(ops: np.ndarray) -> list[Run]:
     """Returns runs of equal rows of `ops`, bool [clocks, 6]."""
     return [
-        (len(list(same)), row) for row, same in itertools.groupby(Ops(*row) for row in ops.tolist())
+        (len(list(same)), row)
+        for row, same in itertools.groupby(Ops(*row) for row in ops.tolist())
     ]
 
 
@@ -226,7 +240,9 @@ def _fold(runs: list[Run], clock: int) -> list[Phase]:
     i = 0
     while i < len(runs):
         folds = [(repetitions(length), length) for length in range(1, 5)]
-        repeats, length = max(folds, key=lambda fold: ((fold[0] - 1) * fold[1], -fold[1]))
+        repeats, length = max(
+            folds, key=lambda fold: ((fold[0] - 1) * fold[1], -fold[1])
+        )
         phase = Phase(clock, repeats, tuple(runs[i : i + length]))
         folded.append(phase)
         i += repeats * length

@@ -74,8 +74,12 @@ class Durations:
 
     def hidden(self, table: Table) -> np.ndarray:
         """float [3, virtual stages]: how much shorter F, B and W are in a pair."""
-        values = {name: getattr(self, name) for name in ("forward_hidden", "backward_hidden")}
-        hidden = [_per_virtual_stage(table, name, value) for name, value in values.items()]
+        values = {
+            name: getattr(self, name) for name in ("forward_hidden", "backward_hidden")
+        }
+        hidden = [
+            _per_virtual_stage(table, name, value) for name, value in values.items()
+        ]
         return np.stack([*hidden, np.zeros(table.virtual_stages)]) * table.paired
 
 
@@ -159,7 +163,9 @@ class Timeline(Shown):
         begin = self.start[mine & (self.kind == F)]
         done = self.end[mine & (self.kind == (W if self.table.split else B))]
         times, place = np.unique(np.concatenate([done, begin]), return_inverse=True)
-        steps = np.bincount(place, np.concatenate([-np.ones(len(done)), np.ones(len(begin))]))
+        steps = np.bincount(
+            place, np.concatenate([-np.ones(len(done)), np.ones(len(begin))])
+        )
         return times, np.cumsum(steps).astype(int)
 
     def critical_path(self) -> list[int]:
@@ -173,7 +179,9 @@ class Timeline(Shown):
         return path[::-1]
 
 
-def simulate(table: Table, durations: Durations = EVEN, execution: str = "lockstep") -> Timeline:
+def simulate(
+    table: Table, durations: Durations = EVEN, execution: str = "lockstep"
+) -> Timeline:
     """Runs a legal table by `execution` ('lockstep' or 'asynchronous').
 
     Raises IllegalTable if the table is not legal. Raises ValueError for another model of execution, and for arrays of
@@ -181,7 +189,9 @@ def simulate(table: Table, durations: Durations = EVEN, execution: str = "lockst
     """
     check_is_table(table, "simulate")
     if execution not in EXECUTIONS:
-        raise ValueError(f"execution '{execution}' is not one of {', '.join(EXECUTIONS)}")
+        raise ValueError(
+            f"execution '{execution}' is not one of {', '.join(EXECUTIONS)}"
+        )
     spans = _spans(table, durations, execution)
     lanes = _Lanes(table, durations, table.stages if execution == "asynchronous" else 1)
     start, cause = (_asynchronous if execution == "asynchronous" else _lockstep)(
@@ -219,19 +229,26 @@ class _Lanes:
         self.free = [0.0] * lanes
         self.transfers = list[SentSpan]()
         self.beside = (
-            [[lane] for lane in range(lanes)] if lanes > 1 else [list(range(table.stages))]
+            [[lane] for lane in range(lanes)]
+            if lanes > 1
+            else [list(range(table.stages))]
         )
 
     def begin(self, lane: int, clock: int, now: float) -> float:
         """Begins what begins up to a clock that a stage would go on with `now`; returns when it does."""
-        while self.next[lane] < len(self.bounds) and self.bounds[self.next[lane]] <= clock:
+        while (
+            self.next[lane] < len(self.bounds) and self.bounds[self.next[lane]] <= clock
+        ):
             now = self.free[lane] = max(now, self.free[lane])
-            for kind, chunk in np.argwhere(self.sends == self.bounds[self.next[lane]]).tolist():
+            for kind, chunk in np.argwhere(
+                self.sends == self.bounds[self.next[lane]]
+            ).tolist():
                 start = self.free[lane]
                 self.free[lane] = self.free[lane] + self.seconds[kind]
                 if self.seconds[kind]:
                     self.transfers += [
-                        SentSpan(kind, chunk, s, start, self.free[lane]) for s in self.beside[lane]
+                        SentSpan(kind, chunk, s, start, self.free[lane])
+                        for s in self.beside[lane]
                     ]
             self.next[lane] += 1
         return now
@@ -278,7 +295,11 @@ def _columns(spans: _Spans) -> list[np.ndarray]:
 def _head_spans(table: Table, durations: Durations) -> _Spans:
     """Returns the loss heads: one for each microbatch and each stage that has a part of the head."""
     last = table.virtual_stages - 1
-    on = np.arange(table.stages) if durations.head_spread else np.array([table.stage_of(last)])
+    on = (
+        np.arange(table.stages)
+        if durations.head_spread
+        else np.array([table.stage_of(last)])
+    )
     heads = len(on) * table.microbatches
     return _Spans(
         kind=np.full(heads, HEAD),
@@ -337,18 +358,23 @@ def _link(
     is_f = spans.kind == F
     is_b = spans.kind == B
     is_head = spans.kind == HEAD
-    turn = HEAD if durations.head else B  # who waits for the last virtual stage's output
+    # Who waits for the last virtual stage's output
+    turn = HEAD if durations.head else B
     gives = np.full(len(place), nothing)
     gives[is_f] = np.where(
-        spans.virtual == last, turn * values + place, F * values + place + table.microbatches
+        spans.virtual == last,
+        turn * values + place,
+        F * values + place + table.microbatches,
     )[is_f]
-    gives[is_b] = np.where(spans.virtual == 0, nothing, B * values + place - table.microbatches)[
-        is_b
-    ]
+    gives[is_b] = np.where(
+        spans.virtual == 0, nothing, B * values + place - table.microbatches
+    )[is_b]
     gives[is_head] = (B * values + place)[is_head]
 
     onward = spans.virtual + np.where(is_f, 1, np.where(is_b, -1, 0))
-    hop = np.where(table.stage_of(np.clip(onward, 0, last)) != spans.stage, durations.message, 0.0)
+    hop = np.where(
+        table.stage_of(np.clip(onward, 0, last)) != spans.stage, durations.message, 0.0
+    )
     if (
         durations.head and durations.head_spread and table.stages > 1
     ):  # all stages get the output, and send a part back

@@ -55,7 +55,8 @@ G = 0
 R = 1
 SENT = "GR"
 MAX_ENTRIES = 2**20  # stages x clocks of a schedule: a plan of so many takes 10 s
-Numbers = TypeVar("Numbers")  # arrays over a table's clocks; inside the step, those of one clock
+# Arrays over a table's clocks; inside the step, those of one clock
+Numbers = TypeVar("Numbers")
 
 
 class IllegalTable(ConfigError):
@@ -79,7 +80,8 @@ class Slot(Generic[Numbers]):
     chunk: Numbers
     stash: Numbers  # where F leaves what the backward needs; where B and W read it
     # Numbers too, or None in a slot without:
-    inbox: Any = None  # where F reads its input (but on virtual stage 0), and B the cotangent of the chunk's output
+    # Where F reads its input (but on virtual stage 0), and B the cotangent of the chunk's output
+    inbox: Any = None
     cot: Any = None  # cotangent stash: where I leaves what W needs, and W reads it
 
 
@@ -109,13 +111,16 @@ class Table(Shown):
     placement: str
     cells: np.ndarray
     paired: bool = (
-        False  # whether F and B of a clock run at once, and I and W where no stage has an F
+        # Whether F and B of a clock run at once, and I and W where no stage has an F
+        False
     )
     sends: np.ndarray = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if len(self.name.split()) != 1:
-            raise IllegalTable(f"a schedule's name must be one word, and '{self.name}' is not")
+            raise IllegalTable(
+                f"a schedule's name must be one word, and '{self.name}' is not"
+            )
         for key in ("stages", "microbatches", "chunks"):
             if getattr(self, key) < 1:
                 raise IllegalTable(
@@ -244,10 +249,14 @@ class Table(Shown):
         chunk = empty.chunk_of(virtual)
         place = np.ravel_multi_index((clock, stage, slot), (clocks, stages, 3))
         if np.bincount(place).max() > 1:
-            raise IllegalTable(f"schedule {name}: two ops share one slot of one clock and stage")
+            raise IllegalTable(
+                f"schedule {name}: two ops share one slot of one clock and stage"
+            )
         cells = empty.cells.copy()
         cells[clock, stage, slot] = np.stack([microbatch, chunk], axis=-1)
-        return Table(name, stages, when.shape[2], chunks, split, placement, cells, paired)
+        return Table(
+            name, stages, when.shape[2], chunks, split, placement, cells, paired
+        )
 
     def entry_text(self, microbatch: int, chunk: int) -> str:
         """A microbatch of a chunk as it is written: '3', with chunks '3.1'."""
@@ -268,7 +277,10 @@ class Table(Shown):
             used = self.cells[clock, :, :, 0] >= 0
             if used[stage, [F, B] if used[:, F].any() else [B, W]].all():
                 words[:2] = ["+".join(words[:2])]
-        sent = [f"{SENT[kind]}{chunk}" for kind, chunk in np.argwhere(self.sends == clock).tolist()]
+        sent = [
+            f"{SENT[kind]}{chunk}"
+            for kind, chunk in np.argwhere(self.sends == clock).tolist()
+        ]
         return " ".join([*words, *sent])
 
     def to_csv(self) -> str:
@@ -291,10 +303,13 @@ class Table(Shown):
         spaces and byte order mark that a spreadsheet leaves.
         """
         title = f"# schedule={self.name} stages={self.stages} microbatches={self.microbatches} chunks={self.chunks}"
-        lines = [f"{title} split={'yes' if self.split else 'no'} placement={self.placement}"]
+        lines = [
+            f"{title} split={'yes' if self.split else 'no'} placement={self.placement}"
+        ]
         lines.append(",".join(f"stage {s}" for s in range(self.stages)))
         lines += [
-            ",".join(self.cell_text(t, s) for s in range(self.stages)) for t in range(self.clocks)
+            ",".join(self.cell_text(t, s) for s in range(self.stages))
+            for t in range(self.clocks)
         ]
         return "\n".join(lines) + "\n"
 
@@ -329,7 +344,9 @@ _WORD = re.compile(r"([A-Z])([0-9]{1,18})(?:\.([0-9]{1,18}))?")
 _KEY = re.compile(r"(?<![^\s,;])([^\s,;=]+)\s*=")
 _NUMBER = re.compile("[0-9]{1,9}")
 _TITLE = ("schedule", "stages", "microbatches", "chunks", "split", "placement")
-_TITLE_EXAMPLE = "# schedule=mine stages=2 microbatches=4 chunks=1 split=no placement=loop"
+_TITLE_EXAMPLE = (
+    "# schedule=mine stages=2 microbatches=4 chunks=1 split=no placement=loop"
+)
 _MAX_BYTES = 32 * MAX_ENTRIES
 
 
@@ -341,7 +358,8 @@ def read_csv(path: str | Path) -> Table:
     takes = "parallel.schedule takes a CSV file"
     path = os.path.expanduser(path)
     return parse_csv(
-        read_text(path, "schedule's table", takes, (".csv",), _MAX_BYTES), source=short(path)
+        read_text(path, "schedule's table", takes, (".csv",), _MAX_BYTES),
+        source=short(path),
     )
 
 
@@ -394,7 +412,9 @@ def _read_row(
             sent.append(chunks)
             _check_sent(cell, sent, sends)
         except IllegalTable as error:
-            raise IllegalTable(f"{where}, column {stage + 1} (stage {stage}): {error}") from None
+            raise IllegalTable(
+                f"{where}, column {stage + 1} (stage {stage}): {error}"
+            ) from None
     if sent:
         return sent[0]
     return {}
@@ -449,7 +469,8 @@ def _check_rows(clocks: int, title: dict, source: str) -> None:
     """A stage has one forward a clock; and in more clocks than there are ops, some have none."""
     least = title["microbatches"] * title["chunks"]
     most = min(
-        least * title["stages"] * (3 if title["split"] else 2), MAX_ENTRIES // title["stages"]
+        least * title["stages"] * (3 if title["split"] else 2),
+        MAX_ENTRIES // title["stages"],
     )
     if least > most:
         raise IllegalTable(
@@ -473,7 +494,9 @@ def _read_words(line: str, source: str) -> dict[str, str]:
     words: dict[str, str] = {}
     line = line.lstrip("#")
     keys = list(_KEY.finditer(line))
-    for match, end in zip(keys, [*(after.start() for after in keys[1:]), len(line)], strict=True):
+    for match, end in zip(
+        keys, [*(after.start() for after in keys[1:]), len(line)], strict=True
+    ):
         key = match[1]
         value = line[match.end() : end].strip(",; \t")
         if key not in _TITLE:
@@ -506,7 +529,9 @@ def _read_title(line: str, source: str) -> dict:
         title[key] = int(value)
     split = words.get("split", "no")
     if split not in ("yes", "no"):
-        raise IllegalTable(f"{source}, row 1: split is '{short(split)}', and must be yes or no")
+        raise IllegalTable(
+            f"{source}, row 1: split is '{short(split)}', and must be yes or no"
+        )
     if title["placement"] not in PLACEMENTS:
         raise IllegalTable(
             f"{source}, row 1: placement is '{short(title['placement'])}', and must be {' or '.join(PLACEMENTS)}"
@@ -553,7 +578,9 @@ def _read_cell(text: str, table: Table) -> tuple[np.ndarray, dict[int, int]]:
                 f"'{word}' must name its chunk too, as '{word}.0', because chunks={table.chunks}"
             )
         if microbatch >= table.microbatches:
-            raise IllegalTable(f"'{word}': microbatches are 0 to {table.microbatches - 1}")
+            raise IllegalTable(
+                f"'{word}': microbatches are 0 to {table.microbatches - 1}"
+            )
         if chunk >= table.chunks:
             raise IllegalTable(f"'{word}': chunks are 0 to {table.chunks - 1}")
         cell[slot] = microbatch, chunk

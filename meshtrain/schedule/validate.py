@@ -6,7 +6,16 @@ stage. Its buffers follow from it (`buffers.allocate`, which tests replay).
 
 import numpy as np
 
-from meshtrain.schedule.table import SENT, B, F, G, IllegalTable, Table, W, check_is_table
+from meshtrain.schedule.table import (
+    SENT,
+    B,
+    F,
+    G,
+    IllegalTable,
+    Table,
+    W,
+    check_is_table,
+)
 
 
 def validate(table: Table) -> None:
@@ -81,7 +90,9 @@ def _check_order(table: Table) -> None:
     # Halves of a pair run at once.
     gap = int(table.paired)
     there = "there for pairs from clock {3} on" if table.paired else "done in clock {2}"
-    waits += [((B, last), (F, last), gap, f"it needs the loss of {{0}}, which is {there}")]
+    waits += [
+        ((B, last), (F, last), gap, f"it needs the loss of {{0}}, which is {there}")
+    ]
     if table.split:
         waits += [
             ((W, k), (B, k), gap, f"it needs what {{0}} leaves, which is {there}")
@@ -134,7 +145,9 @@ def _check_sends(table: Table) -> None:
                 f"{place}: {word} is too early: {op} adds to the gradient in clock {other}"
             )
         if (table.sends[kind] == clock).sum() > 1:
-            raise IllegalTable(f"{place}: of one kind only one collective may begin with a clock")
+            raise IllegalTable(
+                f"{place}: of one kind only one collective may begin with a clock"
+            )
 
 
 def _check_clocks(table: Table) -> None:

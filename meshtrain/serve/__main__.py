@@ -21,9 +21,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     options.key = _key(options.key_env)
     _check(options)
-    missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
+    missing = [
+        name
+        for name in ("starlette", "uvicorn")
+        if importlib.util.find_spec(name) is None
+    ]
     if missing:
-        raise not_installed(f"a server needs {' and '.join(missing)}", "serve", len(missing))
+        raise not_installed(
+            f"a server needs {' and '.join(missing)}", "serve", len(missing)
+        )
     # whoever asks for --help does not wait for JAX
     from meshtrain.serve.listening import run
 
@@ -37,7 +43,9 @@ def parser() -> Parser:
         "need none. "
         "SIGTERM ends it: first /health says so, then what runs is finished."
     )
-    parser = Parser(prog="python -m meshtrain.serve", description=meaning, epilog=ending)
+    parser = Parser(
+        prog="python -m meshtrain.serve", description=meaning, epilog=ending
+    )
     parser.add_model(drafts=True)
     parser.add_argument(
         "others",

@@ -28,7 +28,9 @@ END = -1  # in place of a choice: there is no more of any
 def joined(pieces: Sequence[Piece]) -> Piece:
     """Returns pieces of one answer, in their order, as one."""
     chosen = tuple(each for piece in pieces for each in piece.chosen)
-    return replace(pieces[-1], text="".join(piece.text for piece in pieces), chosen=chosen)
+    return replace(
+        pieces[-1], text="".join(piece.text for piece in pieces), chosen=chosen
+    )
 
 
 class Channel:

@@ -32,7 +32,11 @@ HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def usage(prompt: int, chosen: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": chosen, "total_tokens": prompt + chosen}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": chosen,
+        "total_tokens": prompt + chosen,
+    }
 
 
 class Answers:
@@ -52,7 +56,9 @@ class Answers:
         self._choices = choices
 
     def whole(self, pieces: Sequence[Piece], tokens: dict[str, int]) -> dict[str, Any]:
-        choices = [self._choice(index, piece, "message") for index, piece in enumerate(pieces)]
+        choices = [
+            self._choice(index, piece, "message") for index, piece in enumerate(pieces)
+        ]
         return self._head | {"choices": choices, "usage": tokens}
 
     def first(self) -> list[dict[str, Any]]:
@@ -84,7 +90,11 @@ class Completion(Answers):
         self._offsets = [0] * choices
 
     def _choice(self, index: int, piece: Piece, form: str) -> dict[str, Any]:
-        logprobs = None if self._asked.logprobs is None else self._logprobs(index, piece.chosen)
+        logprobs = (
+            None
+            if self._asked.logprobs is None
+            else self._logprobs(index, piece.chosen)
+        )
         return {
             "index": index,
             "text": piece.text,
@@ -94,11 +104,14 @@ class Completion(Answers):
 
     def _logprobs(self, index: int, chosen: Sequence[Chosen]) -> dict[str, Any]:
         offsets = list(
-            itertools.accumulate((len(each.text) for each in chosen), initial=self._offsets[index])
+            itertools.accumulate(
+                (len(each.text) for each in chosen), initial=self._offsets[index]
+            )
         )
         self._offsets[index] = offsets.pop()
         top = [
-            {text: _number(p) for _, text, p in each.likeliest} | {each.text: _number(each.logprob)}
+            {text: _number(p) for _, text, p in each.likeliest}
+            | {each.text: _number(each.logprob)}
             for each in chosen
         ]
         return {
@@ -130,7 +143,11 @@ class Chat(Answers):
         ]
 
     def _choice(self, index: int, piece: Piece, form: str) -> dict[str, Any]:
-        content: dict[str, Any] = {"role": "assistant", "content": piece.text, "refusal": None}
+        content: dict[str, Any] = {
+            "role": "assistant",
+            "content": piece.text,
+            "refusal": None,
+        }
         if form == "delta":
             content = {"content": piece.text} if piece.text or piece.chosen else {}
         tokens = [
@@ -138,8 +155,17 @@ class Chat(Answers):
             | {"top_logprobs": [_token(text, p) for _, text, p in each.likeliest]}
             for each in piece.chosen
         ]
-        logprobs = None if self._asked.logprobs is None else {"content": tokens, "refusal": None}
-        return {"index": index, form: content, "logprobs": logprobs, "finish_reason": piece.finish}
+        logprobs = (
+            None
+            if self._asked.logprobs is None
+            else {"content": tokens, "refusal": None}
+        )
+        return {
+            "index": index,
+            form: content,
+            "logprobs": logprobs,
+            "finish_reason": piece.finish,
+        }
 
 
 def _token(text: str, logprob: float) -> dict[str, Any]:
@@ -164,7 +190,10 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, chunks: AsyncGenerator[dict, None], deadline: float, left: Callable[[], None]
+        self,
+        chunks: AsyncGenerator[dict, None],
+        deadline: float,
+        left: Callable[[], None],
     ) -> None:
         super().__init__(headers=HEADERS)
         del self.headers["content-length"]
@@ -191,7 +220,11 @@ class EventStream(Response):
             )
 
         await send(
-            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": self.raw_headers,
+            }
         )
         async with contextlib.aclosing(self._chunks):
             try:

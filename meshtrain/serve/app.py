@@ -40,7 +40,13 @@ from meshtrain.serve.service import Service, families
 from meshtrain.telemetry.exposition import OPENMETRICS, PLAIN, render, wants_openmetrics
 
 # Of other paths there would be as many series as somebody thinks of.
-ROUTES = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/metrics")
+ROUTES = (
+    "/v1/models",
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/health",
+    "/metrics",
+)
 
 
 def application(service: Service) -> Starlette:
@@ -96,9 +102,16 @@ class Gate:
         finally:
             service.open_requests -= answered
             route = next(
-                (each for each in ROUTES if path == each or path.startswith(f"{each}/")), "other"
+                (
+                    each
+                    for each in ROUTES
+                    if path == each or path.startswith(f"{each}/")
+                ),
+                "other",
             )
-            service.counting(scope.get(MODEL)).requests[route, scope.get(OUTCOME, status)] += 1
+            service.counting(scope.get(MODEL)).requests[
+                route, scope.get(OUTCOME, status)
+            ] += 1
 
     def _check(self, scope: Scope) -> None:
         """Refuses what no route may see. Probes and scrapes need no key, and are answered to the last."""
@@ -121,7 +134,9 @@ class Gate:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        if service.hosts is not None and not _is_known(headers.get("host", ""), service.hosts):
+        if service.hosts is not None and not _is_known(
+            headers.get("host", ""), service.hosts
+        ):
             raise Refused(
                 421,
                 f"this server is not called {short(headers['host'])}; ask it by its address, or give it a key.",
@@ -146,7 +161,9 @@ def _is_known(host: str, names: Collection[str]) -> bool:
 def _has_key(headers: Headers, key: str) -> bool:
     kind, _, credential = headers.get("authorization", "").partition(" ")
     # in a time that tells nothing of how much of it is right
-    is_right = hmac.compare_digest(credential.strip().encode("latin-1", "replace"), key.encode())
+    is_right = hmac.compare_digest(
+        credential.strip().encode("latin-1", "replace"), key.encode()
+    )
     return is_right and kind.lower() == "bearer"
 
 
@@ -160,14 +177,19 @@ class Routes:
 
     async def models(self, request: Request) -> Response:
         return _json(
-            {"object": "list", "data": [self._model(name) for name in self._service.statuses]}
+            {
+                "object": "list",
+                "data": [self._model(name) for name in self._service.statuses],
+            }
         )
 
     async def model(self, request: Request) -> Response:
         return _json(self._model(self._known(request.path_params["model"])))
 
     def _model(self, name: str) -> dict[str, Any]:
-        served = next((served for served in self._service.loaded if served.name == name), None)
+        served = next(
+            (served for served in self._service.loaded if served.name == name), None
+        )
         # as vLLM names it
         length = {} if served is None else {"max_model_len": served.length}
         return {
@@ -182,7 +204,10 @@ class Routes:
         if name not in names:
             ending = nearest(name, names) or f"; there is {', '.join(names)}."
             raise Refused(
-                404, f"there is no model {short(name)}{ending}", "model", "model_not_found"
+                404,
+                f"there is no model {short(name)}{ending}",
+                "model",
+                "model_not_found",
             )
         return name
 
@@ -222,7 +247,10 @@ class Routes:
                 asked = read(fields, service.queue, served.sampling, served.length)
                 wanted = await served.requests(asked)
             prompt = sum(len(each.tokens) for each in wanted[:: asked.n])
-            answering, shape = service.answering(served, asked, wanted), form(asked, len(wanted))
+            answering, shape = (
+                service.answering(served, asked, wanted),
+                form(asked, len(wanted)),
+            )
             ending.callback(lambda: service.leave(answering, begun))
             service.enter(answering)
             answering.submit()
@@ -249,7 +277,9 @@ async def _chunks(
         yield shape.total(answers.usage(prompt, answering.tokens))
 
 
-async def _whole(answering: Answering, shape: Answers, prompt: int, deadline: float) -> Response:
+async def _whole(
+    answering: Answering, shape: Answers, prompt: int, deadline: float
+) -> Response:
     pieces: dict[int, list[Piece]] = {}
     async with asyncio.timeout_at(deadline):
         async for choice, piece in answering.pieces():
@@ -269,7 +299,9 @@ async def _body(request: Request, most: int) -> bytes:
             f"the body is said to be {short(kind) or 'of no type'}; send it with Content-Type: application/json.",
         )
     large = Refused(
-        413, f"the body is larger than {most} bytes, which is all that is read.", code="too_large"
+        413,
+        f"the body is larger than {most} bytes, which is all that is read.",
+        code="too_large",
     )
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > most:
@@ -282,7 +314,9 @@ async def _body(request: Request, most: int) -> bytes:
     return bytes(body)
 
 
-def _json(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def _json(
+    value: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
     return Response(json_bytes(value), status, headers, "application/json")
 
 
@@ -295,8 +329,12 @@ async def _no_route(request: Request, error: Exception) -> Response:
     path = short(request.url.path)
     headers = error.headers or {}
     if error.status_code == 404:
-        ending = nearest(request.url.path, ROUTES) or f"; there are {', '.join(ROUTES)}."
-        return _refusal(Refused(404, f"there is no {path}{ending}", code="unknown_path"))
+        ending = (
+            nearest(request.url.path, ROUTES) or f"; there are {', '.join(ROUTES)}."
+        )
+        return _refusal(
+            Refused(404, f"there is no {path}{ending}", code="unknown_path")
+        )
     sentence = f"{path} takes {headers.get('Allow', '')}, and not {request.method}."
     return _refusal(
         Refused(error.status_code, sentence, code="method_not_allowed", headers=headers)

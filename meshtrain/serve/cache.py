@@ -20,14 +20,19 @@ from meshtrain.generate.request import Piece, Request
 def digest(weights: str, request: Request) -> bytes:
     """Returns what two requests have in common if their answers are the same. `weights`: no other weights have it."""
     how = replace(request, tokens=None)  # type: ignore[arg-type]
-    return hashlib.sha256(repr((weights, how, request.tokens.tolist())).encode()).digest()
+    return hashlib.sha256(
+        repr((weights, how, request.tokens.tolist())).encode()
+    ).digest()
 
 
 class AnswerCache:
     """At most `size` bytes of answers, each for so many seconds; of size 0 it is off. From any thread."""
 
     def __init__(
-        self, size: int = 0, seconds: float = 3600.0, now: Callable[[], float] = time.monotonic
+        self,
+        size: int = 0,
+        seconds: float = 3600.0,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.size = size
         self._seconds = seconds

@@ -18,9 +18,11 @@ KINDS = {
 }
 # A client that went away before its answer (nginx's number); nobody reads it but the metrics.
 GONE = 499
-OUTCOME = "meshtrain.outcome"  # in a scope: how a request is counted whose HTTP status had gone out before it was known
+# In a scope: how a request is counted whose HTTP status had gone out before it was known
+OUTCOME = "meshtrain.outcome"
 MODEL = "meshtrain.model"  # in a scope: which one a request is for
-AGAIN = {"Retry-After": "1"}  # seconds after which a client that found no room may come again
+# Seconds after which a client that found no room may come again
+AGAIN = {"Retry-After": "1"}
 
 
 @dataclass
@@ -39,7 +41,12 @@ class Refused(Exception):
     def body(self) -> dict[str, Any]:
         kind = KINDS.get(self.status, "invalid_request_error")
         return {
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
         }
 
 
@@ -63,7 +70,9 @@ def as_refused(error: Exception) -> Refused:
         return error
     if isinstance(error, TimeoutError):
         return Refused(
-            504, "this request has taken longer than --request-timeout allows.", code="timeout"
+            504,
+            "this request has taken longer than --request-timeout allows.",
+            code="timeout",
         )
     if isinstance(error, ClientDisconnect):
         return Refused(GONE, "the client went away.")
@@ -73,4 +82,6 @@ def as_refused(error: Exception) -> Refused:
 
 def json_bytes(value: object) -> bytes:
     """Returns JSON as it goes out: without spaces, and never NaN, which is none."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return json.dumps(
+        value, ensure_ascii=False, allow_nan=False, separators=(",", ":")
+    ).encode()

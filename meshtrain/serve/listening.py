@@ -45,7 +45,8 @@ STALLED = 60
 # Seconds that a connection without a request is kept: longer than balancers do, so that it is they who close it.
 KEEP_ALIVE = 75
 CLOSING = 5  # seconds for the last bytes, when all is told
-WARMING = 60.0  # seconds to wait for all programs before it is ready; the commonest are waited for as long as it takes
+# Seconds to wait for all programs before it is ready; the commonest are waited for as long as it takes
+WARMING = 60.0
 
 
 def listening(host: str, port: int, stalled: int = STALLED) -> socket.socket:
@@ -60,7 +61,9 @@ def listening(host: str, port: int, stalled: int = STALLED) -> socket.socket:
         door = socket.socket(family, socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         why = refusal(error) if isinstance(error, OSError) else "that is not a name"
-        raise ConfigError(f"--host {host} is not an address of this machine: {why}.") from None
+        raise ConfigError(
+            f"--host {host} is not an address of this machine: {why}."
+        ) from None
     try:
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Taken over by every connection. Elsewhere than on Linux a stalled client keeps its connection, and nothing
@@ -90,7 +93,12 @@ class Server(uvicorn.Server):
     """`notice`, `patience`: seconds, see above."""
 
     def __init__(
-        self, app: ASGIApp, service: Service, notice: float, patience: float, access_log: bool
+        self,
+        app: ASGIApp,
+        service: Service,
+        notice: float,
+        patience: float,
+        access_log: bool,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -111,7 +119,9 @@ class Server(uvicorn.Server):
         # What goes wrong in a request the server tells itself; that somebody speaks no HTTP is nobody's error.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         if access_log:
-            logging.getLogger("uvicorn.access").addHandler(logging.StreamHandler(sys.stderr))
+            logging.getLogger("uvicorn.access").addHandler(
+                logging.StreamHandler(sys.stderr)
+            )
             logging.getLogger("uvicorn.access").setLevel(logging.INFO)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -129,7 +139,9 @@ class Server(uvicorn.Server):
             self.should_exit = True
         else:
             notice = 0.0 if sig == signal.SIGINT else self._notice
-            self._ending = asyncio.run_coroutine_threadsafe(self._end(notice), self._loop)
+            self._ending = asyncio.run_coroutine_threadsafe(
+                self._end(notice), self._loop
+            )
 
     async def _end(self, notice: float) -> None:
         service = self._service
@@ -145,7 +157,9 @@ class Server(uvicorn.Server):
         while service.open_requests and time.monotonic() < until:
             await asyncio.sleep(0.05)
         service.end(
-            unavailable("the server ends, and has not waited longer for this answer.", "ended")
+            unavailable(
+                "the server ends, and has not waited longer for this answer.", "ended"
+            )
         )
         self.should_exit = True
 
@@ -207,7 +221,9 @@ def run(options: argparse.Namespace) -> int:
 
 def ended(service: Service) -> int:
     """Frees the devices; returns the exit code, or ends the process with what nothing interrupts."""
-    if not service.statuses or (service.models is not None and service.models.is_changing):
+    if not service.statuses or (
+        service.models is not None and service.models.is_changing
+    ):
         # nothing interrupts what loads
         end_now(DONE)
     for served in service.loaded:
@@ -230,16 +246,22 @@ def separate(options: argparse.Namespace) -> list[argparse.Namespace]:
     ]
 
 
-def several_models(options: Sequence[argparse.Namespace], resident: int, queue: int) -> Models:
+def several_models(
+    options: Sequence[argparse.Namespace], resident: int, queue: int
+) -> Models:
     """Returns the models of a command line, as many of them loaded as may be; ConfigError for two of one name."""
     names = [
-        one.name or run_of(Path(os.path.realpath(one.path.expanduser()))).name for one in options
+        one.name or run_of(Path(os.path.realpath(one.path.expanduser()))).name
+        for one in options
     ]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"two models are called {short(twice)}; give each a --name of its own.")
+        raise ConfigError(
+            f"two models are called {short(twice)}; give each a --name of its own."
+        )
     models = [
         NamedModel(
-            name, partial(served_model, argparse.Namespace(**vars(one) | {"name": name}), {})
+            name,
+            partial(served_model, argparse.Namespace(**vars(one) | {"name": name}), {}),
         )
         for name, one in zip(names, options, strict=True)
     ]
@@ -256,7 +278,9 @@ def closed(served: ServedModel, seconds: float = CLOSING) -> bool:
     return not closing.is_alive()
 
 
-def served_model(options: argparse.Namespace, kept: dict[Any, Any] | None = None) -> ServedModel:
+def served_model(
+    options: argparse.Namespace, kept: dict[Any, Any] | None = None
+) -> ServedModel:
     """Returns the model that a command line asks for, with its engine running; by default under the name of its run.
 
     `kept`: programs that were compiled when it was loaded before.
@@ -267,7 +291,9 @@ def served_model(options: argparse.Namespace, kept: dict[Any, Any] | None = None
     opened = open_asked(options, options.slots, options.length)
     for sentence in opened.asks:
         say(sentence)
-    engine = Engine(opened, options.slots, options.length, options.queue, keep=False).start()
+    engine = Engine(
+        opened, options.slots, options.length, options.queue, keep=False
+    ).start()
     if kept is not None:
         engine.reuse(kept)
     if engine.note:
@@ -280,9 +306,13 @@ def served_model(options: argparse.Namespace, kept: dict[Any, Any] | None = None
     # Two tokens, so that what does not run here is known now.
     last = Future[Piece]()
     shortest = Request(np.zeros(1, np.int32), 2, ignore_ends=True)
-    engine.submit(shortest, lambda piece: last.set_result(piece) if piece.finish else None)
+    engine.submit(
+        shortest, lambda piece: last.set_result(piece) if piece.finish else None
+    )
     if (piece := last.result()).finish == "error":
         engine.close()
         engine.free()
-        raise ConfigError(f"the model is loaded, but does not run here: {piece.problem}")
+        raise ConfigError(
+            f"the model is loaded, but does not run here: {piece.problem}"
+        )
     return ServedModel(options.name or opened.name, engine)

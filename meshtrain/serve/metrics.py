@@ -41,16 +41,24 @@ class ServeMetric:
 
 
 METRICS: tuple[ServeMetric, ...] = (
-    ServeMetric("ready", "gauge", "", "1: requests are answered; 0: loading, stuck or draining"),
     ServeMetric(
-        "loaded", "gauge", "", "1: the model is loaded; 0: it is set aside until it is asked for"
+        "ready", "gauge", "", "1: requests are answered; 0: loading, stuck or draining"
+    ),
+    ServeMetric(
+        "loaded",
+        "gauge",
+        "",
+        "1: the model is loaded; 0: it is set aside until it is asked for",
     ),
     ServeMetric("slots", "gauge", "", "sequences that are decoded at once, at most"),
     ServeMetric("busy_slots", "gauge", "", "of these, how many hold a sequence"),
     ServeMetric("waiting", "gauge", "", "answers that wait for a slot"),
     ServeMetric("queue", "gauge", "", "how many may wait; more are refused with 429"),
     ServeMetric(
-        "open_requests", "gauge", "", "requests for answers that are not ended, waiting ones too"
+        "open_requests",
+        "gauge",
+        "",
+        "requests for answers that are not ended, waiting ones too",
     ),
     ServeMetric(
         "requests",
@@ -60,10 +68,16 @@ METRICS: tuple[ServeMetric, ...] = (
         ("route", "code"),
     ),
     ServeMetric("tokens", "counter", "tokens", "tokens chosen"),
-    ServeMetric("prompt_tokens", "counter", "tokens", "tokens of prompts that were read"),
-    ServeMetric("steps", "counter", "", "steps of decoding, each a token for every busy slot"),
+    ServeMetric(
+        "prompt_tokens", "counter", "tokens", "tokens of prompts that were read"
+    ),
+    ServeMetric(
+        "steps", "counter", "", "steps of decoding, each a token for every busy slot"
+    ),
     ServeMetric("drafts", "counter", "", "drafts (--draft) that a step has checked"),
-    ServeMetric("accepted_drafts", "counter", "", "of these, so that a step gave two tokens"),
+    ServeMetric(
+        "accepted_drafts", "counter", "", "of these, so that a step gave two tokens"
+    ),
     ServeMetric(
         "compiled",
         "counter",
@@ -71,7 +85,9 @@ METRICS: tuple[ServeMetric, ...] = (
         "programs compiled: one for each length of prompts, up to a power of two, and for decoding",
     ),
     ServeMetric("cache_hits", "counter", "", "answers that were known (--cache)"),
-    ServeMetric("cache_misses", "counter", "", "answers that might have been, and were not"),
+    ServeMetric(
+        "cache_misses", "counter", "", "answers that might have been, and were not"
+    ),
     ServeMetric("cache_bytes", "gauge", "bytes", "of the answers that are kept"),
     ServeMetric(
         "first_token_seconds",
@@ -103,7 +119,9 @@ class Counted:
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.distributions = {
-            metric.name: Distribution(metric.bounds) for metric in METRICS if metric.bounds
+            metric.name: Distribution(metric.bounds)
+            for metric in METRICS
+            if metric.bounds
         }
 
     def took(self, begun: float, ended: float, answers: Sequence[TokenTimes]) -> None:

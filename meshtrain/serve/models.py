@@ -56,7 +56,9 @@ class ServedModel:
 
     async def requests(self, asked: Asked) -> list[Request]:
         """Returns what the engine is asked for: n requests for each prompt, one after the other."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._requests, asked)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, self._requests, asked
+        )
 
     def _requests(self, asked: Asked) -> list[Request]:
         if asked.messages:
@@ -66,7 +68,11 @@ class ServedModel:
                 prompts = [self._tokens(prompt) for prompt in asked.prompts]
             except ConfigError as error:
                 raise Refused(400, str(error), "prompt", "invalid_value") from None
-        return [self._request(asked, tokens, k) for tokens in prompts for k in range(asked.n)]
+        return [
+            self._request(asked, tokens, k)
+            for tokens in prompts
+            for k in range(asked.n)
+        ]
 
     def _tokens(self, prompt: str | tuple[int, ...]) -> np.ndarray:
         if isinstance(prompt, str):
@@ -99,7 +105,10 @@ class ServedModel:
         sampling = asked.sampling
         if not len(tokens):
             raise Refused(
-                400, f"{where} is empty: there is no token to go on from.", where, "invalid_value"
+                400,
+                f"{where} is empty: there is no token to go on from.",
+                where,
+                "invalid_value",
             )
         room = self.length - len(tokens)
         if room < (asked.most or 1):
@@ -109,7 +118,12 @@ class ServedModel:
             # Several answers to one prompt differ.
             sampling = replace(sampling, seed=(sampling.seed + k) % SEEDS)
         return Request(
-            tokens, asked.most or room, sampling, asked.stop, asked.ignore_ends, asked.logprobs
+            tokens,
+            asked.most or room,
+            sampling,
+            asked.stop,
+            asked.ignore_ends,
+            asked.logprobs,
         )
 
     def close(self) -> None:
@@ -130,13 +144,18 @@ class NamedModel:
     users: int = 0  # requests that are answered, or wait until it is loaded
     used: int = 0  # the larger, the later
     coming: "asyncio.Task[str] | None" = None
-    before: Counter[str] = field(default_factory=Counter)  # what engines that are gone have counted
+    # What engines that are gone have counted
+    before: Counter[str] = field(default_factory=Counter)
 
     @property
     def status(self) -> EngineStatus:
         """The engine's status; the counts include earlier engines of this model."""
-        now = EngineStatus(0, 0, 0) if self.served is None else self.served.engine.status
-        return replace(now, **{name: getattr(now, name) + self.before[name] for name in COUNTS})
+        now = (
+            EngineStatus(0, 0, 0) if self.served is None else self.served.engine.status
+        )
+        return replace(
+            now, **{name: getattr(now, name) + self.before[name] for name in COUNTS}
+        )
 
     @property
     def counts(self) -> dict[str, int]:
@@ -161,7 +180,9 @@ class Models:
 
     @property
     def loaded(self) -> list[ServedModel]:
-        return [model.served for model in self.by_name.values() if model.served is not None]
+        return [
+            model.served for model in self.by_name.values() if model.served is not None
+        ]
 
     @property
     def is_changing(self) -> bool:
@@ -216,7 +237,9 @@ class Models:
                 say(f"{short(model.name)} is loaded.")
             return ""
         except Exception as error:
-            problem = f"the model {short(model.name)} cannot be loaded: {reason(error)}."
+            problem = (
+                f"the model {short(model.name)} cannot be loaded: {reason(error)}."
+            )
             say(problem)
             return problem
         finally:

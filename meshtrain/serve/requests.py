@@ -22,7 +22,8 @@ LONGEST_STOP = 1000
 LARGEST = 2**31 - 1
 SEEDS = 2**32  # of the generator; OpenAI's 64 bits are taken modulo this
 MESSAGES = (
-    2048  # of a conversation, if the model has fewer positions: each message takes one at least
+    # Of a conversation, if the model has fewer positions: each message takes one at least
+    2048
 )
 TOKENS = 16  # of a completion that does not say how many: OpenAI's own number
 
@@ -109,21 +110,30 @@ class Fields:
     def wrong(self, name: str, legal: str, code: str = "invalid_value") -> Refused:
         where = self.prefix + name
         return Refused(
-            400, f"{where} is {shown(self.values[name])}, but it must be {legal}.", where, code
+            400,
+            f"{where} is {shown(self.values[name])}, but it must be {legal}.",
+            where,
+            code,
         )
 
     def needed(self, name: str) -> Any:
         if name not in self.values:
             where = self.prefix + name
-            raise Refused(400, f"{where} is missing.", where, "missing_required_parameter")
+            raise Refused(
+                400, f"{where} is missing.", where, "missing_required_parameter"
+            )
         return self.values[name]
 
-    def typed(self, name: str, kind: type | UnionType, legal: str, default: Any = None) -> Any:
+    def typed(
+        self, name: str, kind: type | UnionType, legal: str, default: Any = None
+    ) -> Any:
         """Returns a value of some type; true does not count as a number, as in JSON."""
         if name not in self.values:
             return default
         value = self.values[name]
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        if not isinstance(value, kind) or (
+            isinstance(value, bool) and kind is not bool
+        ):
             raise self.wrong(name, legal, "invalid_type")
         return value
 
@@ -132,8 +142,12 @@ class Fields:
     ) -> float:
         """Returns a number in bounds; `above`: greater than the least."""
         value = self.typed(name, int | float, "a number", default)
-        if name in self and not (least < value <= most or (value == least and not above)):
-            raise self.wrong(name, f"{'above' if above else 'at least'} {least} and at most {most}")
+        if name in self and not (
+            least < value <= most or (value == least and not above)
+        ):
+            raise self.wrong(
+                name, f"{'above' if above else 'at least'} {least} and at most {most}"
+            )
         return float(value)
 
     def whole(self, name: str, least: int, most: int, default: Any = None) -> Any:
@@ -174,7 +188,10 @@ def encodable(text: str, where: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         raise Refused(
-            400, f"{where} is not text: it holds half a surrogate pair.", where, "invalid_value"
+            400,
+            f"{where} is not text: it holds half a surrogate pair.",
+            where,
+            "invalid_value",
         ) from None
     return text
 
@@ -210,7 +227,11 @@ ABSENT: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
     "logit_bias": ({},),
 }
-ABSENT_COMPLETION: Mapping[str, tuple[Any, ...]] = {**ABSENT, "suffix": ("",), "echo": (False,)}
+ABSENT_COMPLETION: Mapping[str, tuple[Any, ...]] = {
+    **ABSENT,
+    "suffix": ("",),
+    "echo": (False,),
+}
 ABSENT_CHAT: Mapping[str, tuple[Any, ...]] = {
     **ABSENT,
     "functions": ([],),
@@ -238,7 +259,9 @@ CHAT = (
 )
 
 
-def completion(fields: Fields, answers: int, usual: Sampling, length: int = LARGEST) -> Asked:
+def completion(
+    fields: Fields, answers: int, usual: Sampling, length: int = LARGEST
+) -> Asked:
     """Reads POST /v1/completions; `answers`: the most that a request may have; `usual`: how tokens are chosen where it
     does not say; `length`: the model's positions.
     """
@@ -247,7 +270,9 @@ def completion(fields: Fields, answers: int, usual: Sampling, length: int = LARG
     prompts = _prompts(fields, answers, length)
     n = _n(fields, answers, len(prompts))
     if fields.whole("best_of", 1, LARGEST, n) != n:
-        raise fields.wrong("best_of", f"n ({n}), since all answers are given", "unsupported")
+        raise fields.wrong(
+            "best_of", f"n ({n}), since all answers are given", "unsupported"
+        )
     return Asked(
         prompts=prompts,
         n=n,
@@ -264,12 +289,17 @@ def chat(fields: Fields, answers: int, usual: Sampling, length: int = LARGEST) -
     if "response_format" in fields:
         form = fields.object("response_format")
         if form.needed("type") != "text":
-            raise form.wrong("type", '"text": no other form can be promised here', "unsupported")
+            raise form.wrong(
+                "type", '"text": no other form can be promised here', "unsupported"
+            )
     limits = {
-        fields.whole(name, 1, LARGEST) for name in ("max_tokens", "max_completion_tokens")
+        fields.whole(name, 1, LARGEST)
+        for name in ("max_tokens", "max_completion_tokens")
     } - {None}
     if len(limits) > 1:
-        raise fields.wrong("max_tokens", "the same as max_completion_tokens, or left out")
+        raise fields.wrong(
+            "max_tokens", "the same as max_completion_tokens, or left out"
+        )
     logprobs = fields.flag("logprobs")
     top = fields.whole("top_logprobs", 0, MOST_LIKELY)
     if top is not None and not logprobs:
@@ -279,7 +309,9 @@ def chat(fields: Fields, answers: int, usual: Sampling, length: int = LARGEST) -
     choice = fields.values.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
         raise fields.wrong(
-            "tool_choice", '"auto" or "none": no call can be promised here', "unsupported"
+            "tool_choice",
+            '"auto" or "none": no call can be promised here',
+            "unsupported",
         )
     return Asked(
         messages=_messages(fields, max(length, MESSAGES)),
@@ -320,12 +352,16 @@ def _shared(fields: Fields, usual: Sampling) -> dict[str, Any]:
         raise fields.wrong("stream_options", "left out unless stream is true")
     options.only(("include_usage", "include_obfuscation"))
     if options.flag("include_obfuscation"):
-        raise options.wrong("include_obfuscation", "false: that is not built here", "unsupported")
+        raise options.wrong(
+            "include_obfuscation", "false: that is not built here", "unsupported"
+        )
     fields.needed("model")
     return {
         "model": fields.text("model"),
         # What the most likely token is, depends on none of the others.
-        "sampling": Sampling() if temperature == 0 else Sampling(temperature, top_k, top_p, drawn),
+        "sampling": Sampling()
+        if temperature == 0
+        else Sampling(temperature, top_k, top_p, drawn),
         "repeatable": temperature == 0 or seed is not None,
         "stop": _stop(fields),
         "ignore_ends": fields.flag("ignore_eos"),
@@ -357,14 +393,18 @@ def _stop(fields: Fields) -> tuple[str, ...]:
     texts = [stop] if isinstance(stop, str) else stop
     if not all(isinstance(text, str) for text in texts):
         raise fields.wrong("stop", legal, "invalid_type")
-    if len(texts) > MOST_STOPS or any(not 0 < len(text) <= LONGEST_STOP for text in texts):
+    if len(texts) > MOST_STOPS or any(
+        not 0 < len(text) <= LONGEST_STOP for text in texts
+    ):
         raise fields.wrong(
             "stop", f"at most {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters"
         )
     return tuple(encodable(text, "stop") for text in texts)
 
 
-def _prompts(fields: Fields, answers: int, length: int) -> tuple[str | tuple[int, ...], ...]:
+def _prompts(
+    fields: Fields, answers: int, length: int
+) -> tuple[str | tuple[int, ...], ...]:
     """A string, strings, token ids, or lists of them: OpenAI's four forms.
 
     Nothing is looked at that is too much in any case.
@@ -390,11 +430,21 @@ def _prompts(fields: Fields, answers: int, length: int) -> tuple[str | tuple[int
 
 
 def _is_id(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST
+    return (
+        isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST
+    )
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-PARTS = ("role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning_content")
+PARTS = (
+    "role",
+    "content",
+    "name",
+    "tool_calls",
+    "tool_call_id",
+    "refusal",
+    "reasoning_content",
+)
 
 
 def _messages(fields: Fields, most: int) -> tuple[Message, ...]:
@@ -435,6 +485,8 @@ def _content(fields: Fields) -> str | list[dict[str, Any]] | None:
     parts = fields.parts("content")
     for part in parts:
         if part.needed("type") != "text":
-            raise part.wrong("type", '"text": this model reads nothing else', "unsupported")
+            raise part.wrong(
+                "type", '"text": this model reads nothing else', "unsupported"
+            )
         part.needed("text")
     return [{"type": "text", "text": part.text("text")} for part in parts]

@@ -25,7 +25,8 @@ from meshtrain.telemetry.exposition import MetricFamily
 MOST_BODY = 8 << 20  # bytes of a request
 READY = "ready"
 COMPILING_SECONDS = (
-    1800.0  # that a program which runs for the first time may take, if a step may take no more
+    # That a program which runs for the first time may take, if a step may take no more
+    1800.0
 )
 
 
@@ -41,7 +42,11 @@ class Verdict(NamedTuple):
 
 
 def verdict(
-    status: EngineStatus | None, begun: float, draining: bool, stuck_after: float, now: float
+    status: EngineStatus | None,
+    begun: float,
+    draining: bool,
+    stuck_after: float,
+    now: float,
 ) -> Verdict:
     """Judges a server.
 
@@ -49,7 +54,8 @@ def verdict(
     """
     if draining:
         return Verdict(
-            "draining", "the server ends when what runs is done; send requests to another."
+            "draining",
+            "the server ends when what runs is done; send requests to another.",
         )
     if status is None:
         return Verdict("loading", "the model is being loaded.")
@@ -103,7 +109,9 @@ class Service:
         """The status of each engine, by model; empty while the first models are loaded."""
         if self.models is not None:
             return {name: model.status for name, model in self.models.by_name.items()}
-        return {} if self.served is None else {self.served.name: self.served.engine.status}
+        return (
+            {} if self.served is None else {self.served.name: self.served.engine.status}
+        )
 
     @property
     def loaded(self) -> list[ServedModel]:
@@ -115,7 +123,9 @@ class Service:
         """Judges the server by the model that fares worst."""
         now = time.monotonic()
         verdicts = [
-            verdict(status, self.begun.get(name, 0.0), self.draining, self.stuck_after, now)
+            verdict(
+                status, self.begun.get(name, 0.0), self.draining, self.stuck_after, now
+            )
             for name, status in self.statuses.items()
         ] or [verdict(None, 0.0, self.draining, self.stuck_after, now)]
         return next((one for one in verdicts if one.state != READY), verdicts[0])
@@ -124,7 +134,11 @@ class Service:
         """Returns the HTTP status and the body of /health."""
         verdict = self.verdict()
         statuses = self.statuses.values()
-        body: dict[str, Any] = {"status": verdict.state, "model": self.name, "message": verdict.why}
+        body: dict[str, Any] = {
+            "status": verdict.state,
+            "model": self.name,
+            "message": verdict.why,
+        }
         if statuses:
             body |= {
                 name: sum(getattr(status, name) for status in statuses)
@@ -136,7 +150,11 @@ class Service:
 
     def counting(self, model: str | None) -> Counted:
         """Returns what counts requests for a model, or those that name none."""
-        return self.counted if self.models is None or model is None else self.counted_of[model]
+        return (
+            self.counted
+            if self.models is None or model is None
+            else self.counted_of[model]
+        )
 
     async def use(self, name: str) -> ServedModel:
         """Returns a model of `statuses`, until `done`."""
@@ -150,7 +168,9 @@ class Service:
         if self.models is not None:
             self.models.leave(name)
 
-    def answering(self, served: ServedModel, asked: Asked, wanted: list[Request]) -> Answering:
+    def answering(
+        self, served: ServedModel, asked: Asked, wanted: list[Request]
+    ) -> Answering:
         cache = self.cache if self.cache.size and asked.repeatable else None
         return Answering(
             served.engine,
@@ -187,7 +207,8 @@ def families(service: Service) -> Iterator[MetricFamily]:
     labelled = lambda name: (("model", name),) if several else ()
     loaded = {served.name for served in service.loaded}
     engines = {
-        labelled(name): asdict(status) | {"busy_slots": status.busy, "loaded": int(name in loaded)}
+        labelled(name): asdict(status)
+        | {"busy_slots": status.busy, "loaded": int(name in loaded)}
         for name, status in service.statuses.items()
     }
     counted = {labelled(name): service.counting(name) for name in service.statuses} or {
@@ -198,7 +219,8 @@ def families(service: Service) -> Iterator[MetricFamily]:
         family = MetricFamily(metric.exposed, metric.kind, metric.meaning, metric.unit)
         if metric.bounds:
             family.distributions = [
-                (labels, of.distributions[metric.name]) for labels, of in counted.items()
+                (labels, of.distributions[metric.name])
+                for labels, of in counted.items()
             ]
         elif metric.labels:
             family.samples = [

@@ -37,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(of_command().parse_args(words[1:]))
     supervises = parser()
     if words and not words[0].startswith("-") and not is_config(words[0]):
-        ending = nearest(words[0], COMMANDS) or "; legal are " + ", ".join(COMMANDS) + "."
+        ending = (
+            nearest(words[0], COMMANDS) or "; legal are " + ", ".join(COMMANDS) + "."
+        )
         supervises.error(f"there is no command {short(words[0])}{ending}")
     options = supervises.parse_args(words)
     config = load(options.config, options.set)
@@ -48,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "64, and begins "
             "with a letter or a digit."
         )
-    address = options.address or ("127.0.0.1" if config.survive.most == 1 else socket.gethostname())
+    address = options.address or (
+        "127.0.0.1" if config.survive.most == 1 else socket.gethostname()
+    )
     if not ADDRESS.fullmatch(address):
         raise ConfigError(
             f"--address is {short(repr(address))}; it must be a host's name or IP address."
@@ -134,7 +138,9 @@ def _inject_parser() -> Parser:
     parser.add_argument("fault", nargs="?", metavar="KIND@STEP:RANK", help=fault_help)
     run_help = "the run's directory (default: the only one in runs/)"
     parser.add_argument("run", nargs="?", metavar="RUN", help=run_help)
-    parser.add_argument("--list", action="store_true", help="prints all kinds of faults")
+    parser.add_argument(
+        "--list", action="store_true", help="prints all kinds of faults"
+    )
     parser.add_argument(
         "--json", action="store_true", help="with --list, prints JSON, for programs"
     )
@@ -144,13 +150,18 @@ def _inject_parser() -> Parser:
 def _inject(options: argparse.Namespace) -> int:
     if options.list:
         kinds = [
-            {"number": kind.number, "name": kind.name, "does": kind.does} for kind in KINDS.values()
+            {"number": kind.number, "name": kind.name, "does": kind.does}
+            for kind in KINDS.values()
         ]
-        lines = [f"{kind.number:2} {kind.name:18} {kind.does}" for kind in KINDS.values()]
+        lines = [
+            f"{kind.number:2} {kind.name:18} {kind.does}" for kind in KINDS.values()
+        ]
         print(json.dumps(kinds, indent=2) if options.json else "\n".join(lines))
         return DONE
     if options.fault is None:
-        _inject_parser().error("a fault is missing, KIND@STEP:RANK; --list shows the kinds.")
+        _inject_parser().error(
+            "a fault is missing, KIND@STEP:RANK; --list shows the kinds."
+        )
     asked = parse(options.fault, "the command")
     runs = (
         [Path(options.run)]
@@ -168,7 +179,11 @@ def _inject(options: argparse.Namespace) -> int:
         )
     refuse_unsafe(run)
     refuse_unsafe(directory, follow=False)
-    _check(asked, max((len(plan.members) for plan in history.read(run).plans), default=0), str(run))
+    _check(
+        asked,
+        max((len(plan.members) for plan in history.read(run).plans), default=0),
+        str(run),
+    )
     name = options.fault
     k = 1
     # Asked for once more under another name, or it would count as done.
@@ -189,7 +204,8 @@ def _parser_of_run(word: str, description: str) -> Parser:
 
 def _status_parser() -> Parser:
     return _parser_of_run(
-        "status", "Shows what a run does now: its nodes, their steps, its latest faults."
+        "status",
+        "Shows what a run does now: its nodes, their steps, its latest faults.",
     )
 
 
@@ -205,7 +221,8 @@ def _status(options: argparse.Namespace) -> int:
 
 def _stats_parser() -> Parser:
     parser = _parser_of_run(
-        "stats", "Shows where a run's time went, its faults, and how reliable its nodes are."
+        "stats",
+        "Shows where a run's time went, its faults, and how reliable its nodes are.",
     )
     parser.add_argument(
         "--svg", metavar="FILE", type=Path, help="writes a picture of the run's life"

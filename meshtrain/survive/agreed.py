@@ -35,13 +35,23 @@ def agreed(run: Path, after: int) -> int | None:
     number = max(plans, default=0)
     if number <= after:
         return None
-    plan = decode(RestartPlan, retried(lambda: read_file(plans[number], LARGEST, NO_RECORD)))
-    return plan.code if plan is not None and plan.state == "over" and is_final(plan.code) else None
+    plan = decode(
+        RestartPlan, retried(lambda: read_file(plans[number], LARGEST, NO_RECORD))
+    )
+    return (
+        plan.code
+        if plan is not None and plan.state == "over" and is_final(plan.code)
+        else None
+    )
 
 
 def _plans(run: Path) -> dict[int, Path]:
     paths = entries(run / SURVIVE / "plans")
-    return {int(path.stem): path for path in paths if re.fullmatch(r"[0-9]{1,12}\.json", path.name)}
+    return {
+        int(path.stem): path
+        for path in paths
+        if re.fullmatch(r"[0-9]{1,12}\.json", path.name)
+    }
 
 
 def done_already(plans: Sequence[RestartPlan], config: Config, run: Path) -> str | None:

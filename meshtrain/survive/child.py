@@ -35,7 +35,8 @@ STACKS = 0.3  # seconds that a process gets to write its stacks before it is end
 # The words of JAX's coordination client before it ends its process by SIGABRT for a peer that is gone.
 ABORTED = re.compile(rb"coordination service|distributed service|heartbeat", re.I)
 PREFIX = "meshtrain-"  # of its directory's name
-LEFT = 60.0  # seconds after which a lease that was never renewed is nobody's, if nobody holds it
+# Seconds after which a lease that was never renewed is nobody's, if nobody holds it
+LEFT = 60.0
 LONGEST = 1000  # letters of why it failed
 # Bytes of its output: at once, and of what was printed since the last look.
 MOST_READ = 1 << 16
@@ -112,7 +113,9 @@ class TrainingProcess:
         """Returns what it does now."""
         now = time.monotonic()
         # Not begun, or in the middle of a write: the heartbeat before holds.
-        if (text := read_file(f"{self.local}/{BEAT}", MOST_READ)) != self._heartbeat_text:
+        if (
+            text := read_file(f"{self.local}/{BEAT}", MOST_READ)
+        ) != self._heartbeat_text:
             self._heartbeat_text = text
             self.heartbeat = parse(text) or self.heartbeat
         if (count := self.heartbeat.get("n", -1)) != self._count:
@@ -125,7 +128,9 @@ class TrainingProcess:
         seen = {
             "number": self.number,
             "pid": pid,
-            "proc": read_file(f"/proc/{pid}/stat", MOST_READ).rpartition(b") ")[2][:1].decode(),
+            "proc": read_file(f"/proc/{pid}/stat", MOST_READ)
+            .rpartition(b") ")[2][:1]
+            .decode(),
             "phase_age": now - self._changed,
             "alive_age": now - self._alive_since if self._alive >= 0 else 0.0,
         }
@@ -150,22 +155,35 @@ class TrainingProcess:
         if self._killed:
             return ProcessEnd(code, "ended_by_us", "was ended", step)
         if code < 0:
-            kind = "peer" if code == -signal.SIGABRT and ABORTED.search(self._tail()) else "signal"
+            kind = (
+                "peer"
+                if code == -signal.SIGABRT and ABORTED.search(self._tail())
+                else "signal"
+            )
             known = -code in signal.Signals.__members__.values()
             name = signal.Signals(-code).name if known else f"signal {-code}"
-            sentence = f"was ended by {name} in the phase {self.rank.phase}, after step {step}"
+            sentence = (
+                f"was ended by {name} in the phase {self.rank.phase}, after step {step}"
+            )
             return ProcessEnd(code, kind, sentence, step)
         if code in (0, 75):
             return ProcessEnd(code, "ok" if code == 0 else "stopped", "ended", step)
         fault = parse(self._last_words()) or {}
         blamed = fault.get("ranks")
-        ranks = [r for r in blamed if isinstance(r, int)] if isinstance(blamed, list) else []
-        kind = BY_EXIT.get(code) or next((k for k in CODES if k == fault.get("kind")), "error")
+        ranks = (
+            [r for r in blamed if isinstance(r, int)]
+            if isinstance(blamed, list)
+            else []
+        )
+        kind = BY_EXIT.get(code) or next(
+            (k for k in CODES if k == fault.get("kind")), "error"
+        )
         sentence = " ".join(str(fault.get("sentence", "")).split())[:LONGEST]
         if not sentence:
             lines = self._tail().decode(errors="replace").split("\n")
             sentence = next(
-                (line.strip()[:300] for line in reversed(lines) if line.strip()), "it said nothing"
+                (line.strip()[:300] for line in reversed(lines) if line.strip()),
+                "it said nothing",
             )
         return ProcessEnd(
             code, kind, f"ended with {code} after step {step}: {sentence}", step, ranks
@@ -228,11 +246,19 @@ class TrainingProcess:
     def _stack(self) -> str:
         """Returns where its main thread is: the innermost line of the last stack that it wrote."""
         try:
-            text = (self.files / f"rank-{self.number}.stack").read_text(errors="replace")[-20000:]
+            text = (self.files / f"rank-{self.number}.stack").read_text(
+                errors="replace"
+            )[-20000:]
         except OSError:
             return ""
-        main = re.findall(r'Current thread .*\n\s+File "([^"]+)", line (\d+) in (\S+)', text)
-        return f"{os.path.basename(main[-1][0])}:{main[-1][1]} in {main[-1][2]}" if main else ""
+        main = re.findall(
+            r'Current thread .*\n\s+File "([^"]+)", line (\d+) in (\S+)', text
+        )
+        return (
+            f"{os.path.basename(main[-1][0])}:{main[-1][1]} in {main[-1][2]}"
+            if main
+            else ""
+        )
 
 
 def train_command(config: Path) -> list[str]:
@@ -248,8 +274,14 @@ def kill_left_behind(node: Node, survive: Path) -> bool:
     if node.rank is None:
         return False
     try:
-        variables = retried(Path(f"/proc/{node.rank.pid}/environ").read_bytes).split(b"\0")
-        texts = (v.partition(b"=")[2] for v in variables if v.startswith(f"{VARIABLE}=".encode()))
+        variables = retried(Path(f"/proc/{node.rank.pid}/environ").read_bytes).split(
+            b"\0"
+        )
+        texts = (
+            v.partition(b"=")[2]
+            for v in variables
+            if v.startswith(f"{VARIABLE}=".encode())
+        )
         supervised = parse(next(texts, b"")) or {}
         if (supervised.get("number"), supervised.get("rank")) != (
             node.generation,
@@ -272,7 +304,10 @@ def _sweep(memory: Path) -> None:
     just be there.
     """
     for directory in memory.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError), open(directory / LEASE, opener=opened) as lease:
+        with (
+            contextlib.suppress(OSError),
+            open(directory / LEASE, opener=opened) as lease,
+        ):
             there = os.fstat(lease.fileno())
             if there.st_size or time.time() - there.st_mtime > LEFT:
                 fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -13,8 +13,10 @@ import time
 
 from meshtrain.errors import LINES, PREFIX, printable
 
-MOST = 10_000  # lines that wait for a reader; what comes then is left out, it stands in the run directory
-GLOO = b"connected peer ranks"  # of each of its lines, which threads write over one another
+# Lines that wait for a reader; what comes then is left out, it stands in the run directory
+MOST = 10_000
+# Of each of its lines, which threads write over one another
+GLOO = b"connected peer ranks"
 PATIENCE = 2.0  # seconds for the last lines
 
 _waiting: queue.Queue[tuple[int, bytes]] = queue.Queue(MOST)
@@ -22,12 +24,19 @@ _waiting: queue.Queue[tuple[int, bytes]] = queue.Queue(MOST)
 
 def report(sentence: object) -> None:
     """Prints to stderr, for whoever started the supervisor."""
-    _put(2, f"{PREFIX}{printable(str(sentence), LINES)}\n".encode(errors="backslashreplace"))
+    _put(
+        2,
+        f"{PREFIX}{printable(str(sentence), LINES)}\n".encode(
+            errors="backslashreplace"
+        ),
+    )
 
 
 def echo(text: bytes) -> None:
     """Prints the output of rank 0, but for the lines of gloo, which has many."""
-    if lines := b"".join(line for line in text.splitlines(keepends=True) if GLOO not in line):
+    if lines := b"".join(
+        line for line in text.splitlines(keepends=True) if GLOO not in line
+    ):
         _put(1, lines)
 
 

@@ -14,7 +14,16 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import NamedTuple
 
-from meshtrain.survive.detectors import FREE, ORDER, STRIKES, Fault, Members, ended, hung, last_step
+from meshtrain.survive.detectors import (
+    FREE,
+    ORDER,
+    STRIKES,
+    Fault,
+    Members,
+    ended,
+    hung,
+    last_step,
+)
 from meshtrain.survive.records import Node, RestartPlan, SupervisorOptions
 
 DAY = 86400.0
@@ -65,14 +74,20 @@ def decide(
         return _forming(now, nodes, plan, history, options)
     incarnations = {(n.name, n.incarnation): n for n in nodes}
     members = [
-        incarnations.get(member) for member in zip(plan.members, plan.incarnations, strict=True)
+        incarnations.get(member)
+        for member in zip(plan.members, plan.incarnations, strict=True)
     ]
     if not any(members):
-        return Decision("form", "the run goes on after all of its nodes were gone", kind="start")
+        return Decision(
+            "form", "the run goes on after all of its nodes were gone", kind="start"
+        )
     if decision := _all_ended_well(members, nodes, plan, options):
         return decision
     fault = _cause(
-        [*ended(members, plan, options), *hung(members, plan, options)], members, plan, options
+        [*ended(members, plan, options), *hung(members, plan, options)],
+        members,
+        plan,
+        options,
     )
     if fault is not None:
         return _after(fault, now, members, plan, history, options)
@@ -85,7 +100,11 @@ def decide(
 
 
 def _forming(
-    now: float, nodes: Sequence[Node], plan: RestartPlan, history: Plans, options: SupervisorOptions
+    now: float,
+    nodes: Sequence[Node],
+    plan: RestartPlan,
+    history: Plans,
+    options: SupervisorOptions,
 ) -> Decision:
     heard = [n for n in nodes if n.age < options.node_timeout]
     strangers = [n for n in heard if n.differs and not n.leaving]
@@ -144,10 +163,14 @@ def _choose(
         return Decision("over", reason, kind="lock", code=75)
     if plan.kind == "start" and len(live) < options.wanted and not expired:
         return Decision("wait", f"there are {len(live)} of {options.wanted} nodes")
-    return Decision("run", plan.reason, members=tuple(_ranked(chosen, use, plan, history)))
+    return Decision(
+        "run", plan.reason, members=tuple(_ranked(chosen, use, plan, history))
+    )
 
 
-def _ranked(nodes: Sequence[Node], use: int, plan: RestartPlan, history: Plans) -> list[str]:
+def _ranked(
+    nodes: Sequence[Node], use: int, plan: RestartPlan, history: Plans
+) -> list[str]:
     """Returns the names of those who take part, in the order of their ranks: members of the generation before first, so
     that little changes.
 
@@ -167,7 +190,10 @@ def _ranked(nodes: Sequence[Node], use: int, plan: RestartPlan, history: Plans) 
 
 
 def _all_ended_well(
-    members: Members, nodes: Sequence[Node], plan: RestartPlan, options: SupervisorOptions
+    members: Members,
+    nodes: Sequence[Node],
+    plan: RestartPlan,
+    options: SupervisorOptions,
 ) -> Decision | None:
     """Returns the end of the run, or a generation without those who leave; None unless all processes ended well."""
     ends = [
@@ -192,7 +218,10 @@ def _all_ended_well(
 
 
 def _cause(
-    faults: Sequence[Fault], members: Members, plan: RestartPlan, options: SupervisorOptions
+    faults: Sequence[Fault],
+    members: Members,
+    plan: RestartPlan,
+    options: SupervisorOptions,
 ) -> Fault | None:
     """Returns what explains the other faults; None as long as there is no fault, or only effects whose cause may still
     show.
@@ -201,13 +230,23 @@ def _cause(
         return None
     first = min(faults, key=lambda f: f.order)
     there = [n for n in members if n is not None]
-    ends = [n.ended_for for n in there if n.generation == plan.generation and n.end is not None]
-    if ends and len(ends) < len(there) and first.order not in (ORDER["lost"], ORDER["frozen"]):
+    ends = [
+        n.ended_for
+        for n in there
+        if n.generation == plan.generation and n.end is not None
+    ]
+    if (
+        ends
+        and len(ends) < len(there)
+        and first.order not in (ORDER["lost"], ORDER["frozen"])
+    ):
         # Others may be about to report what came first, or likewise; a silent node is told from a slow one by its
         # timeout alone.
         effect = first.order == ORDER["peer"]
         silent = any(n.age > 3 * options.heartbeat for n in there if n.end is None)
-        if min(ends) < (3.5 * options.heartbeat if effect else TOGETHER) or (effect and silent):
+        if min(ends) < (3.5 * options.heartbeat if effect else TOGETHER) or (
+            effect and silent
+        ):
             return None
     same = [f for f in faults if f.kind == first.kind]
     if len(same) == 1 or not first.blamed:
@@ -228,29 +267,45 @@ def _after(
     formed = [p for p in [*history, plan] if p.state == "forming"]
     past = [p for p in formed if p.kind not in FREE]
     starts = [
-        n.rank.start for n in members if n is not None and n.rank and n.rank.start is not None
+        n.rank.start
+        for n in members
+        if n is not None and n.rank and n.rank.start is not None
     ]
     step = _reached(fault, members, past if not starts else ())
     if fault.kind == "lock":
         return _await_lock(fault.sentence, step, formed, options)
     if fault.kind in FREE:
         return Decision("form", fault.sentence, kind=fault.kind, step=step)
-    if reason := _given_up(fault, step, step > max(starts, default=0), past, now, options):
+    if reason := _given_up(
+        fault, step, step > max(starts, default=0), past, now, options
+    ):
         kind, code = ("refused", 2) if fault.kind == "config" else ("given up", 3)
         return Decision("over", reason, fault.blamed, kind, step, code)
     loops = sum(1 for _ in takewhile(lambda p: (p.step or 0) >= step, reversed(past)))
     delay = min(LONGEST_DELAY, 2.0**loops) if loops else 0.0
     until = quarantined(plan, now) | _new_quarantines(fault, past, now)
     return Decision(
-        "form", fault.sentence, fault.blamed, fault.kind, step, delay=delay, quarantined=until
+        "form",
+        fault.sentence,
+        fault.blamed,
+        fault.kind,
+        step,
+        delay=delay,
+        quarantined=until,
     )
 
 
-def _await_lock(sentence: str, step: int, formed: Plans, options: SupervisorOptions) -> Decision:
+def _await_lock(
+    sentence: str, step: int, formed: Plans, options: SupervisorOptions
+) -> Decision:
     """Only a try shows who has it, and it is not waited for without end."""
-    tries = takewhile(lambda p: p.kind == "lock" and (p.step or 0) >= step, reversed(formed))
+    tries = takewhile(
+        lambda p: p.kind == "lock" and (p.step or 0) >= step, reversed(formed)
+    )
     if sum(1 for _ in tries) * LOCKED > options.join_timeout:
-        return Decision("over", f"{sentence}; run again to go on", kind="lock", step=step, code=75)
+        return Decision(
+            "over", f"{sentence}; run again to go on", kind="lock", step=step, code=75
+        )
     return Decision("form", sentence, kind="lock", step=step, delay=LOCKED)
 
 
@@ -271,14 +326,21 @@ def _new_quarantines(fault: Fault, past: Plans, now: float) -> dict[str, float]:
     """Returns until when the nodes to blame are quarantined: at their second fault of a day, longer at each more."""
     until = {}
     for name in fault.blamed if fault.kind in STRIKES else ():
-        strikes = sum(name in p.blamed and p.kind in STRIKES and now - p.wall < DAY for p in past)
+        strikes = sum(
+            name in p.blamed and p.kind in STRIKES and now - p.wall < DAY for p in past
+        )
         if strikes or fault.kind == "sick":
             until[name] = now + QUARANTINE * 2 ** max(0, strikes - 1)
     return until
 
 
 def _given_up(
-    fault: Fault, step: int, began: bool, past: Plans, now: float, options: SupervisorOptions
+    fault: Fault,
+    step: int,
+    began: bool,
+    past: Plans,
+    now: float,
+    options: SupervisorOptions,
 ) -> str | None:
     """Returns why another generation would not help, in a sentence; None if it may."""
     if fault.kind == "config":
@@ -295,7 +357,9 @@ def _given_up(
             "optimizer, not a device"
         )
     if fault.kind in ("error", "memory") and not past and not began:
-        return f"{fault.sentence}. It came before the first step, so it is not tried again"
+        return (
+            f"{fault.sentence}. It came before the first step, so it is not tried again"
+        )
     same = [p for p in past[-(SAME_STEP - 1) :] if p.step == step and p.kind != "lost"]
     if len(same) == SAME_STEP - 1 and fault.kind not in ("lost", "port"):
         return f"{fault.sentence}. It is fault number {SAME_STEP} in a row at step {step}: a loop"
@@ -326,7 +390,9 @@ def _growth(
     if more is None or more <= today:
         return None
     return Decision(
-        "stop", f"{_names(free)} can take part: {more} nodes instead of {today}", kind="grow"
+        "stop",
+        f"{_names(free)} can take part: {more} nodes instead of {today}",
+        kind="grow",
     )
 
 
@@ -336,7 +402,11 @@ def quarantined(plan: RestartPlan, now: float) -> dict[str, float]:
     The plan has times of its leader's clock, which may be wrong.
     """
     ahead = plan.wall + plan.age - now
-    return {name: until - ahead for name, until in plan.quarantined.items() if until - ahead > now}
+    return {
+        name: until - ahead
+        for name, until in plan.quarantined.items()
+        if until - ahead > now
+    }
 
 
 def _names(names: Sequence[str]) -> str:

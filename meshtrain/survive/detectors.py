@@ -22,7 +22,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from signal import SIGTERM
 
-from meshtrain.survive.records import Node, ProcessEnd, Rank, RestartPlan, SupervisorOptions
+from meshtrain.survive.records import (
+    Node,
+    ProcessEnd,
+    Rank,
+    RestartPlan,
+    SupervisorOptions,
+)
 
 Members = Sequence[
     Node | None
@@ -31,13 +37,35 @@ Members = Sequence[
 # The cause is the first in this order; what stands later follows from what stands earlier, never the other way round: a
 # killed process makes its peers fail.
 HANGS = ("frozen", "uninterruptible", "gil", "stuck", "collective")
-ORDER = {"lost": 0, "signal": 1} | dict.fromkeys(HANGS, 2) | {"sick": 3, "numbers": 4, "config": 4}
-ORDER |= {"memory": 5, "error": 5, "port": 5, "lock": 5, "preempted": 6, "grow": 6, "peer": 7}
+ORDER = (
+    {"lost": 0, "signal": 1}
+    | dict.fromkeys(HANGS, 2)
+    | {"sick": 3, "numbers": 4, "config": 4}
+)
+ORDER |= {
+    "memory": 5,
+    "error": 5,
+    "port": 5,
+    "lock": 5,
+    "preempted": 6,
+    "grow": 6,
+    "peer": 7,
+}
 # Kinds of new generations that are no fault. `lock`: the fault that left the run's lock to a process was reported
 # already.
 FREE = ("start", "grow", "preempted", "lock")
 # Faults of a node's own: at the second one it is quarantined; if it is `sick`, at the first.
-STRIKES = ("lost", "signal", "frozen", "uninterruptible", "gil", "stuck", "error", "memory", "sick")
+STRIKES = (
+    "lost",
+    "signal",
+    "frozen",
+    "uninterruptible",
+    "gil",
+    "stuck",
+    "error",
+    "memory",
+    "sick",
+)
 
 # Seconds in a phase that are a hang; the phases of a step follow survive.step_timeout.
 TIMEOUTS = {
@@ -48,7 +76,8 @@ FIRST_STEP = 600.0  # it may compile still
 # of a step: seconds, and of the median
 LEAST = 60.0
 TIMES = 10.0
-SILENT = 5.0  # seconds without a sign of life of a rank's thread, which gives one every half
+# Seconds without a sign of life of a rank's thread, which gives one every half
+SILENT = 5.0
 # In the order in which a rank goes through them, a step being taken from the end of `wait` on: the pair (steps taken,
 # phase) only grows.
 PHASES = (
@@ -82,43 +111,59 @@ class Fault:
 # --- nodes that are gone, processes that ended
 
 
-def ended(members: Members, plan: RestartPlan, options: SupervisorOptions) -> list[Fault]:
+def ended(
+    members: Members, plan: RestartPlan, options: SupervisorOptions
+) -> list[Fault]:
     """Returns faults of members that are gone, and of those whose process ended otherwise than it should."""
     faults = []
     for rank, (name, node) in enumerate(zip(plan.members, members, strict=True)):
         if node is None:
             faults.append(
-                Fault("lost", f"node {name} is gone: another supervisor has its place", (name,))
+                Fault(
+                    "lost",
+                    f"node {name} is gone: another supervisor has its place",
+                    (name,),
+                )
             )
             continue
         if node.generation == plan.generation and node.end is not None:
             if fault := _end_fault(rank, node, node.end, plan):
                 faults.append(fault)
         elif node.age >= options.node_timeout:
-            sentence = f"node {name} ({node.host}) gave no sign of life for {node.age:.1f} s"
+            sentence = (
+                f"node {name} ({node.host}) gave no sign of life for {node.age:.1f} s"
+            )
             if node.rank:
                 sentence += f"; rank {node.rank.number} was in {node.rank.phase} after step {node.rank.step}"
             faults.append(Fault("lost", sentence, (name,), last_step(node)))
-        elif node.generation < plan.generation and plan.age > max(60.0, options.node_timeout):
+        elif node.generation < plan.generation and plan.age > max(
+            60.0, options.node_timeout
+        ):
             faults.append(
-                Fault("lost", f"node {name} ({node.host}) did not start its process", (name,))
+                Fault(
+                    "lost",
+                    f"node {name} ({node.host}) did not start its process",
+                    (name,),
+                )
             )
     return faults
 
 
-def _end_fault(rank: int, node: Node, end: ProcessEnd, plan: RestartPlan) -> Fault | None:
+def _end_fault(
+    rank: int, node: Node, end: ProcessEnd, plan: RestartPlan
+) -> Fault | None:
     """Returns the fault of a training process that ended; None if it ended as it should."""
     # The others wait for a process that was asked to go before it had joined them; later all stop after the same step.
     joined = node.rank is None or node.rank.start is not None
     is_stopping = plan.state == "stopping"
     # One that is asked before it listens ends by the signal, and one that is asked again is ended.
     is_unheard = end.exit == -SIGTERM or end.kind == "ended_by_us"
-    if (end.exit == 75 and not joined) or (is_unheard and (is_stopping or node.leaving)):
+    if (end.exit == 75 and not joined) or (
+        is_unheard and (is_stopping or node.leaving)
+    ):
         if is_stopping:
             return Fault(plan.kind, plan.reason, (), end.step)
-        sentence = (
-            f"{plan.members[rank]} was asked to go, and its process ended before it could save"
-        )
+        sentence = f"{plan.members[rank]} was asked to go, and its process ended before it could save"
         return Fault("preempted", sentence, (), end.step)
     if end.exit in (0, 75):
         return None
@@ -154,17 +199,23 @@ def timeout(rank: Rank, options: SupervisorOptions) -> float:
     return options.step_timeout or patience(rank.pace)
 
 
-def hung(members: Members, plan: RestartPlan, options: SupervisorOptions) -> list[Fault]:
+def hung(
+    members: Members, plan: RestartPlan, options: SupervisorOptions
+) -> list[Fault]:
     """Returns faults of those who keep the others waiting beyond the time of their phase."""
     started = [
-        (n, n.rank) for n in members if n is not None and n.rank and n.generation == plan.generation
+        (n, n.rank)
+        for n in members
+        if n is not None and n.rank and n.generation == plan.generation
     ]
     running = [(n, rank) for n, rank in started if n.end is None]
     frozen = [(n, rank) for n, rank in running if rank.proc in ("T", "t")]
     # In a debugger (t) it may be for as long as its phase may take.
     stopped = [(n, rank) for n, rank in frozen if rank.proc == "T"]
     if silent := [
-        (n, rank) for n, rank in stopped if _silence(n, rank, options) > options.node_timeout
+        (n, rank)
+        for n, rank in stopped
+        if _silence(n, rank, options) > options.node_timeout
     ]:
         return [_fault("frozen", n, rank, options) for n, rank in silent]
     # While a member is not there yet, there is another fault, or none. One that ended well may have left one behind
@@ -186,12 +237,20 @@ def _stuck(
     }
     last = min(place.values())
     low = [(n, rank) for n, rank in running if place[n.name] == last]
-    late = [(n, rank) for n, rank in low if _seconds(n, rank, options) > timeout(rank, options)]
+    late = [
+        (n, rank)
+        for n, rank in low
+        if _seconds(n, rank, options) > timeout(rank, options)
+    ]
     if not late:
         return []
     in_kernel = [(n, rank) for n, rank in late if rank.proc == "D"]
     holders = [(n, rank) for n, rank in late if rank.alive_age > SILENT]
-    for kind, chosen in (("frozen", frozen), ("uninterruptible", in_kernel), ("gil", holders)):
+    for kind, chosen in (
+        ("frozen", frozen),
+        ("uninterruptible", in_kernel),
+        ("gil", holders),
+    ):
         if chosen:
             return [_fault(kind, n, rank, options) for n, rank in chosen]
     if len(low) == len(running) > 1:
@@ -241,5 +300,7 @@ def _step_at_work(rank: Rank) -> int:
 def _collectives(rank: Rank) -> str:
     is_in_step = rank.phase in ("dispatch", "wait")
     return (
-        f". The step's collectives: {rank.collectives}" if rank.collectives and is_in_step else ""
+        f". The step's collectives: {rank.collectives}"
+        if rank.collectives and is_in_step
+        else ""
     )

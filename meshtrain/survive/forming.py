@@ -30,7 +30,8 @@ from meshtrain.plan.scaling import grown
 from meshtrain.plan.search import candidates
 from meshtrain.schedule.generators import SCHEDULES, make_table
 
-WASTE = 0.02  # share of a data rank's rows: more microbatches than must be are taken only to stay below it
+# Share of a data rank's rows: more microbatches than must be are taken only to stay below it
+WASTE = 0.02
 TRIES = 256  # numbers of microbatches for which a schedule is asked
 GPUS = Path("/proc/driver/nvidia/gpus")
 
@@ -44,7 +45,9 @@ class Formed:
     sentence: str  # what became of the data axis, the nodes and the rows
 
 
-def formed(config: Config, nodes: int, cluster: Cluster | str | None = None) -> Formed | None:
+def formed(
+    config: Config, nodes: int, cluster: Cluster | str | None = None
+) -> Formed | None:
     """Returns what a run of `config`, written for survive.wanted nodes, does with `nodes` of them; None where it cannot
     run on so few.
 
@@ -55,13 +58,17 @@ def formed(config: Config, nodes: int, cluster: Cluster | str | None = None) -> 
     each = config.mesh.devices // config.survive.wanted
     usable = min(nodes, config.survive.most)
     # The section's numbers of nodes are the run's: a generation's devices need not be a multiple of them.
-    config = resolve(replace(config, survive=SurviveConfig(inject=config.survive.inject)))
+    config = resolve(
+        replace(config, survive=SurviveConfig(inject=config.survive.inject))
+    )
     shrunk = _shrunk(config, usable * each)
     new = shrunk or _searched(config, usable, each, cluster)
     if new is None:
         return None
     used = math.ceil(new.mesh.devices / each)
-    return Formed(new, used, _sentence(config, new, nodes, used, each, fits=shrunk is not None))
+    return Formed(
+        new, used, _sentence(config, new, nodes, used, each, fits=shrunk is not None)
+    )
 
 
 def _shrunk(config: Config, devices: int) -> Config | None:
@@ -81,9 +88,14 @@ def _shrunk(config: Config, devices: int) -> Config | None:
     counts: Iterable[int] = [config.parallel.microbatches]
     # The table of a file is for one number of microbatches.
     if mesh.pipeline == 1 or not config.parallel.schedule.endswith(".csv"):
-        counts = islice(microbatches(math.ceil(batch / data), microbatch_rows(config)), TRIES)
+        counts = islice(
+            microbatches(math.ceil(batch / data), microbatch_rows(config)), TRIES
+        )
     sizes = {"data": data, "islands": islands}
-    cut = (_even(put(config, mesh=sizes, parallel={"microbatches": count})) for count in counts)
+    cut = (
+        _even(put(config, mesh=sizes, parallel={"microbatches": count}))
+        for count in counts
+    )
     return next(filter(_legal, cut), None)
 
 
@@ -98,7 +110,10 @@ def _whole_islands(mesh: MeshConfig, most: int, fewest: int) -> tuple[int, int]:
             each if islands == mesh.islands else min(each, mesh.data // mesh.islands)
         ), islands
 
-    return max(map(cut, range(fewest, mesh.islands + 1)), key=lambda sizes: (sizes[0], -sizes[1]))
+    return max(
+        map(cut, range(fewest, mesh.islands + 1)),
+        key=lambda sizes: (sizes[0], -sizes[1]),
+    )
 
 
 def microbatches(rows: int, most: int) -> Iterator[int]:
@@ -127,11 +142,22 @@ def _searched(
     counts = (nodes, 2 ** (nodes.bit_length() - 1)) if nodes > 0 else ()
     for devices in dict.fromkeys(count * each for count in counts):
         chosen = cluster or cluster_here(config)
-        there = grown(chosen, devices) if isinstance(chosen, Cluster) else named(chosen, devices)
+        there = (
+            grown(chosen, devices)
+            if isinstance(chosen, Cluster)
+            else named(chosen, devices)
+        )
         usable = there.accelerator.usable_bytes
         own = {"uneven_batch": config.train.uneven_batch}
-        fitting = [c for c in candidates(padded, there, devices, near=True) if c.nbytes <= usable]
-        ranked = (_even(put(c.config, train=own)) for c in sorted(fitting, key=lambda c: c[:2]))
+        fitting = [
+            c
+            for c in candidates(padded, there, devices, near=True)
+            if c.nbytes <= usable
+        ]
+        ranked = (
+            _even(put(c.config, train=own))
+            for c in sorted(fitting, key=lambda c: c[:2])
+        )
         if (best := next(filter(_legal, ranked), None)) is not None:
             return best
     return None
@@ -139,7 +165,10 @@ def _searched(
 
 def _even(config: Config) -> Config:
     rows = config.data.rows_multiple if config.data.batching == "budget" else 0
-    if config.train.global_batch_size % row_shards(config) == 0 and rows % row_shards(config) == 0:
+    if (
+        config.train.global_batch_size % row_shards(config) == 0
+        and rows % row_shards(config) == 0
+    ):
         return config
     return put(config, train={"uneven_batch": "pad"})
 
@@ -152,7 +181,12 @@ def _legal(config: Config) -> bool:
         # Schedules with formulas have a table for every size; of others the table itself must say.
         entry = SCHEDULES.get(parallel.schedule)
         if stages > 1 and not (entry and entry.formulas):
-            make_table(parallel.schedule, stages, parallel.microbatches, parallel.virtual_stages)
+            make_table(
+                parallel.schedule,
+                stages,
+                parallel.microbatches,
+                parallel.virtual_stages,
+            )
     except ValueError:
         return False
     return True
@@ -169,7 +203,9 @@ def cluster_here(config: Config) -> str:
     return name if name in known() else usual_cluster(config)
 
 
-def _sentence(config: Config, new: Config, nodes: int, used: int, each: int, fits: bool) -> str:
+def _sentence(
+    config: Config, new: Config, nodes: int, used: int, each: int, fits: bool
+) -> str:
     """Returns, for one: data 15 of 16: 7 of 127 nodes idle, 1.1% more rows, microbatches 23 in place of 16"""
     mesh = new.mesh
     before = config.mesh

@@ -59,13 +59,17 @@ class Health:
             return
         leaves = jax.tree.leaves(state)
         sums = self._checksums([leaves[number] for number in self._copied])
-        places = {device.id: place for place, device in enumerate(self._mesh.devices.flat)}
+        places = {
+            device.id: place for place, device in enumerate(self._mesh.devices.flat)
+        }
         own = {
             str(places[s.device.id]): np.asarray(s.data).reshape(-1).tolist()
             for s in sums.addressable_shards
         }
         of_place = {
-            int(place): numbers for process in gathered(own) for place, numbers in process.items()
+            int(place): numbers
+            for process in gathered(own)
+            for place, numbers in process.items()
         }
         ranks = [device.process_index for device in self._mesh.devices.flat]
         groups, names = zip(*self._copied.values(), strict=True)
@@ -77,27 +81,38 @@ class Health:
         """Maps the leaves of which there are copies to uint32 [devices, leaves], each row on its device."""
 
         def local(leaves: list[jax.Array]) -> jax.Array:
-            return jnp.stack([vary(checksum(x), self._mesh.axis_names) for x in leaves])[None]
+            return jnp.stack(
+                [vary(checksum(x), self._mesh.axis_names) for x in leaves]
+            )[None]
 
         leaves = jax.tree.leaves(self._state)
         specs = [leaves[number].sharding.spec for number in self._copied]
         out = PartitionSpec(self._mesh.axis_names)
-        return jax.jit(jax.shard_map(local, mesh=self._mesh, in_specs=(specs,), out_specs=out))
+        return jax.jit(
+            jax.shard_map(local, mesh=self._mesh, in_specs=(specs,), out_specs=out)
+        )
 
     @cached_property
     def _copied(self) -> dict[int, tuple[list[list[int]], str]]:
         """Returns leaves of which several devices have the same part, but for those in host memory, by number: those
         devices' places, and the name.
         """
-        places = {device.id: place for place, device in enumerate(self._mesh.devices.flat)}
+        places = {
+            device.id: place for place, device in enumerate(self._mesh.devices.flat)
+        }
         copied = {}
-        for number, (path, leaf) in enumerate(jax.tree_util.tree_leaves_with_path(self._state)):
+        for number, (path, leaf) in enumerate(
+            jax.tree_util.tree_leaves_with_path(self._state)
+        ):
             same: dict[str, list[int]] = defaultdict(list)
             for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
                 same[str(index)].append(places[device.id])
             groups = [group for group in same.values() if len(group) > 1]
             if groups and leaf.sharding.memory_kind != HOST:
-                copied[number] = groups, jax.tree_util.keystr(path, simple=True, separator=".")
+                copied[number] = (
+                    groups,
+                    jax.tree_util.keystr(path, simple=True, separator="."),
+                )
         return copied
 
     # --- the product
@@ -112,7 +127,10 @@ class Health:
         factors, expected = self._known
         jax.block_until_ready(ready)
         began = time.perf_counter()
-        parts = [np.asarray(shard.data) for shard in self._multiply(*factors).addressable_shards]
+        parts = [
+            np.asarray(shard.data)
+            for shard in self._multiply(*factors).addressable_shards
+        ]
         seconds = time.perf_counter() - began
         apart = (part[0].view(np.uint32) ^ expected.view(np.uint32) for part in parts)
         wrong = sum(int(np.bitwise_count(bits).sum()) for bits in apart)
@@ -121,7 +139,9 @@ class Health:
         if wrong:
             rank = jax.process_index()
             bits = f"{wrong} bits of a known product are not as they must be"
-            raise SickDevice(f"a device of rank {rank} multiplies wrongly: {bits}.", [rank])
+            raise SickDevice(
+                f"a device of rank {rank} multiplies wrongly: {bits}.", [rank]
+            )
 
     @cached_property
     def _known(self) -> tuple[tuple[jax.Array, jax.Array], np.ndarray]:
@@ -129,7 +149,8 @@ class Health:
         draw = np.random.default_rng(0).integers(-LARGEST, LARGEST, (2, SIDE, SIDE))
         sharding = NamedSharding(self._local, PartitionSpec("device"))
         copies = [
-            np.broadcast_to(x.astype(np.float32), (self._local.size, SIDE, SIDE)) for x in draw
+            np.broadcast_to(x.astype(np.float32), (self._local.size, SIDE, SIDE))
+            for x in draw
         ]
         a, b = (jax.device_put(x, sharding) for x in copies)
         return (a, b), (draw[0].astype(np.float64) @ draw[1]).astype(np.float32)
@@ -151,16 +172,17 @@ def checksum(x: jax.Array) -> jax.Array:
     n = min(flat.size, max(PIECE, -(-flat.size // MOST_PIECES)))
 
     def bits(start: jax.Array | int, size: int) -> jax.Array:
-        return lax.bitcast_convert_type(lax.dynamic_slice(flat, (start,), (size,)), as_bits).astype(
-            jnp.uint32
-        )
+        return lax.bitcast_convert_type(
+            lax.dynamic_slice(flat, (start,), (size,)), as_bits
+        ).astype(jnp.uint32)
 
     if n == flat.size:  # a loop takes longer to compile
         return jnp.sum(bits(0, n), dtype=jnp.uint32)
     pieces, rest = divmod(flat.size, n)
     zeros = vary(jnp.zeros(n, jnp.uint32), varying(x))
     total = jnp.sum(
-        lax.fori_loop(0, pieces, lambda i, sums: sums + bits(i * n, n), zeros), dtype=jnp.uint32
+        lax.fori_loop(0, pieces, lambda i, sums: sums + bits(i * n, n), zeros),
+        dtype=jnp.uint32,
     )
     return total + jnp.sum(bits(pieces * n, rest), dtype=jnp.uint32)
 
@@ -185,12 +207,16 @@ def differing(
     unclear: dict[int, str] = {}
     for number, name in enumerate(names):
         for group in groups[number]:
-            (common, count), *others = Counter(sums[place][number] for place in group).most_common()
+            (common, count), *others = Counter(
+                sums[place][number] for place in group
+            ).most_common()
             if not others:
                 continue
             decided = 2 * count > len(group)
             apart = {
-                ranks[place] for place in group if not decided or sums[place][number] != common
+                ranks[place]
+                for place in group
+                if not decided or sums[place][number] != common
             }
             clear = decided or len(apart) == 1
             for rank in apart:

@@ -80,7 +80,8 @@ class Heartbeat:
         self.cache: dict[str, int] | None = (
             None  # programs that the compilation cache had, and had not
         )
-        self._paused = dict.fromkeys(PAUSES, 0.0)  # of the seconds that `_spent` counts as `wait`
+        # Of the seconds that `_spent` counts as `wait`
+        self._paused = dict.fromkeys(PAUSES, 0.0)
         self._steps: deque[float] = deque(maxlen=LAST_STEPS)  # seconds of each
         self._stepped = 0.0  # seconds in the phases of steps when the newest was taken
         self._before = self.name  # the phase before this one
@@ -104,7 +105,9 @@ class Heartbeat:
         """Goes on to `save`, of the state after `step` steps."""
         self._go_on("save", due=step if due else None)
 
-    def _go_on(self, name: str, taken: int | None = None, due: int | None = None) -> None:
+    def _go_on(
+        self, name: str, taken: int | None = None, due: int | None = None
+    ) -> None:
         now = time.perf_counter()
         with self._lock:
             spent = now - self._since
@@ -172,7 +175,9 @@ class Heartbeat:
     def count_alive(self) -> None:
         """Tells whoever supervises the process that it runs."""
 
-    def note(self, kind: str, sentence: str, ranks: Sequence[int] | None = None) -> None:
+    def note(
+        self, kind: str, sentence: str, ranks: Sequence[int] | None = None
+    ) -> None:
         """Leaves word of why this process fails, if there is a supervisor to read it."""
 
 

@@ -75,7 +75,9 @@ class History:
         """Returns the last moment that anything is known of: the last event or plan, and the nodes' last records if the
         run is not over.
         """
-        times = [event.time for event in self.events[-1:]] + [plan.wall for plan in self.plans[-1:]]
+        times = [event.time for event in self.events[-1:]] + [
+            plan.wall for plan in self.plans[-1:]
+        ]
         times += [record.wall for record in self.records.values() if not self.over]
         return max(times, default=0.0)
 
@@ -140,7 +142,11 @@ def read(run: Path) -> History:
 
 def read_plans(run: Path) -> tuple[list[RestartPlan], int]:
     """Returns the leaders' decisions, and how many could not be read."""
-    paths = [path for name, path in _named(_folder(run) / "plans", "", ".json") if name.isdecimal()]
+    paths = [
+        path
+        for name, path in _named(_folder(run) / "plans", "", ".json")
+        if name.isdecimal()
+    ]
     plans = [decode(RestartPlan, _content(path, LARGEST) or b"") for path in paths]
     return [plan for plan in plans if plan is not None], plans.count(None)
 
@@ -182,7 +188,11 @@ def _named(directory: Path, before: str, after: str) -> list[tuple[str, Path]]:
         for f in files
         if f.startswith(before) and f.endswith(after)
     }
-    return [(name, directory / inner[name]) for name in sorted(inner) if NAME.fullmatch(name)]
+    return [
+        (name, directory / inner[name])
+        for name in sorted(inner)
+        if NAME.fullmatch(name)
+    ]
 
 
 # --- one clock
@@ -210,7 +220,11 @@ def together(
         for p in plans
         if number(p.wall) is not None
     ]
-    timed = {name: record for name, record in records.items() if number(record.wall) is not None}
+    timed = {
+        name: record
+        for name, record in records.items()
+        if number(record.wall) is not None
+    }
     alive = {
         name: replace(record, wall=record.wall - ahead.get(name, 0.0))
         for name, record in timed.items()

@@ -71,7 +71,10 @@ class Injector:
         looked.wait(LOOK_EVERY)
 
     def at(
-        self, moment: Moment, step: int | None = None, step_inputs: StepInputs = (None, None)
+        self,
+        moment: Moment,
+        step: int | None = None,
+        step_inputs: StepInputs = (None, None),
     ) -> StepInputs:
         """Injects what is due at this moment after `step` steps, by default those of the newest checkpoint; returns the
         step's inputs.
@@ -85,7 +88,9 @@ class Injector:
                 say(
                     f"{request.name}: {request.kind.does}, injected into rank {self._rank} after step {taken}."
                 )
-                step_inputs = _FAULTS[request.kind.name](self, step_inputs) or step_inputs
+                step_inputs = (
+                    _FAULTS[request.kind.name](self, step_inputs) or step_inputs
+                )
         if self.nap and moment == "dispatch":
             time.sleep(self.nap)
         return step_inputs
@@ -102,7 +107,10 @@ class Injector:
         """Returns whether there is a checkpoint to damage or to restore, and a step of whose time half is known."""
         if kind == "slow":
             return self.heartbeat.pace is not None
-        return kind not in ("damage", "kill-restore") or self.newest_checkpoint() is not None
+        return (
+            kind not in ("damage", "kill-restore")
+            or self.newest_checkpoint() is not None
+        )
 
     def _take(self, asked: Iterable[FaultRequest]) -> None:
         for request in asked:
@@ -119,7 +127,9 @@ class Injector:
             with contextlib.suppress(OSError):
                 # A name that begins with a dot is a file still being written.
                 names = [
-                    name for name in sorted(os.listdir(self._requests)) if not name.startswith(".")
+                    name
+                    for name in sorted(os.listdir(self._requests))
+                    if not name.startswith(".")
                 ]
             for name in names:
                 try:
@@ -173,7 +183,9 @@ def _sleep_in_kernel(injector: Injector, _: StepInputs) -> None:
     assert injector.heartbeat.supervised is not None
     fifo = Path(tempfile.mkdtemp(dir=injector.heartbeat.supervised.local)) / "nobody"
     os.mkfifo(fifo, 0o600)
-    lets_go = 'while kill -0 "$1" 2>/dev/null; do sleep 0.2; done; : <> "$2"; rm -r "${2%/*}"'
+    lets_go = (
+        'while kill -0 "$1" 2>/dev/null; do sleep 0.2; done; : <> "$2"; rm -r "${2%/*}"'
+    )
     subprocess.Popen(["sh", "-c", lets_go, "sh", str(os.getpid()), str(fifo)])
     os.posix_spawn(
         "/bin/true",
@@ -193,7 +205,9 @@ def _never_ready(injector: Injector, step_inputs: StepInputs) -> StepInputs:
 
     def gate(x: jax.Array) -> jax.Array:
         return jax.jit(
-            lambda y: jax.pure_callback(_sleep, jax.ShapeDtypeStruct(y.shape, y.dtype), y)
+            lambda y: jax.pure_callback(
+                _sleep, jax.ShapeDtypeStruct(y.shape, y.dtype), y
+            )
         )(x)
 
     read = inputs(batch)
@@ -231,7 +245,9 @@ def _copies(leaf: "jax.Array") -> int:
 
 
 def _changed_at(
-    state: Any, chosen: Callable[["jax.Array"], bool], change: Callable[[np.ndarray], None]
+    state: Any,
+    chosen: Callable[["jax.Array"], bool],
+    change: Callable[[np.ndarray], None],
 ) -> Any:
     """Returns the state with the first chosen parameter, or the first of all, changed on the first of this process's
     devices alone.
@@ -247,7 +263,9 @@ def _changed_at(
         jax.device_put(part, shard.device)
         for part, shard in zip(parts, leaf.addressable_shards, strict=True)
     ]
-    leaves[at] = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, placed)
+    leaves[at] = jax.make_array_from_single_device_arrays(
+        leaf.shape, leaf.sharding, placed
+    )
     return state._replace(params=jax.tree.unflatten(tree, leaves))
 
 
@@ -258,7 +276,8 @@ def _drag(injector: Injector, _: StepInputs) -> None:
 def _damage(injector: Injector, _: StepInputs) -> None:
     arrays = injector.checkpoints / str(injector.newest_checkpoint()) / ARRAYS
     largest = max(
-        (p for p in arrays.rglob("*") if p.is_file()), key=lambda p: (p.stat().st_size, p)
+        (p for p in arrays.rglob("*") if p.is_file()),
+        key=lambda p: (p.stat().st_size, p),
     )
     with largest.open("r+b") as file:
         middle = largest.stat().st_size // 2
@@ -279,7 +298,15 @@ _kill = _send(signal.SIGKILL)
 
 _FAULTS: dict[str, Callable[[Injector, StepInputs], StepInputs | None]] = {
     **dict.fromkeys(
-        ("kill", "kill-compile", "kill-restore", "kill-two", "kill-forming", "crash-loop"), _kill
+        (
+            "kill",
+            "kill-compile",
+            "kill-restore",
+            "kill-two",
+            "kill-forming",
+            "crash-loop",
+        ),
+        _kill,
     ),
     "segv": _send(signal.SIGSEGV),
     "abort": lambda *_: os.abort(),
@@ -339,7 +366,9 @@ class NodeInjector:
                 # The training processes report what is no request.
                 with contextlib.suppress(ConfigError):
                     self.requests |= {
-                        r.name: r for r in parse(text) if not (self.done / r.name).exists()
+                        r.name: r
+                        for r in parse(text)
+                        if not (self.done / r.name).exists()
                     }
         node = self.supervisor.node
         if node.rank is None or node.end is not None:
@@ -347,12 +376,18 @@ class NodeInjector:
         for request in list(self.requests.values()):
             kind = request.kind
             rank = node.rank
-            if kind.where != "supervisor" or kind.name == "port-taken" or rank.step < request.step:
+            if (
+                kind.where != "supervisor"
+                or kind.name == "port-taken"
+                or rank.step < request.step
+            ):
                 continue
             if kind.name == "leader-lost":
                 is_here = self.supervisor.leader.leads
             else:
-                is_here = rank.number == (0 if kind.name == "coordinator-lost" else request.rank)
+                is_here = rank.number == (
+                    0 if kind.name == "coordinator-lost" else request.rank
+                )
             if is_here and self._claims(request):
                 self._inject(request, now)
 

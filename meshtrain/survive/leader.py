@@ -29,7 +29,12 @@ class Leader:
     """The leader's part of one supervisor."""
 
     def __init__(
-        self, config: Config, run: Path, store: Store, view: View, options: SupervisorOptions
+        self,
+        config: Config,
+        run: Path,
+        store: Store,
+        view: View,
+        options: SupervisorOptions,
     ) -> None:
         self.config = config
         self.run = run
@@ -59,7 +64,9 @@ class Leader:
             plan = None
         if plan is not None and plan.state == "forming":
             options = replace(options, holder=holder(self.run))
-        decision = decide(time.time(), self.view.nodes, plan, self.view.history, options)
+        decision = decide(
+            time.time(), self.view.nodes, plan, self.view.history, options
+        )
         waits = decision.reason if decision.verdict == "wait" else ""
         if waits and waits != self._waits:
             report(f"waiting: {waits}.")
@@ -70,7 +77,9 @@ class Leader:
         ):
             self._propose(decision, plan, node)
 
-    def _propose(self, decision: Decision, plan: RestartPlan | None, node: Node) -> None:
+    def _propose(
+        self, decision: Decision, plan: RestartPlan | None, node: Node
+    ) -> None:
         now = time.time()
         verdict = decision.verdict
         generation = plan.generation if plan else self.view.generation
@@ -92,14 +101,17 @@ class Leader:
         if verdict == "form":
             members = plan.members if plan else []
             new = RestartPlan(
-                **fields | {"generation": generation + 1, "state": "forming", "members": members}
+                **fields
+                | {"generation": generation + 1, "state": "forming", "members": members}
             )
         else:
             assert plan is not None
             if verdict == "run":
                 new = self._formed(decision, plan, fields)
             else:
-                new = replace(plan, **fields, state="stopping" if verdict == "stop" else "over")
+                new = replace(
+                    plan, **fields, state="stopping" if verdict == "stop" else "over"
+                )
         if self.store.propose(new):
             self._announce(new, fields)
             self.view.look(time.monotonic(), node)
@@ -109,28 +121,43 @@ class Leader:
         if new.verdict == "run":
             shown = ("generation", "members", "mesh", "microbatches", "kind", "reason")
             self.store.log("formed", **{name: getattr(new, name) for name in shown})
-            report(f"generation {new.generation} on {', '.join(new.members)}: {self._shape}.")
+            report(
+                f"generation {new.generation} on {', '.join(new.members)}: {self._shape}."
+            )
         else:
             blamed = f" (blamed: {', '.join(new.blamed)})" if new.blamed else ""
             report(f"{new.reason}{blamed}." if new.reason else f"{new.verdict}.")
-            logged = ("verdict", "kind", "reason", "blamed", "generation", "step", "code")
+            logged = (
+                "verdict",
+                "kind",
+                "reason",
+                "blamed",
+                "generation",
+                "step",
+                "code",
+            )
             self.store.log(
                 "over" if new.verdict == "over" else "verdict",
                 **{name: fields[name] for name in logged},
             )
 
-    def _formed(self, decision: Decision, plan: RestartPlan, fields: dict[str, Any]) -> RestartPlan:
+    def _formed(
+        self, decision: Decision, plan: RestartPlan, fields: dict[str, Any]
+    ) -> RestartPlan:
         generation = formed(self.config, len(decision.members))
         assert generation is not None, "options.used has said that there is a mesh"
         by_name = {n.name: n for n in self.view.nodes}
         self._shape = generation.sentence
         members = list(decision.members[: generation.nodes])
         config = replace(
-            generation.config, run=replace(generation.config.run, directory=str(self.run))
+            generation.config,
+            run=replace(generation.config.run, directory=str(self.run)),
         )
         first = by_name[members[0]]
         host = f"[{first.address}]" if ":" in first.address else first.address  # IPv6
-        cause = {name: getattr(plan, name) for name in ("kind", "blamed", "step", "delay")}
+        cause = {
+            name: getattr(plan, name) for name in ("kind", "blamed", "step", "delay")
+        }
         new = RestartPlan(
             **fields | cause,
             state="running",
@@ -157,10 +184,16 @@ class Leader:
             self.stragglers = Stragglers(plan.generation)
         for name, score, sentence in self.stragglers.look(self.view.nodes, plan):
             self.store.log(
-                "straggler", generation=plan.generation, node=name, score=score, sentence=sentence
+                "straggler",
+                generation=plan.generation,
+                node=name,
+                score=score,
+                sentence=sentence,
             )
             report(sentence)
-        if self._cleared < plan.generation and (sentence := cleared(self.view.nodes, plan) or ""):
+        if self._cleared < plan.generation and (
+            sentence := cleared(self.view.nodes, plan) or ""
+        ):
             self._cleared = plan.generation
             self.store.log("sick", generation=plan.generation, sentence=sentence)
             report(sentence)

@@ -91,7 +91,10 @@ class Ledger:
     @cached_property
     def seconds(self) -> dict[str, float]:
         """Returns the seconds of each of `KINDS`; they sum to `wall`."""
-        sums = {kind: sum(g.seconds.get(kind, 0.0) for g in self.generations) for kind in KINDS}
+        sums = {
+            kind: sum(g.seconds.get(kind, 0.0) for g in self.generations)
+            for kind in KINDS
+        }
         sums["down"] = max(self.wall - sum(sums.values()), 0.0)
         return sums
 
@@ -106,7 +109,9 @@ class Ledger:
         return self._share("step", "data", "eval", "checkpoint")
 
     def _share(self, *kinds: str) -> float:
-        return sum(self.seconds[kind] for kind in kinds) / self.wall if self.wall else 0.0
+        return (
+            sum(self.seconds[kind] for kind in kinds) / self.wall if self.wall else 0.0
+        )
 
 
 def ledger(history: History) -> Ledger:
@@ -120,7 +125,9 @@ def ledger(history: History) -> Ledger:
     for event in history.of("started", "going", "save", "ended"):
         if (generation := event.integer("generation")) is not None:
             events[generation].append(event)
-    logs = [_GenerationLog(generation, events[generation]) for generation in sorted(events)]
+    logs = [
+        _GenerationLog(generation, events[generation]) for generation in sorted(events)
+    ]
     ends = [_end(history, log, logs[i + 1 : i + 2], last) for i, log in enumerate(logs)]
     generations = []
     after = began
@@ -128,7 +135,8 @@ def ledger(history: History) -> Ledger:
         first = min(max(log.began, after), last)
         after = min(max(end, first), last)
         limit = min(
-            (later.start for later in logs[i + 1 :] if later.start is not None), default=None
+            (later.start for later in logs[i + 1 :] if later.start is not None),
+            default=None,
         )
         generations.append(_generation(log, first, after, alive, limit, history))
     return Ledger(began, max(last, after), tuple(generations))
@@ -149,23 +157,33 @@ class _GenerationLog:
         first = started or self.end
         self.node = first.node if first else ""
         self.start = next(
-            (start for e in reversed(events) if (start := e.integer("start")) is not None), None
+            (
+                start
+                for e in reversed(events)
+                if (start := e.integer("start")) is not None
+            ),
+            None,
         )
         steps = [
             (step, e)
             for e in events
             if e.name == "save" and (step := e.integer("step")) is not None
         ]
-        saves = (Save(step, e.time, _seconds(e.fields.get("seconds"))) for step, e in steps)
+        saves = (
+            Save(step, e.time, _seconds(e.fields.get("seconds"))) for step, e in steps
+        )
         self.saves = sorted(saves, key=lambda save: (save.step, save.time))
         if started:
             self.began = started.time
         elif self.end:
             # Where the line of its start is missing, as long before its end as it counted, or at its first save.
-            self.began = self.end.time - sum(_seconds(self.end.fields.get("seconds")).values())
+            self.began = self.end.time - sum(
+                _seconds(self.end.fields.get("seconds")).values()
+            )
         else:
             self.began = min(
-                (save.time - sum(save.seconds.values()) for save in self.saves), default=math.inf
+                (save.time - sum(save.seconds.values()) for save in self.saves),
+                default=math.inf,
             )
 
 
@@ -176,7 +194,10 @@ def _seconds(value: object) -> dict[str, float]:
 
 
 def _end(
-    history: History, log: _GenerationLog, following: Sequence[_GenerationLog], last: float
+    history: History,
+    log: _GenerationLog,
+    following: Sequence[_GenerationLog],
+    last: float,
 ) -> tuple[float, bool]:
     if log.end is not None:
         return log.end.time, False
@@ -190,11 +211,19 @@ def _end(
     end = min((time for time in times if time >= log.began), default=None)
     if end is not None:
         # The verdict came a moment before; others, such as that a rank is slow, end nothing.
-        verdicts = [e.time for e in history.of("verdict") if e.integer("generation") == log.number]
+        verdicts = [
+            e.time
+            for e in history.of("verdict")
+            if e.integer("generation") == log.number
+        ]
         end = max((time for time in verdicts if log.began <= time <= end), default=end)
     # All went at once, and nobody was there to decide: until the last event before the node came back.
     back = min(
-        (e.time for e in history.of("join") if e.node == log.node and e.time > log.began),
+        (
+            e.time
+            for e in history.of("join")
+            if e.node == log.node and e.time > log.began
+        ),
         default=None,
     )
     if back is not None and (end is None or back < end):
@@ -213,10 +242,14 @@ def _generation(
     """`limit`: the step that a later one went on from, None if none did."""
     saves = log.saves
     (total, step, exit) = _total(log, alive, history)
-    marks: list[tuple[float, Mapping[str, float]]] = [(save.step, save.seconds) for save in saves]
+    marks: list[tuple[float, Mapping[str, float]]] = [
+        (save.step, save.seconds) for save in saves
+    ]
     if total is not None:
         least = saves[-1].seconds if saves else total
-        marks.append((EVERYTHING, {kind: max(total[kind], least[kind]) for kind in COUNTED}))
+        marks.append(
+            (EVERYTHING, {kind: max(total[kind], least[kind]) for kind in COUNTED})
+        )
     counted = sum(marks[-1][1].values()) if marks else 0.0
     known = ended - began
     # Of clocks that differ by more than they were thought to, the node's own monotonic one is right about shares.
@@ -234,7 +267,9 @@ def _generation(
 
     def spend(kind: str, seconds: float, lost: bool) -> None:
         nonlocal at
-        spans.append(TimeSpan(at, min(at + seconds, ended), "lost" if lost else kind, kind))
+        spans.append(
+            TimeSpan(at, min(at + seconds, ended), "lost" if lost else kind, kind)
+        )
         at = spans[-1].ended
 
     if before:
@@ -254,13 +289,20 @@ def _generation(
     seconds = dict.fromkeys(KINDS, 0.0)
     for span in spans:
         seconds[span.kind] += span.ended - span.began
-    newest = max([save.step for save in saves] + ([step] if step is not None else []), default=None)
+    newest = max(
+        [save.step for save in saves] + ([step] if step is not None else []),
+        default=None,
+    )
     of = log.number, log.node, began, ended, log.start, newest, exit
     return GenerationTime(*of, tuple(saves), tuple(spans), seconds)
 
 
 def _resumed_step(
-    log: _GenerationLog, limit: int | None, alive: bool, step: int | None, exit: int | None
+    log: _GenerationLog,
+    limit: int | None,
+    alive: bool,
+    step: int | None,
+    exit: int | None,
 ) -> float | None:
     """Returns the step of the newest save that a later generation built on, EVERYTHING, or None where it built on
     nothing of this one.
@@ -277,7 +319,8 @@ def _resumed_step(
         return EVERYTHING
     # If it failed, and nobody has gone on yet: they will from its newest save.
     return max(
-        (save.step for save in log.saves if limit is None or save.step <= limit), default=None
+        (save.step for save in log.saves if limit is None or save.step <= limit),
+        default=None,
     )
 
 
@@ -296,7 +339,9 @@ def _total(
             exit if is_code else None,
         )
     record = history.records.get(log.node) if alive else None
-    rank = record.rank if record is not None and record.generation == log.number else None
+    rank = (
+        record.rank if record is not None and record.generation == log.number else None
+    )
     if rank is None:
         return None, None, None
     return (_seconds(rank.seconds) if rank.seconds else None), integer(rank.step), None
@@ -350,17 +395,24 @@ def lives(history: History, times: Ledger) -> list[NodeLife]:
                 until = events[i - 1].time
         if node.there and name in history.records:
             first, last = node.there[-1]
-            node.there[-1] = (first, max(last, min(history.records[name].wall, times.ended)))
+            node.there[-1] = (
+                first,
+                max(last, min(history.records[name].wall, times.ended)),
+            )
         nodes.append(node)
     return nodes
 
 
-def dominant(spans: Sequence[TimeSpan], began: float, ended: float, columns: int) -> list[str]:
+def dominant(
+    spans: Sequence[TimeSpan], began: float, ended: float, columns: int
+) -> list[str]:
     """Returns what was done most in each of `columns` equal parts of a time; '' where that is nothing."""
     seconds = (ended - began) / columns or 1.0
     spent: list[dict[str, float]] = [{} for _ in range(columns)]
     for span in spans:
-        first, last = (int((time - began) / seconds) for time in (span.began, span.ended))
+        first, last = (
+            int((time - began) / seconds) for time in (span.began, span.ended)
+        )
         for i in range(max(first, 0), min(last + 1, columns)):
             begins = began + i * seconds
             share = min(span.ended, begins + seconds) - max(span.began, begins)

@@ -76,7 +76,9 @@ def drawn(history: History, times: Ledger, width: float = 960) -> str:
         f"goodput {times.goodput:.1%}; since {date(times.began):%Y-%m-%d %H:%M:%S} UTC"
     )
     marks = list(_marks(faults, axis))
-    top = 62 + below + max((14 + 5.2 * len(label) for _, label, _ in marks), default=0.0)
+    top = (
+        62 + below + max((14 + 5.2 * len(label) for _, label, _ in marks), default=0.0)
+    )
     row = 22 if len(nodes) <= FEW else max(6, 560 // len(nodes))
     bottom = top + row * len(nodes)
     title = _cut(_title(history), (width - 24) / 8.2)
@@ -90,7 +92,9 @@ def drawn(history: History, times: Ledger, width: float = 960) -> str:
         *_steps(axis, bottom + 34),
     ]
     label = f"the life of the run: {about}"
-    return drawing(width, bottom + 84 + CURVE, ["\n".join(["", *body, ""])], label, size=12)
+    return drawing(
+        width, bottom + 84 + CURVE, ["\n".join(["", *body, ""])], label, size=12
+    )
 
 
 def _title(history: History) -> str:
@@ -115,7 +119,9 @@ def _cut(words: str, letters: float) -> str:
 
 
 def _legend(times: Ledger, width: float) -> tuple[list[str], float]:
-    shares = {kind: seconds / (times.wall or 1.0) for kind, seconds in times.seconds.items()}
+    shares = {
+        kind: seconds / (times.wall or 1.0) for kind, seconds in times.seconds.items()
+    }
     entries = [
         (FILL.get(kind, "none"), f"{word(kind)} {s:.1%}")
         for kind, s in shares.items()
@@ -124,7 +130,9 @@ def _legend(times: Ledger, width: float) -> tuple[list[str], float]:
     return keys(entries, room=width - 24)
 
 
-def _rows(nodes: Sequence[NodeLife], axis: _Axis, top: float, height: float) -> Iterator[str]:
+def _rows(
+    nodes: Sequence[NodeLife], axis: _Axis, top: float, height: float
+) -> Iterator[str]:
     """Draws a row for each node: a rank's stretch of a generation as rank 0 spent it, since in SPMD all do the same at
     once.
     """
@@ -146,7 +154,9 @@ def _rows(nodes: Sequence[NodeLife], axis: _Axis, top: float, height: float) -> 
                     for k in (*COUNTED, "lost", "other")
                     if (s := generation.seconds.get(k, 0)) > 0
                 }
-                spent = ", ".join(f"{word(k)} {duration(s)}" for k, s in seconds.items())
+                spent = ", ".join(
+                    f"{word(k)} {duration(s)}" for k, s in seconds.items()
+                )
                 yield f"<g><title>generation {number}, rank {rank}: {duration(ended - began)}, {spent}</title>"
                 yield f'<g transform="translate(0 {y:.1f})">{_strip(axis, generation, began, ended, height)}</g></g>'
 
@@ -161,7 +171,9 @@ def _strip(
     ends = max(ended, generation.began)
     x = axis.x(begins)
     inside = height - 2 * gap
-    start = f'<path d="M{x:.2f} {gap:.1f}v{inside:.1f}" stroke="{INK}" stroke-width="0.7"/>'
+    start = (
+        f'<path d="M{x:.2f} {gap:.1f}v{inside:.1f}" stroke="{INK}" stroke-width="0.7"/>'
+    )
     columns = dominant(
         generation.spans, begins, ends, max(round((ends - begins) * axis.scale * 2), 1)
     )
@@ -189,7 +201,11 @@ def _marks(faults: Sequence[Failure], axis: _Axis) -> Iterator[tuple[float, str,
             f"{f.reason}"
             for f in near
         ]
-        yield min(axis.x(near[0].time), LEFT + axis.pixels), _cut(label, 16), "\n".join(lines)
+        yield (
+            min(axis.x(near[0].time), LEFT + axis.pixels),
+            _cut(label, 16),
+            "\n".join(lines),
+        )
 
 
 def _mark(x: float, label: str, title: str, top: float, bottom: float) -> str:
@@ -223,17 +239,24 @@ def _steps(axis: _Axis, top: float) -> Iterator[str]:
     yield small(LEFT, base + 36, "time since the start")
 
 
-def _curve(generation: GenerationTime, axis: _Axis, base: float, highest: int) -> Iterator[str]:
+def _curve(
+    generation: GenerationTime, axis: _Axis, base: float, highest: int
+) -> Iterator[str]:
     """Draws the steps of one generation over time, if it took any."""
-    stepping = next((span.began for span in generation.spans if span.did in ("step", "data")), None)
+    stepping = next(
+        (span.began for span in generation.spans if span.did in ("step", "data")), None
+    )
     if stepping is None or generation.start is None:
         return
     points = [(stepping, generation.start)]
-    points += [(save.time, save.step) for save in generation.saves if save.time >= stepping]
+    points += [
+        (save.time, save.step) for save in generation.saves if save.time >= stepping
+    ]
     if generation.step is not None and generation.step >= points[-1][1]:
         points.append((max(generation.ended, points[-1][0]), generation.step))
     line = "L".join(
-        f"{axis.x(time):.1f} {base - CURVE * step / highest:.1f}" for time, step in points
+        f"{axis.x(time):.1f} {base - CURVE * step / highest:.1f}"
+        for time, step in points
     )
     title = f"<title>generation {generation.number}</title>"
     yield f'<path d="M{line}" fill="none" stroke="{FILL["step"]}" stroke-width="1.6">{title}</path>'

@@ -34,7 +34,8 @@ class Supervised:
     generation: Path  # of this generation, in the run directory
     number: int  # of the generation
     rank: int
-    fence: float  # seconds without a change of the lease after which the process ends itself
+    # Seconds without a change of the lease after which the process ends itself
+    fence: float
     survive: Path  # RUN/survive
 
     def own(self, ending: str) -> Path:
@@ -118,7 +119,8 @@ class RestartPlan:
     kind: str
     reason: str
     verdict: str = ""
-    members: list[str] = dataclasses.field(default_factory=list)  # in the order of their ranks
+    # In the order of their ranks
+    members: list[str] = dataclasses.field(default_factory=list)
     incarnations: list[str] = dataclasses.field(default_factory=list)  # of the members
     coordinator: str | None = None
     mesh: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -151,7 +153,8 @@ class SupervisorOptions:
     step_timeout: float = 0.0
     node_timeout: float = 20.0
     restarts: int = 20
-    moving: float = 0.0  # seconds that a slow disk takes for a node's share of a checkpoint
+    # Seconds that a slow disk takes for a node's share of a checkpoint
+    moving: float = 0.0
     holder: str = ""  # who has the run's lock while a generation forms
 
     @property
@@ -207,7 +210,9 @@ def _checked(value: Any, kind: Any) -> Any:
     inner = typing.get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
         entries = [entry for entry in dataclasses.fields(kind) if entry.name in value]
-        checked = {entry.name: _checked(value[entry.name], entry.type) for entry in entries}
+        checked = {
+            entry.name: _checked(value[entry.name], entry.type) for entry in entries
+        }
         return kind(**checked)  # type: ignore[operator]
     if origin is list and isinstance(value, list):
         return [_checked(v, inner[0]) for v in value]
@@ -216,7 +221,9 @@ def _checked(value: Any, kind: Any) -> Any:
     if kind in (int, float):
         # Neither infinite nor without a value, nor too large to be reckoned with.
         is_one = (
-            isinstance(value, int | kind) and not isinstance(value, bool) and -MOST <= value <= MOST
+            isinstance(value, int | kind)
+            and not isinstance(value, bool)
+            and -MOST <= value <= MOST
         )
     else:
         is_one = origin is None and isinstance(value, kind)

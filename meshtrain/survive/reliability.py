@@ -39,7 +39,8 @@ class Reliability:
     """Holds a history's figures on failures. Times in seconds; None: not known."""
 
     failures: tuple[Failure, ...]
-    exposed: float  # seconds in which the run was to go on: without those between its end and its being started again
+    # Seconds in which the run was to go on: without those between its end and its being started again
+    exposed: float
     between: float | None  # mean time between failures
     between_least: float  # with which it is consistent, at SURE
     between_most: float
@@ -59,7 +60,8 @@ def reliability(history: History, times: Ledger) -> Reliability:
     away = 0.0
     for end in (plan.wall for plan in history.plans if plan.state == "over"):
         back = min(
-            (e.time for e in history.of("join", "formed") if e.time > end), default=times.ended
+            (e.time for e in history.of("join", "formed") if e.time > end),
+            default=times.ended,
         )
         away += max(min(back, times.ended) - end, 0.0)
     exposed = max(times.wall - away, 0.0)
@@ -68,11 +70,16 @@ def reliability(history: History, times: Ledger) -> Reliability:
     restart = _mean(f.restart for f in events)
 
     # A save's own time is in what had been spent by the next.
-    pairs = [pair for generation in times.generations for pair in pairwise(generation.saves)]
+    pairs = [
+        pair for generation in times.generations for pair in pairwise(generation.saves)
+    ]
     write = _mean(
-        after.seconds["checkpoint"] - before.seconds["checkpoint"] for before, after in pairs
+        after.seconds["checkpoint"] - before.seconds["checkpoint"]
+        for before, after in pairs
     )
-    interval = _mean(after.seconds["step"] - before.seconds["step"] for before, after in pairs)
+    interval = _mean(
+        after.seconds["step"] - before.seconds["step"] for before, after in pairs
+    )
     interval_steps = _mean(after.step - before.step for before, after in pairs)
     taken = _steps_that_count(times)
     step = times.seconds["step"] / taken if taken else None
@@ -80,7 +87,9 @@ def reliability(history: History, times: Ledger) -> Reliability:
     if step and interval and interval_steps and write is not None:
         # What else goes with a save's interval, such as an eval, stops the steps as a save does.
         beside = (
-            sum(times.seconds[k] for k in ("data", "eval", "checkpoint")) * interval_steps / taken
+            sum(times.seconds[k] for k in ("data", "eval", "checkpoint"))
+            * interval_steps
+            / taken
         )
         stands = (noticed or 0.0) + (restart or 0.0)
         expected = goodput(interval, beside, stands, between or math.inf) * (
@@ -112,9 +121,15 @@ def failures(history: History) -> tuple[Failure, ...]:
         if e.integer("rank") == 0
     }
     judged = {e.integer("generation"): e.time for e in history.of("verdict")}
-    ends = [(e, e.number("phase_seconds")) for e in history.of("ended") if e.integer("rank") == 0]
+    ends = [
+        (e, e.number("phase_seconds"))
+        for e in history.of("ended")
+        if e.integer("rank") == 0
+    ]
     stood = {
-        e.integer("generation"): e.time - seconds for e, seconds in ends if seconds is not None
+        e.integer("generation"): e.time - seconds
+        for e, seconds in ends
+        if seconds is not None
     }
     by_generation: dict[int, Failure] = {}
     for plan in history.plans:
@@ -179,7 +194,9 @@ def _steps_that_count(times: Ledger) -> int:
     starts = [g.start for g in times.generations]
     for i, generation in enumerate(times.generations):
         if generation.start is not None and generation.step is not None:
-            limit = min((s for s in starts[i + 1 :] if s is not None), default=generation.step)
+            limit = min(
+                (s for s in starts[i + 1 :] if s is not None), default=generation.step
+            )
             steps += max(min(limit, generation.step) - generation.start, 0)
     return steps
 
@@ -188,7 +205,9 @@ def _apart(history: History, times: Ledger) -> float:
     """Returns the seconds that the formula does not know of: until the run's first step; and from each stop in good
     order to the next step.
     """
-    going = {e.integer("generation"): e.time for e in reversed(list(history.of("going")))}
+    going = {
+        e.integer("generation"): e.time for e in reversed(list(history.of("going")))
+    }
     apart = 0.0
     stopped = times.began
     for generation in times.generations:

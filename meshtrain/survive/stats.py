@@ -14,7 +14,14 @@ from meshtrain.survive import history as histories
 from meshtrain.survive.history import History, date, number, text
 from meshtrain.survive.ledger import Ledger, dominant, ledger, word
 from meshtrain.survive.records import Node
-from meshtrain.survive.reliability import SURE, Reliability, by_kind, by_node, failures, reliability
+from meshtrain.survive.reliability import (
+    SURE,
+    Reliability,
+    by_kind,
+    by_node,
+    failures,
+    reliability,
+)
 from meshtrain.survive.stragglers import own_share
 from meshtrain.units import counted, duration
 
@@ -46,7 +53,10 @@ def show_status(
     """
     history, alive, waited = _watched(run, watch, sleep)
     return _joined(
-        _decision(history), _nodes(history, alive, waited), _lately(history), _torn(history)
+        _decision(history),
+        _nodes(history, alive, waited),
+        _lately(history),
+        _torn(history),
     )
 
 
@@ -55,7 +65,8 @@ def status_json(run: Path, watch: float = WATCH) -> dict[str, Any]:
     history, alive, _ = _watched(run, watch, time.sleep)
     plan = asdict(history.plans[-1]) if history.plans else None
     nodes = [
-        asdict(node) | {"alive": name in alive} for name, node in sorted(history.records.items())
+        asdict(node) | {"alive": name in alive}
+        for name, node in sorted(history.records.items())
     ]
     return histories.plain(
         {"over": history.over, "decision": plan, "nodes": nodes, "torn": history.torn}
@@ -102,12 +113,18 @@ def _decision(history: History) -> str:
         lines.append(f"mesh {sizes}, {plan.microbatches} microbatches")
     coordinator = f"; coordinator {text(plan.coordinator)}" if plan.coordinator else ""
     idle = {
-        name for name, node in history.records.items() if node.state == "idle" and not node.leaving
+        name
+        for name, node in history.records.items()
+        if node.state == "idle" and not node.leaving
     }
     spares = ", ".join(sorted(idle - set(plan.members)))
     lines.append(leader + coordinator + (f"; spare {spares}" if spares else ""))
     for name, until in plan.quarantined.items():
-        left = (number(until) or 0.0) - history.ahead.get(plan.leader, 0.0) - history.newest
+        left = (
+            (number(until) or 0.0)
+            - history.ahead.get(plan.leader, 0.0)
+            - history.newest
+        )
         if left > 0:
             lines.append(f"{text(name)} is left out for another {duration(left)}")
     return "\n".join(lines)
@@ -120,10 +137,21 @@ def _nodes(history: History, alive: set[str], waited: float | None) -> str:
     members = history.plans[-1].members if history.plans else []
     order = {name: i for i, name in enumerate(members)}
     rows = [
-        ["node", "rank", "host", "state", "step", "phase", "a step", "not waiting", "sign of life"]
+        [
+            "node",
+            "rank",
+            "host",
+            "state",
+            "step",
+            "phase",
+            "a step",
+            "not waiting",
+            "sign of life",
+        ]
     ]
     for name in sorted(
-        {*history.records, *members}, key=lambda name: (order.get(name, len(order)), name)
+        {*history.records, *members},
+        key=lambda name: (order.get(name, len(order)), name),
     ):
         node = history.records.get(name)
         if node is None:
@@ -131,12 +159,21 @@ def _nodes(history: History, alive: set[str], waited: float | None) -> str:
             continue
         rank, *about = ["-"] * 5
         if node.rank is not None and node.state != "idle":
-            since = f" for {_maybe(number(node.rank.phase_age))}" if node.state == "running" else ""
+            since = (
+                f" for {_maybe(number(node.rank.phase_age))}"
+                if node.state == "running"
+                else ""
+            )
             share = own_share(node.rank.phases or {})
             pace = _maybe(number(node.rank.pace))
             rank = str(node.rank.number)
             phase = text(node.rank.phase) + since
-            about = [str(node.rank.step), phase, pace, "-" if share is None else f"{share:.0%}"]
+            about = [
+                str(node.rank.step),
+                phase,
+                pace,
+                "-" if share is None else f"{share:.0%}",
+            ]
         life = "now" if name in alive else _last_sign(node, waited)
         rows.append([text(name), rank, text(node.host), _state(node), *about, life])
     return columns(rows) if len(rows) > 1 else ""
@@ -145,7 +182,9 @@ def _nodes(history: History, alive: set[str], waited: float | None) -> str:
 def _last_sign(node: Node, waited: float | None) -> str:
     """Returns when a node gave its last sign of life; `waited`: for how long it was watched."""
     last = f"{date(node.wall):%Y-%m-%d %H:%M:%S} UTC"
-    return last if waited is None else f"none in {duration(waited)}; the last says {last}"
+    return (
+        last if waited is None else f"none in {duration(waited)}; the last says {last}"
+    )
 
 
 def _state(node: Node) -> str:
@@ -240,10 +279,10 @@ def timeline(history: History, times: Ledger, width: int = 100) -> list[str]:
 def _headline(history: History, times: Ledger) -> str:
     nodes = len({e.node for e in history.events})
     state = f"over, {text(history.plans[-1].reason)}" if history.over else "not over"
-    counts = f"{counted(len(times.generations), 'generation')} on {counted(nodes, 'node')}"
-    return (
-        f"{counts}; {duration(times.wall)} since {date(times.began):%Y-%m-%d %H:%M:%S} UTC; {state}"
+    counts = (
+        f"{counted(len(times.generations), 'generation')} on {counted(nodes, 'node')}"
     )
+    return f"{counts}; {duration(times.wall)} since {date(times.began):%Y-%m-%d %H:%M:%S} UTC; {state}"
 
 
 def _times(times: Ledger) -> str:
@@ -278,7 +317,9 @@ def _failures(figures: Reliability) -> str:
     often = counted(len(events), "failure") + (
         f", {len(events) / hours:.3g} an hour" if hours else ""
     )
-    return "\n\n".join((often, table("kind", by_kind(events)), table("node", by_node(events))))
+    return "\n\n".join(
+        (often, table("kind", by_kind(events)), table("node", by_node(events)))
+    )
 
 
 def _formulas(figures: Reliability, times: Ledger) -> str:
@@ -287,7 +328,11 @@ def _formulas(figures: Reliability, times: Ledger) -> str:
     rows = [
         ("", "measured", "by formula"),
         ("mean time between failures", _maybe(figures.between), ""),
-        (f"  {SURE:.0%} sure", f"{least} to {most}" if figures.failures else f"over {least}", ""),
+        (
+            f"  {SURE:.0%} sure",
+            f"{least} to {most}" if figures.failures else f"over {least}",
+            "",
+        ),
         ("last progress to verdict", _maybe(figures.noticed), ""),
         ("verdict to first step again", _maybe(figures.restart), ""),
         ("a save stops training for", _maybe(figures.write), ""),
@@ -305,14 +350,19 @@ def _maybe(value: float | None, form: str = "") -> str:
     """Returns a number as text, seconds where it has no form; a dash where it is not known."""
     if value is None:
         return "-"
-    return form.format(value) if form else "any" if math.isinf(value) else duration(value)
+    return (
+        form.format(value) if form else "any" if math.isinf(value) else duration(value)
+    )
 
 
 def _right(rows: list[list[str]], *numbers: int) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return columns(
         [
-            [cell.rjust(widths[i]) if i in numbers else cell for i, cell in enumerate(row)]
+            [
+                cell.rjust(widths[i]) if i in numbers else cell
+                for i, cell in enumerate(row)
+            ]
             for row in rows
         ]
     )

@@ -49,7 +49,8 @@ class Store:
         self.next_number = 1  # of a plan, as far as this node has seen
         self._pending = b""  # events
         self._published = ""  # the incarnation that its record is of
-        self.lost = False  # the fault `store-lost`: nothing of it can be reached from here
+        # The fault `store-lost`: nothing of it can be reached from here
+        self.lost = False
         refuse_unsafe(run)
         for part in ("", "plans", "nodes", "inject", "injected"):
             with contextlib.suppress(FileExistsError):
@@ -64,7 +65,9 @@ class Store:
         time.
         """
         self._reach()
-        descriptor = opened(self.root / "nodes" / f"{self.name}.json", os.O_RDWR | os.O_CREAT)
+        descriptor = opened(
+            self.root / "nodes" / f"{self.name}.json", os.O_RDWR | os.O_CREAT
+        )
         try:
             self._refuse_other(os.pread(descriptor, RECORD, 0))
             os.pwrite(descriptor, encode(node, RECORD), 0)
@@ -102,7 +105,9 @@ class Store:
             numbers = {int(e.name[:-5]) for e in entries if PLAN.fullmatch(e.name)}
         self.next_number = max(numbers, default=0) + 1
         for number in numbers - self._plans.keys():
-            plan = decode(RestartPlan, read_file(self._plan(number), LARGEST, NO_RECORD))
+            plan = decode(
+                RestartPlan, read_file(self._plan(number), LARGEST, NO_RECORD)
+            )
             if plan is not None and plan.number == number and plan.is_complete():
                 self._plans[number] = plan
         return [self._plans[number] for number in sorted(self._plans)]
@@ -136,7 +141,8 @@ class Store:
         )
         try:
             descriptor = opened(
-                self.root / f"events.{self.name}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT
+                self.root / f"events.{self.name}.jsonl",
+                os.O_WRONLY | os.O_APPEND | os.O_CREAT,
             )
             try:
                 self._pending = self._pending[os.write(descriptor, self._pending) :]
@@ -189,7 +195,9 @@ def refuse_unsafe(path: Path, follow: bool = True) -> None:
     except OSError as error:
         raise ConfigError(f"{path} cannot be used: {refusal(error)}.") from None
     if not stat.S_ISDIR(info.st_mode):
-        raise ConfigError(f"{path} is not a directory; give another with --set run.directory=PATH.")
+        raise ConfigError(
+            f"{path} is not a directory; give another with --set run.directory=PATH."
+        )
     danger = "who could decide what runs here"
     if info.st_uid != os.geteuid():
         raise ConfigError(
@@ -216,14 +224,20 @@ def opened(path: str | Path, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
 
-def read_file(path: str | Path, most: int, passed_over: Container[int] | None = None) -> bytes:
+def read_file(
+    path: str | Path, most: int, passed_over: Container[int] | None = None
+) -> bytes:
     """Returns up to `most` bytes of a regular file; nothing of a link, a pipe or a device, nor of what cannot be read.
 
     `passed_over`: the only errors that count as nothing.
     """
     try:
         with open(path, "rb", opener=opened) as file:
-            return file.read(most) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
+            return (
+                file.read(most)
+                if stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+                else b""
+            )
     except OSError as error:
         if passed_over is not None and error.errno not in passed_over:
             raise

@@ -63,7 +63,9 @@ def judge(spent: Mapping[Name, Mapping[str, float]]) -> dict[Name, Pace]:
     fewer than two have any.
     """
     shares = {
-        rank: share for rank, phases in spent.items() if (share := own_share(phases)) is not None
+        rank: share
+        for rank, phases in spent.items()
+        if (share := own_share(phases)) is not None
     }
     if len(shares) < 2:
         return {}
@@ -71,12 +73,14 @@ def judge(spent: Mapping[Name, Mapping[str, float]]) -> dict[Name, Pace]:
 
     def longest(rank: Name) -> str:
         total = {
-            name: sum(spent[name].get(phase, 0.0) for phase in STEPPING) for name in (rank, first)
+            name: sum(spent[name].get(phase, 0.0) for phase in STEPPING)
+            for name in (rank, first)
         }
         return max(
             HOST,
             key=lambda p: (
-                spent[rank].get(p, 0.0) / total[rank] - spent[first].get(p, 0.0) / total[first]
+                spent[rank].get(p, 0.0) / total[rank]
+                - spent[first].get(p, 0.0) / total[first]
             ),
         )
 
@@ -101,19 +105,26 @@ class Stragglers:
         self._products: dict[str, object] = {}  # the last one looked at
         self._reported: set[str] = set()
 
-    def look(self, nodes: Sequence[Node], plan: RestartPlan) -> Iterator[tuple[str, float, str]]:
+    def look(
+        self, nodes: Sequence[Node], plan: RestartPlan
+    ) -> Iterator[tuple[str, float, str]]:
         """Yields (node, score, sentence) of those whose new figures were slow three times in a row; each once."""
         current = {
-            n.name: n for n in nodes if n.name in plan.members and n.generation == self.generation
+            n.name: n
+            for n in nodes
+            if n.name in plan.members and n.generation == self.generation
         }
         ranks = {name: n.rank for name, n in current.items() if n.rank}
-        for name, of, score, words in [*self._paces(ranks), *self._product_scores(ranks)]:
-            self._times[name, of] = self._times.get((name, of), 0) + 1 if score < SLOW else 0
+        for name, of, score, words in [
+            *self._paces(ranks),
+            *self._product_scores(ranks),
+        ]:
+            self._times[name, of] = (
+                self._times.get((name, of), 0) + 1 if score < SLOW else 0
+            )
             if self._times[name, of] >= TIMES and name not in self._reported:
                 self._reported.add(name)
-                sentence = (
-                    f"rank {ranks[name].number} on {name} ({current[name].host}) is slow: {words}."
-                )
+                sentence = f"rank {ranks[name].number} on {name} ({current[name].host}) is slow: {words}."
                 yield name, round(score, 3), sentence
 
     def _paces(self, ranks: Mapping[str, Rank]) -> list[tuple[str, str, float, str]]:
@@ -133,11 +144,15 @@ class Stragglers:
         paces = judge(spent) if complete else {}
         return [(name, "own", pace.score, pace.words()) for name, pace in paces.items()]
 
-    def _product_scores(self, ranks: Mapping[str, Rank]) -> list[tuple[str, str, float, str]]:
+    def _product_scores(
+        self, ranks: Mapping[str, Rank]
+    ) -> list[tuple[str, str, float, str]]:
         """Scores those who have done another small matrix product since the last look, by its seconds."""
         products = {name: rank.matmul for name, rank in ranks.items() if rank.matmul}
         seconds = {
-            name: product["seconds"] for name, product in products.items() if product.get("seconds")
+            name: product["seconds"]
+            for name, product in products.items()
+            if product.get("seconds")
         }
         new = [name for name in seconds if products[name] != self._products.get(name)]
         self._products |= products

@@ -68,8 +68,12 @@ class SupervisedHeartbeat(Heartbeat):
         self._writing = threading.Lock()
         self._leasing = threading.RLock()
         try:
-            self._file = os.open(supervised.local / BEAT, os.O_WRONLY | os.O_CREAT, 0o600)
-            self._lease = os.open(supervised.local / LEASE, os.O_RDONLY | os.O_CREAT, 0o600)
+            self._file = os.open(
+                supervised.local / BEAT, os.O_WRONLY | os.O_CREAT, 0o600
+            )
+            self._lease = os.open(
+                supervised.local / LEASE, os.O_RDONLY | os.O_CREAT, 0o600
+            )
             self._stacks = supervised.own("stack").open("w")
         except OSError as error:
             raise ConfigError(
@@ -84,7 +88,9 @@ class SupervisedHeartbeat(Heartbeat):
         self._write()
         watch_pauses(self)
 
-    def _go_on(self, name: str, taken: int | None = None, due: int | None = None) -> None:
+    def _go_on(
+        self, name: str, taken: int | None = None, due: int | None = None
+    ) -> None:
         super()._go_on(name, taken, due)
         self._check_lease()
         self._write()
@@ -114,7 +120,11 @@ class SupervisedHeartbeat(Heartbeat):
             self._looked = now
             try:
                 content = os.pread(self._lease, LEASE_SIZE, 0)
-                age = max(0.0, time.time() - os.fstat(self._lease).st_mtime) if slept else 0.0
+                age = (
+                    max(0.0, time.time() - os.fstat(self._lease).st_mtime)
+                    if slept
+                    else 0.0
+                )
             except OSError:
                 content = self._seen
                 age = 0.0
@@ -129,9 +139,13 @@ class SupervisedHeartbeat(Heartbeat):
                     "gone on without it: this process ends.",
                 )
 
-    def note(self, kind: str, sentence: str, ranks: Sequence[int] | None = None) -> None:
+    def note(
+        self, kind: str, sentence: str, ranks: Sequence[int] | None = None
+    ) -> None:
         fault = {"kind": kind, "sentence": sentence, "step": self.step}
-        content = json.dumps(fault if ranks is None else {**fault, "ranks": list(ranks)}).encode()
+        content = json.dumps(
+            fault if ranks is None else {**fault, "ranks": list(ranks)}
+        ).encode()
 
         def write() -> None:
             with contextlib.suppress(OSError):
@@ -188,7 +202,9 @@ class _Pauses:
     def __init__(self) -> None:
         self._schedule: int | None = None
         with contextlib.suppress(OSError):  # no Linux, or a kernel that does not tell
-            self._schedule = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+            self._schedule = os.open(
+                "/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC
+            )
         self._delay = self._run_delay()
         self._switches = _switches()
 
@@ -211,7 +227,11 @@ class _Pauses:
         """Returns seconds that this thread was ready without a core; 0 where it is not known
         (Documentation/scheduler/sched-stats.rst).
         """
-        fields = os.pread(self._schedule, 100, 0).split() if self._schedule is not None else []
+        fields = (
+            os.pread(self._schedule, 100, 0).split()
+            if self._schedule is not None
+            else []
+        )
         return int(fields[1]) / 1e9 if len(fields) == 3 else 0.0
 
 

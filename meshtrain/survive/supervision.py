@@ -52,7 +52,9 @@ class Supervision(RunHook):
 
             self._injector = Injector(self.heartbeat, config.survive.inject)
         elif config.survive.inject:
-            say("survive.inject is left out: faults are injected into runs of meshtrain survive.")
+            say(
+                "survive.inject is left out: faults are injected into runs of meshtrain survive."
+            )
 
     def enter(self, moment: "Moment", taken: int | None = None) -> None:
         """Goes on to the phase of this name, at whose begin faults may be injected. `taken`: steps so far."""
@@ -60,7 +62,10 @@ class Supervision(RunHook):
         self.at(moment, taken)
 
     def at(
-        self, moment: "Moment", taken: int | None = None, step_inputs: "StepInputs" = (None, None)
+        self,
+        moment: "Moment",
+        taken: int | None = None,
+        step_inputs: "StepInputs" = (None, None),
     ) -> "StepInputs":
         """Injects the faults of a moment; returns the state and batch that the step is to take."""
         if self._injector is None:

@@ -38,9 +38,11 @@ POLL = 0.2
 # it for lost.
 CUT_OFF = 0.6
 GIVEN_UP = 300.0  # seconds without a store after which a supervisor ends
-STATE = 16  # bytes a parameter, of float32 weights and up to three arrays of an optimizer
+# Bytes a parameter, of float32 weights and up to three arrays of an optimizer
+STATE = 16
 SLOW_DISK = 50e6  # bytes a second, of one node
-UNENDED = 30.0  # seconds after SIGKILL: the process is in the kernel, and its node of no use
+# Seconds after SIGKILL: the process is in the kernel, and its node of no use
+UNENDED = 30.0
 NEWS = (
     "state",
     "generation",
@@ -90,7 +92,9 @@ class Supervisor:
             digests=digests(config),
         )
         self.view = View(self.store, self.options)
-        self.leader = Leader(config, self.run_directory, self.store, self.view, self.options)
+        self.leader = Leader(
+            config, self.run_directory, self.store, self.view, self.options
+        )
         self.injector = NodeInjector(self)
         self.child: TrainingProcess | None = None
         self.killed_at: float | None = None
@@ -121,7 +125,10 @@ class Supervisor:
                 f"this node's record in {self.store.root} cannot be written: {refusal(error)}."
             ) from None
         self.store.log(
-            "join", incarnation=self.node.incarnation, host=self.node.host, pid=os.getpid()
+            "join",
+            incarnation=self.node.incarnation,
+            host=self.node.host,
+            pid=os.getpid(),
         )
         try:
             while (code := self._round()) is None:
@@ -132,7 +139,9 @@ class Supervisor:
                 # The next one under this name need not wait for the process.
                 with contextlib.suppress(OSError, ConfigError):
                     self.store.publish(
-                        replace(self.node, state="idle", sequence=self.node.sequence + 1)
+                        replace(
+                            self.node, state="idle", sequence=self.node.sequence + 1
+                        )
                     )
             console.finish()
 
@@ -211,9 +220,15 @@ class Supervisor:
         at = {"generation": child.generation, "rank": child.number}
         if not self.going and rank.start is not None and rank.step > rank.start:
             self.going = True
-            self.store.log("going", **at, start=rank.start, cache=child.heartbeat.get("cache"))
+            self.store.log(
+                "going", **at, start=rank.start, cache=child.heartbeat.get("cache")
+            )
         save = child.heartbeat.get("at_save")
-        if child.number == 0 and isinstance(save, dict) and save.get("step") != self.saved:
+        if (
+            child.number == 0
+            and isinstance(save, dict)
+            and save.get("step") != self.saved
+        ):
             self.saved = save.get("step")
             self.store.log("save", **at, step=self.saved, seconds=save.get("seconds"))
 
@@ -227,7 +242,9 @@ class Supervisor:
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
         environment |= {
-            name: value for name, value in os.environ.items() if not name.startswith(others)
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(others)
         }
         if self.config.run.imports:
             # A leader has written the plan's config there, where nobody else may (`store.refuse_unsafe`).
@@ -250,12 +267,17 @@ class Supervisor:
         self.store.publish(replace(running, sequence=self.node.sequence + 1))
         command = self.command(config_of(self.store.root, plan))
         fence = CUT_OFF * self.options.node_timeout
-        self.child = TrainingProcess(command, environment, files, plan.generation, number, fence)
+        self.child = TrainingProcess(
+            command, environment, files, plan.generation, number, fence
+        )
         self.saved = None
         self.going = False
         self.node = replace(running, rank=self.child.rank)
         self.store.log(
-            "started", generation=plan.generation, rank=number, pid=self.child.process.pid
+            "started",
+            generation=plan.generation,
+            rank=number,
+            pid=self.child.process.pid,
         )
 
     def _end(self) -> bool:
@@ -291,7 +313,9 @@ class Supervisor:
             self.node = replace(self.node, leaving=True)
             self.store.log("left")
         if now - self.published_at >= self.options.heartbeat or self._is_news():
-            self.node = replace(self.node, sequence=self.node.sequence + 1, wall=time.time())
+            self.node = replace(
+                self.node, sequence=self.node.sequence + 1, wall=time.time()
+            )
             self.store.publish(self.node)
             self.published = self.node
             self.published_at = now
@@ -299,7 +323,9 @@ class Supervisor:
     def _is_news(self) -> bool:
         node = self.node
         last = self.published
-        if last is None or any(getattr(node, name) != getattr(last, name) for name in NEWS):
+        if last is None or any(
+            getattr(node, name) != getattr(last, name) for name in NEWS
+        ):
             return True
         # A rank that was slow and no longer is must not be taken for stuck.
         return bool(
@@ -322,7 +348,9 @@ class Supervisor:
             )
             self._end()
         if seconds > GIVEN_UP:
-            report(f"the run directory cannot be used for {GIVEN_UP:.0f} s: {refusal(error)}.")
+            report(
+                f"the run directory cannot be used for {GIVEN_UP:.0f} s: {refusal(error)}."
+            )
             return 75
         return None
 
@@ -347,7 +375,9 @@ class Supervisor:
             self.node = replace(self.node, state="idle")
         if plan.state == "forming" and self.node.acked < plan.generation:
             port = self.injector.port(free_port(self.node.address))
-            self.node = replace(self.node, state="idle", acked=plan.generation, port=port)
+            self.node = replace(
+                self.node, state="idle", acked=plan.generation, port=port
+            )
         is_member = (self.node.name, self.node.incarnation) in zip(
             plan.members, plan.incarnations, strict=False
         )
@@ -367,7 +397,8 @@ class Supervisor:
     def _fence(self) -> None:
         for node in self.view.nodes:
             silent = (
-                node.age >= self.options.node_timeout and node.generation < self.view.generation
+                node.age >= self.options.node_timeout
+                and node.generation < self.view.generation
             )
             is_here = node.machine and node.machine == self.node.machine
             if silent and is_here and kill_left_behind(node, self.store.root):

@@ -30,7 +30,8 @@ from meshtrain.survive.store import Store, other_supervisor
 
 SKEW = 5.0  # seconds by which a clock may be wrong without a warning
 READ_SHARE = (
-    0.002  # of its time, at most, a supervisor reads records; but at least twice a heartbeat
+    # Of its time, at most, a supervisor reads records; but at least twice a heartbeat
+    0.002
 )
 LONGEST_LOOK = 1.0  # seconds between two looks; what is beyond it, was no looking
 MOST_KEYS = 4  # that are named of a config that differs
@@ -55,7 +56,8 @@ class View:
         # When the process of a node, its incarnation and generation was seen to have ended.
         self._ended: dict[tuple[str, str, int], float] = {}
         self._plan_since = 0.0
-        self._old: int | None = None  # the newest plan when we began, if the run was over by then
+        # The newest plan when we began, if the run was over by then
+        self._old: int | None = None
         self._clocks: dict[str, float] = {}
         self._next_read = 0.0
         self._looked: float | None = None
@@ -67,7 +69,9 @@ class View:
     def look(self, now: float, own: Node) -> None:
         """Reads what has changed."""
         self._look_at_plans(now)
-        self._unread += min(now - self._looked, LONGEST_LOOK) if self._looked is not None else 0.0
+        self._unread += (
+            min(now - self._looked, LONGEST_LOOK) if self._looked is not None else 0.0
+        )
         self._looked = now
         if now >= self._next_read:
             self._watched = self._watched + self._unread
@@ -79,8 +83,13 @@ class View:
             )
         self._first.setdefault(own.name, self._watched)
         others = [node for node in self._records.values() if node.name != own.name]
-        timed = [self._timed(node, self._age(node), self._differs[node.name]) for node in others]
-        self.nodes = sorted([*timed, self._timed(own, 0.0, own.differs)], key=lambda n: n.name)
+        timed = [
+            self._timed(node, self._age(node), self._differs[node.name])
+            for node in others
+        ]
+        self.nodes = sorted(
+            [*timed, self._timed(own, 0.0, own.differs)], key=lambda n: n.name
+        )
 
     def _look_at_plans(self, now: float) -> None:
         """Reads the newest plan, and those since a run was over last."""
@@ -90,7 +99,9 @@ class View:
             self._old = newest.number if newest and newest.state == "over" else 0
         if newest and (self.plan is None or newest.number != self.plan.number):
             self._plan_since = self._next_read = now
-        over = max((i for i, p in enumerate(plans[:-1]) if p.state == "over"), default=-1)
+        over = max(
+            (i for i, p in enumerate(plans[:-1]) if p.state == "over"), default=-1
+        )
         self.plan = replace(newest, age=now - self._plan_since) if newest else None
         self.history = plans[over + 1 : -1]
 
@@ -104,7 +115,9 @@ class View:
 
     def _age(self, node: Node) -> float:
         return (
-            self._watched - self._changed[node.name] if node.name in self._changed else float("inf")
+            self._watched - self._changed[node.name]
+            if node.name in self._changed
+            else float("inf")
         )
 
     def _read(self, own: Node) -> None:
@@ -136,9 +149,13 @@ class View:
 
         It does not lead before it knows who is alive.
         """
-        unheard = {n.name for n in self.nodes if n.name not in self._changed} - {own.name}
+        unheard = {n.name for n in self.nodes if n.name not in self._changed} - {
+            own.name
+        }
         at_work = (
-            self.plan is not None and self.plan.state != "over" and unheard & set(self.plan.members)
+            self.plan is not None
+            and self.plan.state != "over"
+            and unheard & set(self.plan.members)
         )
         # A node that has just come may not take a node of the run for gone sooner than one that has watched it all the
         # time.
@@ -174,7 +191,9 @@ class View:
             return False
         plan = self.plan
         others = [n for n in self._live() if n.name != own.name]
-        if not others and (plan is None or plan.state == "forming" or self.is_old(plan)):
+        if not others and (
+            plan is None or plan.state == "forming" or self.is_old(plan)
+        ):
             return True
         if all(n.leaving for n in others):
             return False
@@ -201,9 +220,16 @@ class View:
         if self.plan is None or self.plan.state == "over" or self.is_old(self.plan):
             return
         last = next(
-            (plan for plan in (self.plan, *reversed(self.history)) if plan.incarnations), None
+            (
+                plan
+                for plan in (self.plan, *reversed(self.history))
+                if plan.incarnations
+            ),
+            None,
         )
-        members = set(zip(last.members, last.incarnations, strict=True)) if last else set()
+        members = (
+            set(zip(last.members, last.incarnations, strict=True)) if last else set()
+        )
         if (own.name, own.incarnation) in members:
             return
         for node in self._live():
@@ -223,7 +249,9 @@ class View:
         if is_here and not Path(f"/proc/{node.pid}").exists():
             return
         seconds = (
-            self.options.node_timeout if node.state == "running" else 2.5 * self.options.heartbeat
+            self.options.node_timeout
+            if node.state == "running"
+            else 2.5 * self.options.heartbeat
         )
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -261,7 +289,9 @@ def digests(config: Config) -> dict[str, str]:
     """Returns digests of a node's config and code, and the versions of its libraries."""
     text = hashlib.sha256(config_text(config).encode()).hexdigest()
     # The source identifies meshtrain: a checkout has no version, or another installation's.
-    libraries = {name: version for name, version in versions().items() if name != "meshtrain"}
+    libraries = {
+        name: version for name, version in versions().items() if name != "meshtrain"
+    }
     own = {"config": text[:16], "code": source_digest()[:16]}
     if config.run.imports or imports.plugins():
         own["run.imports"] = imports.digest(config.run.imports)[:16]
@@ -275,14 +305,22 @@ def difference(node: Node, own: Node, their_config: bytes, own_config: bytes) ->
     """
     theirs, ours = (defaultdict(lambda: "unknown", one.digests) for one in (node, own))
     names = sorted({*theirs, *ours})
-    differ = {name: (theirs[name], ours[name]) for name in names if theirs[name] != ours[name]}
+    differ = {
+        name: (theirs[name], ours[name]) for name in names if theirs[name] != ours[name]
+    }
     parts = []
     if differ.pop("config", None):
         keys = [
             f"{key} is {short(str(theirs))} on {node.name} and {short(str(ours))} on {own.name}"
-            for key, ours, theirs in differences(parse(own_config) or {}, parse(their_config) or {})
+            for key, ours, theirs in differences(
+                parse(own_config) or {}, parse(their_config) or {}
+            )
         ]
-        more = [f"{len(keys) - MOST_KEYS} more keys differ"] if len(keys) > MOST_KEYS else []
+        more = (
+            [f"{len(keys) - MOST_KEYS} more keys differ"]
+            if len(keys) > MOST_KEYS
+            else []
+        )
         parts += [*keys[:MOST_KEYS], *more] or ["its config is another"]
     if differ.pop("code", None):
         parts.append("its meshtrain is of other source code")

@@ -37,7 +37,9 @@ def parser() -> Parser:
     for name, (_, meaning) in PRINTED.items():
         printed = commands.add_parser(name, help=meaning, description=meaning)
         if name == "catalogue":
-            printed.add_argument("--json", action="store_true", help="prints JSON, for programs")
+            printed.add_argument(
+                "--json", action="store_true", help="prints JSON, for programs"
+            )
     return parser
 
 
@@ -45,9 +47,12 @@ def catalogue() -> str:
     """The metrics, and the alerts with their thresholds, as tables."""
     metrics = [["metric", "of a", "kind", "labels", "meaning"]]
     metrics += [
-        [m.sample, m.source, m.kind, ", ".join(m.labels) or "-", m.meaning] for m in METRICS
+        [m.sample, m.source, m.kind, ", ".join(m.labels) or "-", m.meaning]
+        for m in METRICS
     ]
-    alerts = [["alert", "severity", "fires", "clears", "seconds", "what counts, and why"]]
+    alerts = [
+        ["alert", "severity", "fires", "clears", "seconds", "what counts, and why"]
+    ]
     alerts += [
         [
             t.rule,
@@ -65,7 +70,8 @@ def catalogue() -> str:
 def catalogue_json() -> str:
     metrics = [asdict(metric) | {"sample": metric.sample} for metric in METRICS]
     alerts = [
-        {name: value for name, value in vars(t).items() if not callable(value)} for t in THRESHOLDS
+        {name: value for name, value in vars(t).items() if not callable(value)}
+        for t in THRESHOLDS
     ]
     return json.dumps({"metrics": metrics, "alerts": alerts}, indent=2) + "\n"
 
@@ -75,7 +81,9 @@ def dashboard_text() -> str:
 
 
 def rules_text() -> str:
-    return HEAD + yaml.safe_dump(prometheus_rules(), sort_keys=False, width=120, allow_unicode=True)
+    return HEAD + yaml.safe_dump(
+        prometheus_rules(), sort_keys=False, width=120, allow_unicode=True
+    )
 
 
 PRINTED = {

@@ -76,14 +76,26 @@ class Judge:
         """
         if heard == "step" and isinstance(row.get("step"), int):
             self._step = row["step"]
-        readings = [reading for signal in self._signals for reading in signal.hear(row, heard, now)]
-        return [alert for reading in readings if (alert := self._follow(reading, now)) is not None]
+        readings = [
+            reading
+            for signal in self._signals
+            for reading in signal.hear(row, heard, now)
+        ]
+        return [
+            alert
+            for reading in readings
+            if (alert := self._follow(reading, now)) is not None
+        ]
 
     def _follow(self, reading: SignalReading, now: float) -> Alert | None:
         threshold = BY_RULE[reading.rule]
         subject = (reading.rule, reading.rank)
         fires = subject not in self._firing  # if the reading turns
-        if not (threshold.is_bad(reading.value) if fires else threshold.is_good(reading.value)):
+        if not (
+            threshold.is_bad(reading.value)
+            if fires
+            else threshold.is_good(reading.value)
+        ):
             self._since.pop(subject, None)
             return None
         since = self._since[subject] = min(self._since.get(subject, now), now)
@@ -113,7 +125,11 @@ class Alerts(Listener):
         self._judge = Judge()
         self._sinks: list[Sink] = []
         targets = [alert_target(text) for text in config.telemetry.alerts]
-        earlier = resolved_at_start(directory / ALERTS) if AlertTarget("file") in targets else ()
+        earlier = (
+            resolved_at_start(directory / ALERTS)
+            if AlertTarget("file") in targets
+            else ()
+        )
         for target in targets:
             try:
                 self._sinks.append(sink(target, directory))

@@ -70,20 +70,32 @@ def recent_mfu(values: Iterable[float]) -> float | None:
 
 
 def _step(
-    name: str, unit: str, meaning: str, kind: Kind = "gauge", labels: tuple[str, ...] = ()
+    name: str,
+    unit: str,
+    meaning: str,
+    kind: Kind = "gauge",
+    labels: tuple[str, ...] = (),
 ) -> Metric:
     return Metric(name, "step", kind, unit, meaning, labels)
 
 
 def _process(
-    name: str, unit: str, meaning: str, kind: Kind = "gauge", labels: tuple[str, ...] = ()
+    name: str,
+    unit: str,
+    meaning: str,
+    kind: Kind = "gauge",
+    labels: tuple[str, ...] = (),
 ) -> Metric:
     return Metric(name, "process", kind, unit, meaning, labels)
 
 
 METRICS: tuple[Metric, ...] = (
     _step("step", "", "optimizer steps taken"),
-    _step("loss", "", "training loss of the step, a mean over its tokens (dpo: over its pairs)"),
+    _step(
+        "loss",
+        "",
+        "training loss of the step, a mean over its tokens (dpo: over its pairs)",
+    ),
     _step(
         "nll",
         "",
@@ -100,7 +112,11 @@ METRICS: tuple[Metric, ...] = (
         "",
         "the same with the label smoothing and z-loss that are trained with",
     ),
-    _step("eval_accuracy", "", "images: share of the validation ones whose argmax class is theirs"),
+    _step(
+        "eval_accuracy",
+        "",
+        "images: share of the validation ones whose argmax class is theirs",
+    ),
     _step(
         "rewards_chosen",
         "",
@@ -113,15 +129,31 @@ METRICS: tuple[Metric, ...] = (
         "reward of the chosen answer over that of the rejected one, a mean over pairs",
     ),
     _step(
-        "rewards_accuracies", "", "share of the pairs whose chosen answer has the greater reward"
+        "rewards_accuracies",
+        "",
+        "share of the pairs whose chosen answer has the greater reward",
     ),
     _step("rl/reward", "", "grpo: mean reward of the step's answers"),
     _step("rl/reward_std", "", "grpo: standard deviation of these rewards"),
-    _step("rl/flat_groups", "", "grpo: share of the prompts whose answers all have one reward"),
+    _step(
+        "rl/flat_groups",
+        "",
+        "grpo: share of the prompts whose answers all have one reward",
+    ),
     _step("rl/answer_tokens", "", "grpo: tokens of an answer, on average"),
-    _step("rl/ended", "", "grpo: share of the answers that an end token ended, not rl.answers"),
-    _step("rl/rewards_failed", "", "grpo: calls of rewards that failed, whose reward is 0"),
-    _step("rl/draw_seconds", "seconds", "grpo: weights laid out for decoding, and answers drawn"),
+    _step(
+        "rl/ended",
+        "",
+        "grpo: share of the answers that an end token ended, not rl.answers",
+    ),
+    _step(
+        "rl/rewards_failed", "", "grpo: calls of rewards that failed, whose reward is 0"
+    ),
+    _step(
+        "rl/draw_seconds",
+        "seconds",
+        "grpo: weights laid out for decoding, and answers drawn",
+    ),
     _step("rl/reward_seconds", "seconds", "grpo: answers scored"),
     _step(
         "rl/gap_max",
@@ -131,10 +163,16 @@ METRICS: tuple[Metric, ...] = (
     _step("rl/gap_mean", "", "grpo: the mean of these differences"),
     _step("rl/clipped", "", "grpo: share of the tokens whose ratio is clipped"),
     _step(
-        "rl/entropy", "", "grpo: mean of -log pi of the drawn tokens, an estimate of the entropy"
+        "rl/entropy",
+        "",
+        "grpo: mean of -log pi of the drawn tokens, an estimate of the entropy",
     ),
     _step("rl/kl", "", "grpo: distance (k3) from the reference"),
-    _step("rl/teacher_kl", "", "grpo: KL divergence from rl.teacher, a mean over drawn tokens"),
+    _step(
+        "rl/teacher_kl",
+        "",
+        "grpo: KL divergence from rl.teacher, a mean over drawn tokens",
+    ),
     _step("grad_norm", "", "global norm of the gradient before clipping"),
     _step("learning_rate", "", "learning rate of the step"),
     _step("loss_scale", "", "float16: the loss scale"),
@@ -160,17 +198,33 @@ METRICS: tuple[Metric, ...] = (
         "error feedback: norm of all that is left out so far, to be sent in later steps",
     ),
     _step(
-        "sync_bytes", "bytes", "islands brought together: bytes that a device sent across for it"
+        "sync_bytes",
+        "bytes",
+        "islands brought together: bytes that a device sent across for it",
     ),
     _step(
         "sync_drift",
         "",
         "norm of the mean of what islands moved since they were brought together before (of the fragment)",
     ),
-    _step("sync_islands", "", "islands that took part: those whose weights were finite"),
-    _step("qk_clip/max_logit", "", "optimizer.qk_clip: the largest attention logit of all heads"),
-    _step("qk_clip/clipped_heads", "", "the same: heads whose weights were shrunk, of all layers"),
-    _step("expert_load", "", "experts: tokens of the fullest over the mean, in the worst layer"),
+    _step(
+        "sync_islands", "", "islands that took part: those whose weights were finite"
+    ),
+    _step(
+        "qk_clip/max_logit",
+        "",
+        "optimizer.qk_clip: the largest attention logit of all heads",
+    ),
+    _step(
+        "qk_clip/clipped_heads",
+        "",
+        "the same: heads whose weights were shrunk, of all layers",
+    ),
+    _step(
+        "expert_load",
+        "",
+        "experts: tokens of the fullest over the mean, in the worst layer",
+    ),
     _step(
         "router_entropy",
         "",
@@ -192,9 +246,24 @@ METRICS: tuple[Metric, ...] = (
         "telemetry.experts_every: expert_load of each layer",
         labels=("layer",),
     ),
-    _step("layer_router_entropy", "", "the same: router_entropy of each layer", labels=("layer",)),
-    _step("layer_dropped_rows", "", "the same: dropped_rows of each layer", labels=("layer",)),
-    _step("layer_expert_rounds", "", "the same: expert_rounds of each layer", labels=("layer",)),
+    _step(
+        "layer_router_entropy",
+        "",
+        "the same: router_entropy of each layer",
+        labels=("layer",),
+    ),
+    _step(
+        "layer_dropped_rows",
+        "",
+        "the same: dropped_rows of each layer",
+        labels=("layer",),
+    ),
+    _step(
+        "layer_expert_rounds",
+        "",
+        "the same: expert_rounds of each layer",
+        labels=("layer",),
+    ),
     _step(
         "tokens",
         "tokens",
@@ -223,7 +292,9 @@ METRICS: tuple[Metric, ...] = (
         "seconds",
         "of these, handing the step to the devices, on the first process",
     ),
-    _step("wait_seconds", "seconds", "of these, the first process waited for its devices"),
+    _step(
+        "wait_seconds", "seconds", "of these, the first process waited for its devices"
+    ),
     _step(
         "mfu",
         "",
@@ -231,7 +302,10 @@ METRICS: tuple[Metric, ...] = (
         f"the endpoint, monitor and report have the median of the last {RECENT_ROWS} rows",
     ),
     _step(
-        "compiles", "", "programs compiled since the row before, or taken from the cache", "counter"
+        "compiles",
+        "",
+        "programs compiled since the row before, or taken from the cache",
+        "counter",
     ),
     _step("compile_seconds", "seconds", "seconds that XLA took for them", "counter"),
     _step(
@@ -241,7 +315,9 @@ METRICS: tuple[Metric, ...] = (
     ),
     _step("memory_peak_bytes", "bytes", "the most that was taken there at once so far"),
     _step("checkpoint_seconds", "seconds", "a save from its begin until it is on disk"),
-    _step("checkpoint_blocked_seconds", "seconds", "of these, the step loop stood still"),
+    _step(
+        "checkpoint_blocked_seconds", "seconds", "of these, the step loop stood still"
+    ),
     _step("checkpoint_bytes", "bytes", "bytes written by the save, all processes"),
     _process(
         "cpu_ratio",
@@ -254,7 +330,11 @@ METRICS: tuple[Metric, ...] = (
         "processor time of everything on the machine, over that of its cores",
     ),
     _process("process_rss_bytes", "bytes", "memory of the process that is in RAM"),
-    _process("memory_used_ratio", "ratio", "memory of the machine that nothing new could have"),
+    _process(
+        "memory_used_ratio",
+        "ratio",
+        "memory of the machine that nothing new could have",
+    ),
     _process(
         "memory_limit_bytes",
         "bytes",
@@ -281,7 +361,9 @@ METRICS: tuple[Metric, ...] = (
         "ratio",
         "share of the last 10 s in which something waited for a disk (PSI)",
     ),
-    _process("disk_free_bytes", "bytes", "room on the file system of the run directory"),
+    _process(
+        "disk_free_bytes", "bytes", "room on the file system of the run directory"
+    ),
     _process("disk_used_ratio", "ratio", "how full that file system is"),
     _process("disk_read_bytes_per_second", "", "read from the machine's disks"),
     _process("disk_written_bytes_per_second", "", "written to the machine's disks"),
@@ -309,9 +391,14 @@ METRICS: tuple[Metric, ...] = (
         "share of the time in which some kernel ran, one that waits included",
         labels=("device",),
     ),
-    _process("device_power_watts", "watts", "power that the board takes", labels=("device",)),
     _process(
-        "device_temperature_celsius", "celsius", "temperature of the chip", labels=("device",)
+        "device_power_watts", "watts", "power that the board takes", labels=("device",)
+    ),
+    _process(
+        "device_temperature_celsius",
+        "celsius",
+        "temperature of the chip",
+        labels=("device",),
     ),
     _process(
         "device_memory_temperature_celsius",

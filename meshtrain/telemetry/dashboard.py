@@ -129,12 +129,18 @@ def _side_by_side(panels: list[Panel], below: int) -> tuple[list[Panel], int]:
 
 
 def _groups() -> dict[str, list[Panel]]:
-    steps = [metric for metric in METRICS if metric.source == "step" and metric.name != "step"]
+    steps = [
+        metric
+        for metric in METRICS
+        if metric.source == "step" and metric.name != "step"
+    ]
     process = [metric for metric in METRICS if metric.source == "process"]
     return {
         "The run now": list(_now()),
         "Its steps": [
-            _series(m, f"{_value(m)} {OF_FIRST}", " ".join(map(_label, ("run", *m.labels))))
+            _series(
+                m, f"{_value(m)} {OF_FIRST}", " ".join(map(_label, ("run", *m.labels)))
+            )
             for m in steps
         ],
         "Its processes": [_goodput(), *(_process_panel(metric) for metric in process)],
@@ -146,7 +152,10 @@ def _groups() -> dict[str, list[Panel]]:
 
 def _now() -> Iterator[Panel]:
     numbers = {
-        name.replace("_", " "): (f"{BY_NAME[name].sample} {OF_FIRST}", unit(BY_NAME[name]))
+        name.replace("_", " "): (
+            f"{BY_NAME[name].sample} {OF_FIRST}",
+            unit(BY_NAME[name]),
+        )
         for name in ("step", "loss", "tokens_per_second", "mfu")
     }
     numbers["alerts"] = (
@@ -154,12 +163,16 @@ def _now() -> Iterator[Panel]:
         "short",
     )
     for title, (query, of) in numbers.items():
-        yield _panel("stat", title, query, "{{run}}", of) | {"gridPos": {"w": 4, "h": 4}}
+        yield _panel("stat", title, query, "{{run}}", of) | {
+            "gridPos": {"w": 4, "h": 4}
+        }
 
 
 def _process_panel(metric: Metric) -> Panel:
     return _series(
-        metric, f"{_value(metric)} {OF_RUN}", " ".join(map(_label, ("run", "rank", *metric.labels)))
+        metric,
+        f"{_value(metric)} {OF_RUN}",
+        " ".join(map(_label, ("run", "rank", *metric.labels))),
     )
 
 
@@ -167,19 +180,29 @@ def _processes_panel(metric: Metric) -> Panel:
     labels = ("run", "over", *(label for label in metric.labels if label != "device"))
     query = f"{metric.processes_name} {OF_FIRST}"
     return _series(
-        metric, query, " ".join(map(_label, labels)), title=f"{_title(metric)}, least to greatest"
+        metric,
+        query,
+        " ".join(map(_label, labels)),
+        title=f"{_title(metric)}, least to greatest",
     )
 
 
 def _goodput() -> Panel:
     steps, seconds = goodput_queries("$__rate_interval", "rate")
     query = f"{steps} / {seconds} {OF_RUN}"
-    return _panel("timeseries", "goodput", query, "{{run}} {{rank}}", "percentunit", GOODPUT)
+    return _panel(
+        "timeseries", "goodput", query, "{{run}} {{rank}}", "percentunit", GOODPUT
+    )
 
 
 def _series(metric: Metric, query: str, legend: str, title: str = "") -> Panel:
     return _panel(
-        "timeseries", title or _title(metric), query, legend, unit(metric), metric.meaning
+        "timeseries",
+        title or _title(metric),
+        query,
+        legend,
+        unit(metric),
+        metric.meaning,
     )
 
 
@@ -189,11 +212,17 @@ def _label(name: str) -> str:
 
 def _value(metric: Metric) -> str:
     """Returns the query that draws a metric: the rate a second if it is a counter."""
-    return f"rate({metric.sample}[$__rate_interval])" if metric.kind == "counter" else metric.sample
+    return (
+        f"rate({metric.sample}[$__rate_interval])"
+        if metric.kind == "counter"
+        else metric.sample
+    )
 
 
 def _title(metric: Metric) -> str:
-    return metric.name.replace("_", " ") + (" a second" if metric.kind == "counter" else "")
+    return metric.name.replace("_", " ") + (
+        " a second" if metric.kind == "counter" else ""
+    )
 
 
 def unit(metric: Metric) -> str:
@@ -221,5 +250,7 @@ def _panel(
         "datasource": SOURCE,
         "gridPos": {"w": 8, "h": 7},
         "fieldConfig": {"defaults": {"unit": unit}, "overrides": []},
-        "targets": [{"refId": "A", "datasource": SOURCE, "expr": query, "legendFormat": legend}],
+        "targets": [
+            {"refId": "A", "datasource": SOURCE, "expr": query, "legendFormat": legend}
+        ],
     }

@@ -43,7 +43,8 @@ from meshtrain.telemetry.exposition import (
 
 Row = Mapping[str, Any]
 FEW = 64  # processes, of which each scrape has the newest
-MOST_SILENT = 3.0  # looks at the samples of a process until it is left out, if there is no new one
+# Looks at the samples of a process until it is left out, if there is no new one
+MOST_SILENT = 3.0
 PATH = "/metrics"
 PATIENCE = 10.0  # seconds that a reader may take over its request
 
@@ -115,17 +116,24 @@ class Board:
             sums = {name: dict(by_labels) for name, by_labels in self._sums.items()}
             of_all = self._of_all
         yield MetricFamily(
-            PREFIX + "process", "info", "what this process is", samples=[(self._info, 1)]
+            PREFIX + "process",
+            "info",
+            "what this process is",
+            samples=[(self._info, 1)],
         )
         for metric in METRICS:
             if metric.source == "step" and self._rank:
                 continue
-            family = MetricFamily(metric.exposed, metric.kind, metric.meaning, metric.unit)
+            family = MetricFamily(
+                metric.exposed, metric.kind, metric.meaning, metric.unit
+            )
             if metric.kind == "gauge":
                 value = (own if metric.source == "process" else step).get(metric.name)
                 family.samples = list(flat(value, metric.labels))
             elif metric.source == "step":
-                family.samples = [((), totals[metric.name])] if metric.name in step else []
+                family.samples = (
+                    [((), totals[metric.name])] if metric.name in step else []
+                )
             else:
                 family.samples = list(sums.get(metric.name, {}).items())
             yield family
@@ -142,19 +150,32 @@ def _summarise_processes(rows: Mapping[int, Row]) -> Iterator[MetricFamily]:
                 shared = tuple(label for label in labels if label[0] != "device")
                 by_labels.setdefault(shared, []).append((value, rank))
         family = MetricFamily(
-            metric.processes_name, "gauge", f"over all processes: {metric.meaning}", metric.unit
+            metric.processes_name,
+            "gauge",
+            f"over all processes: {metric.meaning}",
+            metric.unit,
         )
         for labels, values in by_labels.items():
-            for over, pick in (("min", min), ("median", statistics.median_low), ("max", max)):
+            for over, pick in (
+                ("min", min),
+                ("median", statistics.median_low),
+                ("max", max),
+            ):
                 value, rank = pick(values)
                 family.samples.append(((*labels, ("over", over)), value))
-                ranks.samples.append(((("metric", metric.name), *labels, ("over", over)), rank))
+                ranks.samples.append(
+                    ((("metric", metric.name), *labels, ("over", over)), rank)
+                )
         yield family
     yield ranks
 
 
 def counters(source: Source) -> list[Metric]:
-    return [metric for metric in METRICS if metric.source == source and metric.kind == "counter"]
+    return [
+        metric
+        for metric in METRICS
+        if metric.source == source and metric.kind == "counter"
+    ]
 
 
 class _Server(ThreadingHTTPServer):
@@ -216,7 +237,9 @@ class Endpoint(Listener):
         # An overflow: the last ports of a machine with many processes.
         except (OSError, OverflowError) as error:
             why = refusal(error) if isinstance(error, OSError) else "ports end at 65535"
-            say(f"metrics cannot be served on {bind}:{port}: {why}; training goes on without.")
+            say(
+                f"metrics cannot be served on {bind}:{port}: {why}; training goes on without."
+            )
             return
         self.url = f"http://{bind}:{self._server.server_address[1]}{PATH}"
         threading.Thread(

@@ -69,7 +69,10 @@ def render(families: Iterable[MetricFamily], *, openmetrics: bool) -> str:
         if openmetrics and family.unit:
             lines.append(f"# UNIT {titled} {family.unit}")
         lines.append(f"# HELP {titled} {_escaped(family.meaning)}")
-        lines += [f"{name}{_braces(labels)} {_number(value)}" for labels, value in family.samples]
+        lines += [
+            f"{name}{_braces(labels)} {_number(value)}"
+            for labels, value in family.samples
+        ]
         for labels, distribution in family.distributions:
             lines += _buckets(name, labels, distribution)
     if openmetrics:
@@ -79,7 +82,9 @@ def render(families: Iterable[MetricFamily], *, openmetrics: bool) -> str:
 
 def _buckets(name: str, labels: Labels, distribution: Distribution) -> Iterator[str]:
     so_far = 0
-    for bound, count in zip((*distribution.bounds, math.inf), distribution.counts, strict=True):
+    for bound, count in zip(
+        (*distribution.bounds, math.inf), distribution.counts, strict=True
+    ):
         so_far += count
         yield f"{name}_bucket{_braces((*labels, ('le', _number(float(bound)))))} {so_far}"
     yield f"{name}_sum{_braces(labels)} {_number(distribution.sum)}"
@@ -105,7 +110,9 @@ def _number(value: float) -> str:
     return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
 
 
-def flat(value: Any, names: tuple[str, ...], labels: Labels = ()) -> Iterator[tuple[Labels, float]]:
+def flat(
+    value: Any, names: tuple[str, ...], labels: Labels = ()
+) -> Iterator[tuple[Labels, float]]:
     """A row's value, if it has one, as (labels, number) each: a mapping by label value for each of the metric's labels
     `names`.
     """

@@ -30,7 +30,8 @@ from meshtrain.survive.heartbeat import Heartbeat
 LATEST = 1.0  # seconds after which listeners have a row
 TICK = 5.0  # seconds after which listeners hear that time has passed
 MOST_WAITING = 10_000  # rows that a listener may be behind
-PATIENCE = 10.0  # seconds that the end of a run waits for what listeners still have to do
+# Seconds that the end of a run waits for what listeners still have to do
+PATIENCE = 10.0
 
 
 @dataclass
@@ -60,7 +61,9 @@ class Hub(RunHook):
         self.totals: dict[str, float] = {}
         self._rows: deque[Row] = deque(maxlen=MOST_WAITING)
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="meshtrain-telemetry", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="meshtrain-telemetry", daemon=True
+        )
         self._started = self._behind = False
 
     def listen(self, listener: Listener) -> None:
@@ -74,13 +77,18 @@ class Hub(RunHook):
         return self.totals
 
     def repeat(
-        self, seconds: float, give: Callable[[], Iterable[Row]], first: float | None = None
+        self,
+        seconds: float,
+        give: Callable[[], Iterable[Row]],
+        first: float | None = None,
     ) -> None:
         """Hands the rows that `give` has to all listeners every so many seconds, at first after `first`, and once more
         at the end.
         """
         self._tasks.append(
-            _Task(seconds, give, time.monotonic() + (seconds if first is None else first))
+            _Task(
+                seconds, give, time.monotonic() + (seconds if first is None else first)
+            )
         )
         self._start()
 
@@ -105,7 +113,10 @@ class Hub(RunHook):
         return self
 
     def __exit__(
-        self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if error is not None:
             for listener in self._listeners:
@@ -167,7 +178,9 @@ class Hub(RunHook):
         return None
 
 
-def watch(config: Config, directory: Path, heartbeat: Heartbeat, mesh: jax.sharding.Mesh) -> Hub:
+def watch(
+    config: Config, directory: Path, heartbeat: Heartbeat, mesh: jax.sharding.Mesh
+) -> Hub:
     """Returns the hub of this process, with all that the config asks for. All processes must call it.
 
     Each process samples what it uses and serves its page of metrics; the first one also reads the samples of all, and
@@ -187,7 +200,9 @@ def watch(config: Config, directory: Path, heartbeat: Heartbeat, mesh: jax.shard
         totals = hub.add_up(metric.name for metric in endpoint.counters("step"))
         every = samples.read_every(telemetry.every, jax.process_count())
         board = endpoint.Board(rank, host, str(directory), totals, every)
-        server = endpoint.Endpoint(telemetry.bind, telemetry.endpoint + of_machine, board)
+        server = endpoint.Endpoint(
+            telemetry.bind, telemetry.endpoint + of_machine, board
+        )
         if server.url:
             hub.listen(server)
     if rank == 0 and (telemetry.alerts or telemetry.trackers):

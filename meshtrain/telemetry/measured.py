@@ -79,11 +79,20 @@ class Measured:
         self._before = dict(self._phases())
         # What was taken for waiting may turn out to be a pause.
         dispatch, wait = (
-            max(0.0, self._before[name] - before.get(name, 0.0)) for name in ("dispatch", "wait")
+            max(0.0, self._before[name] - before.get(name, 0.0))
+            for name in ("dispatch", "wait")
         )
-        values = {"tokens": tokens, "tokens_per_second": tokens / seconds, **self._constant}
+        values = {
+            "tokens": tokens,
+            "tokens_per_second": tokens / seconds,
+            **self._constant,
+        }
         values |= {"step_seconds": seconds, "data_wait_seconds": waited - self._waited}
-        values |= {"time": time.time(), "dispatch_seconds": dispatch, "wait_seconds": wait}
+        values |= {
+            "time": time.time(),
+            "dispatch_seconds": dispatch,
+            "wait_seconds": wait,
+        }
         self._waited = waited
         if self._peak is not None:
             values["mfu"] = tokens / seconds / self._peak
@@ -128,7 +137,9 @@ def measured(program: "Program", phases: Callable[[], Mapping[str, float]]) -> M
         from meshtrain.plan import gradient_traffic, pipeline, shapes
 
         if not on_cpu:
-            peak = shapes.tokens_at_peak(config, devices.flat[0].device_kind, devices.size)
+            peak = shapes.tokens_at_peak(
+                config, devices.flat[0].device_kind, devices.size
+            )
         if compresses:
             iterations = pipeline.iterations(config, skips=program.local.forward.skips)
             sent = gradient_traffic.row(config, iterations)

@@ -9,7 +9,13 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from meshtrain.config import Config
 from meshtrain.errors import LINES, printable, refusal, say
@@ -29,7 +35,10 @@ class TerminalBar:
         return self
 
     def __exit__(
-        self, kind: type | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self.bar:
             self.bar.stop()
@@ -76,14 +85,20 @@ class Reporter(TerminalBar, RunHook):
         say(f"standard output cannot be written: {why}; training goes on without it.")
         self.console.quiet = True
         # What waits in its buffer would fail once more at the end of the process.
-        with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+        with (
+            contextlib.suppress(OSError, ValueError),
+            open(os.devnull, "wb") as nowhere,
+        ):
             os.dup2(nowhere.fileno(), self.console.file.fileno())
 
     def after_metrics(self, row: Row, due: bool) -> None:
         """Shows a step's metrics as a line where they are due, and moves the bar."""
         self.seconds = [*self.seconds[-19:], row["step_seconds"]]
         text = f"loss {row['loss']:z.4f}  "
-        for name, metric in (("reward", "rl/reward"), ("from the teacher", "rl/teacher_kl")):
+        for name, metric in (
+            ("reward", "rl/reward"),
+            ("from the teacher", "rl/teacher_kl"),
+        ):
             if metric in row:
                 text += f"{name} {row[metric]:z.3f}  "
         text += f"{row['tokens_per_second']:,.0f} tokens/s"
@@ -94,7 +109,9 @@ class Reporter(TerminalBar, RunHook):
         if "eval_accuracy" in row:
             text += f"  accuracy {row['eval_accuracy']:.1%}"
         if due:
-            left = sorted(self.seconds)[len(self.seconds) // 2] * (self.steps - row["step"])
+            left = sorted(self.seconds)[len(self.seconds) // 2] * (
+                self.steps - row["step"]
+            )
             # Less than a second is still more than nothing; a bar says it itself.
             if self.bar:
                 ending = ""
@@ -134,7 +151,9 @@ class EvaluationProgress(TerminalBar):
         if self.bar:
             self.bar.update(self.task, completed=done, total=total)
         elif not self.quiet and time.monotonic() - self._said >= LINES_EVERY:
-            say(f"{self.doing}: {done:,} {'' if total is None else f'of {total:,} '}{self.what}")
+            say(
+                f"{self.doing}: {done:,} {'' if total is None else f'of {total:,} '}{self.what}"
+            )
             self._said = time.monotonic()
 
 

@@ -40,7 +40,8 @@ REASONS = {
     "power_brake": 0x80,
 }
 MEMORY_TEMPERATURE = 82  # NVML_FI_DEV_MEMORY_TEMP
-NO_LIMIT = 2**60  # bytes: version 1 of cgroups says "none" by the largest number of pages there is
+# bytes: version 1 of cgroups says "none" by the largest number of pages there is
+NO_LIMIT = 2**60
 
 
 def _memory_temperature(nvml: Any, gpu: Any) -> float:
@@ -67,7 +68,11 @@ GPU_VALUES: dict[str, tuple[float, float, Callable[[Any, Any], float]]] = {
         1,
         lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
     ),
-    "device_power_watts": (0, 1e5, lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000),
+    "device_power_watts": (
+        0,
+        1e5,
+        lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
+    ),
     "device_temperature_celsius": (
         -60,
         250,
@@ -88,7 +93,10 @@ class Gpus:
     """
 
     def __init__(
-        self, devices: Sequence[int], nvml: Any, environment: Mapping[str, str] = os.environ
+        self,
+        devices: Sequence[int],
+        nvml: Any,
+        environment: Mapping[str, str] = os.environ,
     ) -> None:
         self._nvml = nvml
         visible = [
@@ -119,7 +127,9 @@ class Gpus:
                         values.setdefault(name, {})[device] = value
             with contextlib.suppress(nvml.NVMLError, AttributeError, TypeError):
                 bits = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
-                reasons = {reason: int(bool(bits & bit)) for reason, bit in REASONS.items()}
+                reasons = {
+                    reason: int(bool(bits & bit)) for reason, bit in REASONS.items()
+                }
                 values.setdefault("device_throttled", {})[device] = reasons
         return values
 
@@ -186,7 +196,12 @@ class Resources:
         for part in parts:
             # A machine without one of them, a container that may not look.
             with contextlib.suppress(
-                OSError, psutil.Error, NotImplementedError, RuntimeError, ValueError, Warning
+                OSError,
+                psutil.Error,
+                NotImplementedError,
+                RuntimeError,
+                ValueError,
+                Warning,
             ):
                 values |= part()
         return values
@@ -198,12 +213,18 @@ class Resources:
         self._counts = counts
         seconds = now - self._since
         self._since = now
-        spent = {name: count - before[name] for name, count in counts.items() if name in before}
+        spent = {
+            name: count - before[name]
+            for name, count in counts.items()
+            if name in before
+        }
         values: Values = {}
         if "own" in spent:
             values["cpu_ratio"] = spent["own"] / seconds / self._cores()
         if spent.get("all", 0) > 0:
-            values["machine_cpu_ratio"] = min(1.0, max(0.0, spent["busy"] / spent["all"]))
+            values["machine_cpu_ratio"] = min(
+                1.0, max(0.0, spent["busy"] / spent["all"])
+            )
         # A counter that was set back tells no rate.
         rates = {
             name: count / seconds
@@ -215,7 +236,9 @@ class Resources:
     def _counted(self) -> dict[str, float]:
         times = psutil.cpu_times()._asdict()
         # guest time is part of user time, iowait is no work
-        every = sum(seconds for name, seconds in times.items() if not name.startswith("guest"))
+        every = sum(
+            seconds for name, seconds in times.items() if not name.startswith("guest")
+        )
         counts = {
             "own": time.process_time(),
             "all": every,
@@ -232,8 +255,12 @@ class Resources:
                 if name in self._cards
             ]
             if cards:
-                counts["network_sent_bytes_per_second"] = sum(card.bytes_sent for card in cards)
-                counts["network_received_bytes_per_second"] = sum(card.bytes_recv for card in cards)
+                counts["network_sent_bytes_per_second"] = sum(
+                    card.bytes_sent for card in cards
+                )
+                counts["network_received_bytes_per_second"] = sum(
+                    card.bytes_recv for card in cards
+                )
         return counts
 
     def _cores(self) -> float:
@@ -264,7 +291,9 @@ class Resources:
         for kind in ("cpu", "memory", "io"):
             with contextlib.suppress(OSError, ValueError, IndexError):
                 text = (self._proc / "pressure" / kind).read_text()
-                shares[f"pressure_{kind}_ratio"] = float(text.split("avg10=")[1].split()[0]) / 100
+                shares[f"pressure_{kind}_ratio"] = (
+                    float(text.split("avg10=")[1].split()[0]) / 100
+                )
         return shares
 
     def _disk(self) -> Values:
@@ -291,9 +320,16 @@ class Resources:
     def _sample_phases(self) -> Values:
         before = self._spent
         self._spent = self._phases()
-        spent = {name: seconds - before.get(name, 0.0) for name, seconds in self._spent.items()}
+        spent = {
+            name: seconds - before.get(name, 0.0)
+            for name, seconds in self._spent.items()
+        }
         return (
-            {"phase_seconds": {name: seconds for name, seconds in spent.items() if seconds > 0}}
+            {
+                "phase_seconds": {
+                    name: seconds for name, seconds in spent.items() if seconds > 0
+                }
+            }
             if spent
             else {}
         )
@@ -330,10 +366,16 @@ class Cgroup:
                 # The group and those above it; in a container the path may be the host's, of which only the mount is
                 # there.
                 directory = mount / path.lstrip("/")
-                groups = [d for d in (directory, *directory.parents) if d.is_relative_to(mount)]
+                groups = [
+                    d
+                    for d in (directory, *directory.parents)
+                    if d.is_relative_to(mount)
+                ]
                 controllers = {*names.split(",")}
                 if {"", "memory"} & controllers:
-                    self._memory += [(group, self.V1 if names else self.V2) for group in groups]
+                    self._memory += [
+                        (group, self.V1 if names else self.V2) for group in groups
+                    ]
                 if {"", "cpu"} & controllers:
                     self._cpu += groups
 
@@ -349,7 +391,8 @@ class Cgroup:
                 used = int((group / used_file).read_text())
                 if 0 < limit < NO_LIMIT:
                     stat = dict(
-                        line.split() for line in (group / "memory.stat").read_text().splitlines()
+                        line.split()
+                        for line in (group / "memory.stat").read_text().splitlines()
                     )
                     known.append((limit, max(0, used - int(stat.get(inactive, 0)))))
         return max(known, key=lambda pair: pair[1] / pair[0], default=None)
@@ -363,7 +406,8 @@ class Cgroup:
                     quota, period = (group / "cpu.max").read_text().split()
                 else:
                     quota, period = (
-                        (group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
+                        (group / f"cpu.cfs_{name}_us").read_text()
+                        for name in ("quota", "period")
                     )
                 if int(quota) > 0:
                     known.append(int(quota) / int(period))

@@ -102,7 +102,10 @@ def newest(directory: Path, rank: int) -> Row | None:
     """Returns the last whole row of a process; None if there is none."""
     with contextlib.suppress(OSError):
         return next(
-            reversed(list(RowReader(directory / RESOURCES / f"{rank}.jsonl", TAIL).new())), None
+            reversed(
+                list(RowReader(directory / RESOURCES / f"{rank}.jsonl", TAIL).new())
+            ),
+            None,
         )
     return None
 
@@ -164,7 +167,11 @@ def sample_processes(
     watch_pauses(heartbeat)
     devices = mesh.local_devices if mesh.devices.flat[0].platform != "cpu" else []
     gpus = open_gpus(
-        [device.local_hardware_id for device in devices if device.platform in ("gpu", "cuda")]
+        [
+            device.local_hardware_id
+            for device in devices
+            if device.platform in ("gpu", "cuda")
+        ]
     )
     limit = int(config.telemetry.memory_limit * 2**30)
     resources = Resources(
@@ -175,4 +182,6 @@ def sample_processes(
     first = min(FIRST, every) if processes == 1 else rank * 0.618034 % 1 * every
     repeat(every, ResourceSampling(directory, rank, heartbeat, resources), first)
     if rank == 0 and processes > 1:
-        repeat(read_every(config.telemetry.every, processes), Others(directory, processes))
+        repeat(
+            read_every(config.telemetry.every, processes), Others(directory, processes)
+        )

@@ -45,7 +45,11 @@ class Signal(Protocol):
 def number(row: Row, name: str) -> float | None:
     """Returns a finite number of a row; None if it has none."""
     value = row.get(name)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    return (
+        float(value)
+        if isinstance(value, int | float) and math.isfinite(value)
+        else None
+    )
 
 
 def phases_of(row: Row, heard: Heard) -> Mapping[str, float] | None:
@@ -74,7 +78,9 @@ class LossFinite:
         if heard != "step" or "loss" not in row:
             return
         names = ("loss",) if "loss_scale" in row else ("loss", "grad_norm")
-        wrong = next((name for name in names if name in row and number(row, name) is None), None)
+        wrong = next(
+            (name for name in names if name in row and number(row, name) is None), None
+        )
         self._bad = 0 if wrong is None else self._bad + 1
         name = wrong or "loss"
         value = row[name] if row[name] is not None else "not finite"
@@ -123,7 +129,9 @@ class LossSpike:
         usual = median_low(losses.usual)
         # 1.4826 makes of the median absolute deviation the standard deviation, where noise is normal.
         spread = max(
-            1.4826 * median_low([abs(x - usual) for x in losses.usual]), 0.01 * abs(usual), 1e-12
+            1.4826 * median_low([abs(x - usual) for x in losses.usual]),
+            0.01 * abs(usual),
+            1e-12,
         )
         value = (newest - usual) / spread
         yield losses.reading(
@@ -142,7 +150,9 @@ class Throughput:
     """
 
     def __init__(self) -> None:
-        self._rates = Window("throughput_drop", thresholds.LATEST_RATES, thresholds.RATES)
+        self._rates = Window(
+            "throughput_drop", thresholds.LATEST_RATES, thresholds.RATES
+        )
 
     def hear(self, row: Row, heard: Heard, now: float) -> Iterator[SignalReading]:
         rate = number(row, "tokens_per_second") if heard == "step" else None
@@ -169,9 +179,11 @@ class Stalled:
 
     def __init__(self) -> None:
         self._intervals: deque[float] = deque(maxlen=thresholds.INTERVALS)
-        self._last: float | None = None  # when the last row was heard, or anything at all
+        # When the last row was heard, or anything at all
+        self._last: float | None = None
         self._begun = False  # a row was heard
-        self._stepping: float | None = None  # seconds in a step's phases since; None: nobody says
+        # Seconds in a step's phases since; None: nobody says
+        self._stepping: float | None = None
 
     def hear(self, row: Row, heard: Heard, now: float) -> Iterator[SignalReading]:
         if self._last is None:
@@ -187,7 +199,10 @@ class Stalled:
             self._begun = True
             self._stepping = None if self._stepping is None else 0.0
             yield SignalReading(
-                "stalled", 0.0, "", f"step {row.get('step')} was taken after {passed:.0f} s"
+                "stalled",
+                0.0,
+                "",
+                f"step {row.get('step')} was taken after {passed:.0f} s",
             )
             return
         if heard == "process":
@@ -201,7 +216,11 @@ class Stalled:
         if self._intervals:
             median = median_low(self._intervals)
             between = f", where {median:.3g} s lie between two"
-            usual = usual if self._stepping is None else max(median, thresholds.LEAST_INTERVAL)
+            usual = (
+                usual
+                if self._stepping is None
+                else max(median, thresholds.LEAST_INTERVAL)
+            )
         still = passed if self._stepping is None else self._stepping
         sentence = f"no step was taken for {passed:.0f} s{between}"
         yield SignalReading("stalled", still / usual, sentence, "steps are taken again")
@@ -256,7 +275,8 @@ class Disk:
     """
 
     def __init__(self) -> None:
-        self.free: deque[tuple[float, float]] = deque()  # (time, bytes) of the last hour
+        # (time, bytes) of the last hour
+        self.free: deque[tuple[float, float]] = deque()
         self._save = 0.0  # bytes of the newest checkpoint
 
     def hear(self, row: Row, heard: Heard, now: float) -> Iterator[SignalReading]:
@@ -340,7 +360,11 @@ class SlowRank:
                 who = f"rank {rank}{self._hosts[rank]}"
                 over = f"{who} is as fast as the others (score {pace.score:.2f})"
                 yield SignalReading(
-                    "slow_rank", pace.score, f"{who} is slow: {pace.words()}", over, rank
+                    "slow_rank",
+                    pace.score,
+                    f"{who} is slow: {pace.words()}",
+                    over,
+                    rank,
                 )
 
 
@@ -363,7 +387,9 @@ class Goodput:
             return
         while self._spent and now - self._spent[0][0] > HOUR:
             self._spent.popleft()
-        steps = sum(float(s) for phase, s in phases.items() if KIND_OF.get(phase) == "step")
+        steps = sum(
+            float(s) for phase, s in phases.items() if KIND_OF.get(phase) == "step"
+        )
         self._spent.append((now, steps, sum(map(float, phases.values()))))
         whole = sum(seconds for _, _, seconds in self._spent)
         if whole >= thresholds.LEAST_JUDGED:

@@ -31,7 +31,8 @@ from meshtrain.run.rows import MetricsFile
 LIMIT = {"webhook": 5.0, "command": 10.0}  # seconds of one try
 PAUSES = (1.0, 4.0)  # seconds before the second and third try
 MOST_WAITING = 100  # alerts; of more, whoever reads them has no need
-PATIENCE = 8.0  # seconds that the end of a run waits for all threads: an alert may be why it ended
+# Seconds that the end of a run waits for all threads: an alert may be why it ended
+PATIENCE = 8.0
 
 Sent = Mapping[str, Any]
 
@@ -55,21 +56,25 @@ def sink(target: AlertTarget, directory: Path) -> Sink:
                 "its address."
             )
         return Delivery(
-            f"webhook:{target.address}", lambda alert: post(address(), alert, directory.name)
+            f"webhook:{target.address}",
+            lambda alert: post(address(), alert, directory.name),
         )
     if target.kind == "webhook":
         # A URL may hold a password or a token: the host is enough to know it by.
         name = f"webhook to {urlsplit(target.address).hostname}"
         return Delivery(name, lambda alert: post(target.address, alert, directory.name))
     return Delivery(
-        f"{target.kind}:{target.address}", lambda alert: run(shlex.split(target.address), alert)
+        f"{target.kind}:{target.address}",
+        lambda alert: run(shlex.split(target.address), alert),
     )
 
 
 def address_in(variable: str) -> str:
     """Returns the URL that a variable of the environment holds; Undelivered, without a word of it, if it holds none."""
     if not is_url(url := os.environ.get(variable, "").strip()):
-        raise Undelivered("the variable holds no address such as https://host/path", final=True)
+        raise Undelivered(
+            "the variable holds no address such as https://host/path", final=True
+        )
     return url
 
 
@@ -112,7 +117,10 @@ class Delivery:
     """
 
     def __init__(
-        self, name: str, deliver: Callable[[Sent], None], pauses: tuple[float, ...] = PAUSES
+        self,
+        name: str,
+        deliver: Callable[[Sent], None],
+        pauses: tuple[float, ...] = PAUSES,
     ) -> None:
         self._name = name
         self._deliver = deliver
@@ -120,7 +128,9 @@ class Delivery:
         self._waiting: queue.Queue[Sent | None] = queue.Queue(MOST_WAITING)
         self._ending = threading.Event()
         self._failing = False
-        self._thread = threading.Thread(target=self._run, name="meshtrain-alerts", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, name="meshtrain-alerts", daemon=True
+        )
         self._thread.start()
 
     def send(self, alert: Sent) -> None:
@@ -181,18 +191,23 @@ def post(url: str, alert: Sent, run_name: str, limit: float = LIMIT["webhook"]) 
         "text": f"{run_name}: {state}, {alert['rule']}: {alert['sentence']}",
     }
     headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(url, json.dumps(body).encode(), headers, method="POST")
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), headers, method="POST"
+    )
     try:
         urllib.request.build_opener(_Refuse).open(request, timeout=limit).close()
     except urllib.error.HTTPError as error:
         error.close()
         # Of the client's errors only "too many requests" and a timeout get better by waiting.
         raise Undelivered(
-            f"it answers {error.code}", final=error.code < 500 and error.code not in (408, 429)
+            f"it answers {error.code}",
+            final=error.code < 500 and error.code not in (408, 429),
         ) from None
     except OSError as error:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
-        raise Undelivered(refusal(reason) if isinstance(reason, OSError) else str(reason)) from None
+        raise Undelivered(
+            refusal(reason) if isinstance(reason, OSError) else str(reason)
+        ) from None
 
 
 def run(words: list[str], alert: Sent, limit: float = LIMIT["command"]) -> None:
@@ -203,7 +218,11 @@ def run(words: list[str], alert: Sent, limit: float = LIMIT["command"]) -> None:
     try:
         # A session of its own, so that what it starts is ended with it.
         process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True
+            words,
+            stdin=subprocess.PIPE,
+            stdout=null,
+            stderr=null,
+            start_new_session=True,
         )
     except OSError as error:
         raise Undelivered(refusal(error), final=True) from None

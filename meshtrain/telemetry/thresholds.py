@@ -36,8 +36,10 @@ LEAST_INTERVAL = (
 UNKNOWN = 1800.0
 SAMPLES = 6  # of a rank's phases
 HOUR = 3600.0
-FILLING_FROM = 0.6  # of a disk that is used before its filling is of interest; node_exporter's own alerts have the same
-FILLING_OVER = 1800.0  # seconds that a slope is taken from, at least: saves come and go within less
+# Of a disk that is used before its filling is of interest; node_exporter's own alerts have the same
+FILLING_FROM = 0.6
+# Seconds that a slope is taken from, at least: saves come and go within less
+FILLING_OVER = 1800.0
 ROOM = 2.0**30  # bytes that rows, logs and traces may need, at least
 LEAST_JUDGED = 1800.0  # seconds before which goodput means nothing
 # seconds of a query that are compared with those before
@@ -45,7 +47,8 @@ RECENT = 120.0
 USUAL = 1800.0
 STILL = (
     LEAST * TIMES
-)  # seconds without a token; a query cannot wait for 10 steps whose length it does not know
+    # Seconds without a token; a query cannot wait for 10 steps whose length it does not know
+)
 
 
 class Span(NamedTuple):
@@ -83,13 +86,16 @@ class Threshold:
         return value > self.fires if self.fires >= self.clears else value < self.fires
 
     def is_good(self, value: float) -> bool:
-        return value <= self.clears if self.fires >= self.clears else value >= self.clears
+        return (
+            value <= self.clears if self.fires >= self.clears else value >= self.clears
+        )
 
     def prometheus_rule(self, span: Span) -> dict[str, Any]:
         # What stands still has no value that grows: it must have stood so for as long.
         seconds = STILL if self.rule == "stalled" else self.seconds
         return {
-            "alert": "Meshtrain" + "".join(word.capitalize() for word in self.rule.split("_")),
+            "alert": "Meshtrain"
+            + "".join(word.capitalize() for word in self.rule.split("_")),
             "expr": self.query(self, span),
             "for": span.window(seconds) if seconds else "0s",
             "labels": {"severity": self.severity, "rule": self.rule},
@@ -142,9 +148,7 @@ def _not_finite(_: Threshold, span: Span) -> str:
     loss = _name("loss")
     gradient = _name("grad_norm")
     # float16's loss scale skips steps whose gradient is not finite.
-    wrong_gradient = (
-        f"(({gradient} != {gradient} or abs({gradient}) == Inf) unless {_name('loss_scale')})"
-    )
+    wrong_gradient = f"(({gradient} != {gradient} or abs({gradient}) == Inf) unless {_name('loss_scale')})"
     return f"{loss} != {loss} or abs({loss}) == Inf or {wrong_gradient}"
 
 
@@ -153,9 +157,7 @@ def _spike(threshold: Threshold, span: Span) -> str:
     # The quartiles of what is normal lie 1.349 standard deviations apart.
     spread = f"({_usual('loss', 0.75, span)} - {_usual('loss', 0.25, span)}) / 1.349"
     least = f"{0.01 * threshold.fires:g} * abs({_usual('loss', 0.5, span)})"
-    return (
-        f"{above} > {threshold.fires:g} * {spread} and {above} > {least} and {_known('loss', span)}"
-    )
+    return f"{above} > {threshold.fires:g} * {spread} and {above} > {least} and {_known('loss', span)}"
 
 
 def _drop(threshold: Threshold, span: Span) -> str:
@@ -173,9 +175,7 @@ def _host_share(span: Span) -> str:
     window = span.window(300.0)
     host = _seconds_in(f'=~"{"|".join(HOST)}"', window)
     whole = _seconds_in(f'=~"{"|".join(STEPPING)}"', window)
-    return (
-        f"{host} / {whole} * on (instance, job) group_left (run, rank, host) {PREFIX}process_info"
-    )
+    return f"{host} / {whole} * on (instance, job) group_left (run, rank, host) {PREFIX}process_info"
 
 
 def _slow(threshold: Threshold, _: Span) -> str:
@@ -195,7 +195,9 @@ def _stalled(threshold: Threshold, span: Span) -> str:
     other = _seconds_in(f'!~"{"|".join(STEPPING)}"', window)
     # Steps that take a tenth of the time or more are left to the run's own alert.
     quick = f"{_name('step_seconds')} < {span.seconds(STILL / threshold.fires):g}"
-    return f"increase({_name('tokens')}[{window}]) == 0 and {quick} unless {other} > 0.1"
+    return (
+        f"increase({_name('tokens')}[{window}]) == 0 and {quick} unless {other} > 0.1"
+    )
 
 
 def _disk_space(_: Threshold, span: Span) -> str:
@@ -205,7 +207,9 @@ def _disk_space(_: Threshold, span: Span) -> str:
 
 def _disk_filling(threshold: Threshold, span: Span) -> str:
     ahead = span.seconds(threshold.fires * HOUR)
-    free = f"predict_linear({_name('disk_free_bytes')}[{span.window(HOUR)}], {ahead:.0f})"
+    free = (
+        f"predict_linear({_name('disk_free_bytes')}[{span.window(HOUR)}], {ahead:.0f})"
+    )
     return f"({free} < 0 and {_name('disk_used_ratio')} > {FILLING_FROM:g}) {FIRST}"
 
 

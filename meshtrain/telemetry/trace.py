@@ -33,7 +33,8 @@ EVENTS = "trace.xplane.pb"
 MODULE = "module.hlo.txt"
 FACTS = "trace.json"
 STEP = (
-    "train"  # name of the annotation around each traced step, as TensorBoard's profiler expects it
+    # Name of the annotation around each traced step, as TensorBoard's profiler expects it
+    "train"
 )
 
 
@@ -77,7 +78,9 @@ class Tracer(RunHook):
         self.mesh = mesh
         self.table = table
         self.directory = directory / TRACES
-        self.begins = set(config.telemetry.trace_at) if jax.process_index() == 0 else set()
+        self.begins = (
+            set(config.telemetry.trace_at) if jax.process_index() == 0 else set()
+        )
         self.steps: list[int] = []  # of the trace that is being taken
         self._first: int | None = None
         self._annotation: jax.profiler.StepTraceAnnotation | None = None
@@ -92,10 +95,16 @@ class Tracer(RunHook):
             self._annotation = jax.profiler.StepTraceAnnotation(STEP, step_num=step)
             self._annotation.__enter__()
 
-    def after_step(self, step: int, compiled: jax.stages.Compiled, metrics: Any) -> None:
+    def after_step(
+        self, step: int, compiled: jax.stages.Compiled, metrics: Any
+    ) -> None:
         """Waits for the devices where a trace begins and ends, so that it has whole steps and nothing of others."""
         last = len(self.steps) == self.config.telemetry.trace_steps
-        if last or step + 1 in self.begins or (self.steps and platform(self.mesh) == "cpu"):
+        if (
+            last
+            or step + 1 in self.begins
+            or (self.steps and platform(self.mesh) == "cpu")
+        ):
             self.phase("wait")
             jax.block_until_ready(metrics)
         if self._annotation is not None:
@@ -154,7 +163,8 @@ class Tracer(RunHook):
             shutil.rmtree(self._aside / "plugins")
             (self._aside / MODULE).write_text(text)
             (self._aside / FACTS).write_text(
-                json.dumps(dataclasses.asdict(self._facts(steps, text)), indent=1) + "\n"
+                json.dumps(dataclasses.asdict(self._facts(steps, text)), indent=1)
+                + "\n"
             )
             place = self.directory / str(steps[0])
             shutil.rmtree(place, ignore_errors=True)
@@ -170,7 +180,11 @@ class Tracer(RunHook):
             platform=platform(self.mesh),
             mesh=dict(self.mesh.shape),
             devices=[device.id for device in devices],
-            local=[device.id for device in devices if device.process_index == jax.process_index()],
+            local=[
+                device.id
+                for device in devices
+                if device.process_index == jax.process_index()
+            ],
             processes=jax.process_count(),
             masked=idle_fractions(self.table)
             if self.table and platform(self.mesh) != "cpu"
@@ -178,7 +192,11 @@ class Tracer(RunHook):
         )
 
     def _give_up(self, what: str, error: Exception) -> None:
-        why = refusal(error) if isinstance(error, OSError) else str(error).partition("\n")[0]
+        why = (
+            refusal(error)
+            if isinstance(error, OSError)
+            else str(error).partition("\n")[0]
+        )
         say(
             f"the trace in {self.directory} {what}: {why.rstrip('.')}; training goes on, and no other is taken."
         )

@@ -59,7 +59,9 @@ class Tracked(Listener):
 
     def __init__(self, name: str, config: Config, directory: Path) -> None:
         self.name = f"the tracker {name}"
-        self._open: Callable[[], Tracker] = lambda: TRACKERS_BY_NAME[name](config, directory)
+        self._open: Callable[[], Tracker] = lambda: TRACKERS_BY_NAME[name](
+            config, directory
+        )
         self._tracker: Tracker | None = None
 
     def on_row(self, row: Row, source: RowSource) -> None:
@@ -68,7 +70,9 @@ class Tracked(Listener):
         if self._tracker is None:
             self._tracker = self._open()
         # true is no number, though Python counts it as one.
-        numbers = {key: value for key, value in row.items() if type(value) in (int, float)}
+        numbers = {
+            key: value for key, value in row.items() if type(value) in (int, float)
+        }
         self._tracker.row(int(numbers.pop("step")), numbers)
 
     def close(self) -> None:
@@ -81,7 +85,9 @@ class _Wandb:
         wandb = _imported("wandb")
         # Its own loop over the machine, and what it reads of the terminal, are not asked for. A question on a terminal
         # would wait for ever.
-        settings = wandb.Settings(console="off", quiet=True, x_disable_stats=True, login_timeout=1)
+        settings = wandb.Settings(
+            console="off", quiet=True, x_disable_stats=True, login_timeout=1
+        )
         self._run = wandb.init(
             dir=str(directory),
             project=os.environ.get("WANDB_PROJECT", PROJECT),
@@ -114,10 +120,14 @@ class _Mlflow:
         self._client = mlflow.MlflowClient(tracking_uri=where)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
         known = self._client.get_experiment_by_name(name)
-        experiment = known.experiment_id if known else self._client.create_experiment(name)
+        experiment = (
+            known.experiment_id if known else self._client.create_experiment(name)
+        )
 
         def begin() -> str:
-            run = self._client.create_run(experiment, run_name=directory.name).info.run_id
+            run = self._client.create_run(
+                experiment, run_name=directory.name
+            ).info.run_id
             sections = yaml.safe_load(to_yaml(config)).items()
             parameters = [
                 entities.Param(f"{section}.{key}", str(value))
@@ -132,7 +142,9 @@ class _Mlflow:
 
     def row(self, step: int, values: Mapping[str, float]) -> None:
         when = int(values["time"] * 1000)
-        metrics = [self._metric(name, value, when, step) for name, value in values.items()]
+        metrics = [
+            self._metric(name, value, when, step) for name, value in values.items()
+        ]
         self._client.log_batch(self._run, metrics=metrics)
 
     def close(self) -> None:
@@ -151,7 +163,9 @@ def _imported(name: str) -> Any:
         # Not at the top: few runs need it, and it takes a second.
         return importlib.import_module(name)
     except ImportError:
-        raise RuntimeError(f"{name} is not installed: {install_command(name)}.") from None
+        raise RuntimeError(
+            f"{name} is not installed: {install_command(name)}."
+        ) from None
 
 
 def remembered(directory: Path, tracker: str, make: Callable[[], str]) -> str:
@@ -216,7 +230,9 @@ def _nested(field: int, content: bytes) -> bytes:
 
 
 def _event(wall_time: float, step: int, rest: bytes) -> bytes:
-    return record(b"\x09" + struct.pack("<d", wall_time) + b"\x10" + _varint(step) + rest)
+    return record(
+        b"\x09" + struct.pack("<d", wall_time) + b"\x10" + _varint(step) + rest
+    )
 
 
 class EventFile:
@@ -233,7 +249,11 @@ class EventFile:
 
     def row(self, step: int, values: Mapping[str, float]) -> None:
         when = values.get("time", time.time())
-        start = b"" if self._begun else _event(when, step, _nested(7, b"\x08" + _varint(START)))
+        start = (
+            b""
+            if self._begun
+            else _event(when, step, _nested(7, b"\x08" + _varint(START)))
+        )
         self._begun = True
         summary = b"".join(
             _nested(1, _nested(1, tag.encode()) + _simple_value(value))

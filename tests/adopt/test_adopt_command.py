@@ -29,12 +29,16 @@ def test_inspect_tells_the_section_that_a_config_takes(capsys, tmp_path):
 
 
 def _replaced(name, old, new):
-    return lambda model: (model / name).write_text((model / name).read_text().replace(old, new))
+    return lambda model: (model / name).write_text(
+        (model / name).read_text().replace(old, new)
+    )
 
 
 def _text(name, text):
     files = {"tokenizer.json": TOKENIZER, name: text}
-    return lambda model: [(model / file).write_text(content) for file, content in files.items()]
+    return lambda model: [
+        (model / file).write_text(content) for file, content in files.items()
+    ]
 
 
 def _tensor(change):
@@ -52,7 +56,9 @@ def _tensor(change):
 TOKENIZER = '{"model": {"vocab": {"a": 0}}}'
 BROKEN = {
     "shape": (
-        _tensor(lambda name, array: array[:-1] if name == "model.norm.weight" else array),
+        _tensor(
+            lambda name, array: array[:-1] if name == "model.norm.weight" else array
+        ),
         "is [15]; this model's is [16]",
     ),
     "int8": (
@@ -60,7 +66,9 @@ BROKEN = {
         "is I8 ... one of",
     ),
     "nan": (
-        _tensor(lambda name, array: array * np.nan if name == "model.norm.weight" else array),
+        _tensor(
+            lambda name, array: array * np.nan if name == "model.norm.weight" else array
+        ),
         "model.norm.weight in",
     ),
     "missing": (
@@ -76,7 +84,10 @@ BROKEN = {
     "tokenizer deep": (_text("tokenizer.json", "[" * 100_000), "tokenizer.json"),
     "tokenizer empty": (_text("tokenizer.json", ""), "tokenizer.json is not JSON"),
     "vocabulary": (_text("tokenizer.json", "{}"), "it has no vocabulary"),
-    "tokenizer_config": (_text("tokenizer_config.json", "x"), "tokenizer_config.json is not JSON"),
+    "tokenizer_config": (
+        _text("tokenizer_config.json", "x"),
+        "tokenizer_config.json is not JSON",
+    ),
     "generation_config": (
         _text("generation_config.json", "[1"),
         "generation_config.json is not JSON",
@@ -89,7 +100,9 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-@pytest.mark.parametrize("words", [["inspect", "hf"], ["import", "hf", "out"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [["inspect", "hf"], ["import", "hf", "out"]], ids=" ".join
+)
 def test_what_is_not_whole_is_neither_called_so_nor_imported(
     tmp_path, monkeypatch, capsys, kind, words
 ):
@@ -97,7 +110,9 @@ def test_what_is_not_whole_is_neither_called_so_nor_imported(
     shutil.copytree(GOLDEN / "llama3", tmp_path / "hf")
     break_it(tmp_path / "hf")
     monkeypatch.chdir(tmp_path)
-    assert tells(refused(main, capsys, *words), says) and not (tmp_path / "out").exists()
+    assert (
+        tells(refused(main, capsys, *words), says) and not (tmp_path / "out").exists()
+    )
 
 
 @pytest.mark.thorough
@@ -114,12 +129,32 @@ def test_a_run_is_exported_and_read_again_with_the_same_logits(capsys, tmp_path)
     run = {"directory": str(tmp_path / "run")}
     assert (
         mt.train(
-            mt.load({"run": run, "model": model, "data": {"source": "synthetic"}, "train": train})
+            mt.load(
+                {
+                    "run": run,
+                    "model": model,
+                    "data": {"source": "synthetic"},
+                    "train": train,
+                }
+            )
         ).exit_code
         == 0
     )
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "hf"), "--dtype", "float32"]) == 0
-    one, two = (mt.read_model(tmp_path / name)([[5, 6, 7, 8]]) for name in ("run", "hf"))
+    assert (
+        main(
+            [
+                "export",
+                str(tmp_path / "run"),
+                str(tmp_path / "hf"),
+                "--dtype",
+                "float32",
+            ]
+        )
+        == 0
+    )
+    one, two = (
+        mt.read_model(tmp_path / name)([[5, 6, 7, 8]]) for name in ("run", "hf")
+    )
     assert (one == two).all()
 
 

@@ -28,13 +28,20 @@ def config(weights, directory="runs/x", **sections):
 
 def losses(directory):
     return [
-        json.loads(line)["loss"] for line in (directory / "metrics.jsonl").read_text().splitlines()
+        json.loads(line)["loss"]
+        for line in (directory / "metrics.jsonl").read_text().splitlines()
     ]
 
 
 def test_the_section_model_is_theirs():
     found = load(config(GOLDEN / "qwen3")).model
-    assert (found.family, found.layers, found.head_dim, found.qk_norm, found.vocab_size) == (
+    assert (
+        found.family,
+        found.layers,
+        found.head_dim,
+        found.qk_norm,
+        found.vocab_size,
+    ) == (
         "qwen3",
         3,
         8,
@@ -44,7 +51,12 @@ def test_the_section_model_is_theirs():
 
 
 def test_a_key_may_say_the_same_or_what_they_do_not_and_nothing_else():
-    assert load(config(GOLDEN / "qwen3", model={"layers": 3, "dropout": 0.1})).model.dropout == 0.1
+    assert (
+        load(
+            config(GOLDEN / "qwen3", model={"layers": 3, "dropout": 0.1})
+        ).model.dropout
+        == 0.1
+    )
     with pytest.raises(ConfigError, match=r"model\.layers is 8, .*qwen3 has 3"):
         load(config(GOLDEN / "qwen3", model={"layers": 8}))
     with pytest.raises(ConfigError, match=r"model\.heads is 2, but"):
@@ -73,7 +85,12 @@ def test_a_run_begins_with_their_loss_and_goes_on_from_its_own_steps(tmp_path):
         "vocab_size": 260,
     }
     program = mt.Program(load({"model": model}))
-    export(program.config, live_source(program.layout, program.init().params), hf, "float32")
+    export(
+        program.config,
+        live_source(program.layout, program.init().params),
+        hf,
+        "float32",
+    )
     given = load(
         config(
             hf,
@@ -88,7 +105,10 @@ def test_a_run_begins_with_their_loss_and_goes_on_from_its_own_steps(tmp_path):
     np.testing.assert_allclose(losses(tmp_path / "run")[0], first, rtol=1e-5)
     # the run's own config says all of it
     shutil.rmtree(hf)
-    assert mt.train(load(tmp_path / "run" / "config.yaml", ["train.steps=3"])).exit_code == 0
+    assert (
+        mt.train(load(tmp_path / "run" / "config.yaml", ["train.steps=3"])).exit_code
+        == 0
+    )
     assert len(losses(tmp_path / "run")) == 3
     assert load(tmp_path / "run" / "config.yaml").model == given.model
     (tmp_path / "again.yaml").write_text(to_yaml(given))

@@ -39,9 +39,18 @@ def base(tmp_path_factory) -> Path:
     """The golden Llama 3 with a tokenizer of letters and a chat template."""
     import shutil
 
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+    )
 
-    directory = Path(shutil.copytree(GOLDEN / "llama3", tmp_path_factory.mktemp("base") / "llama3"))
+    directory = Path(
+        shutil.copytree(GOLDEN / "llama3", tmp_path_factory.mktemp("base") / "llama3")
+    )
     words = ["<pad>", "<s>", "</s>", *LETTERS]
     tokenizer = Tokenizer(
         models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>")
@@ -73,7 +82,8 @@ def chats(tmp_path_factory) -> Path:
         ("name?", "mesh."),
     ]
     pairs = [
-        ({"role": "user", "content": q}, {"role": "assistant", "content": a}) for q, a in turns * 40
+        ({"role": "user", "content": q}, {"role": "assistant", "content": a})
+        for q, a in turns * 40
     ]
     path.write_text("".join(json.dumps({"messages": pair}) + "\n" for pair in pairs))
     return path
@@ -81,7 +91,9 @@ def chats(tmp_path_factory) -> Path:
 
 def environment() -> dict[str, str]:
     """In which a process finds what the one before it compiled."""
-    return os.environ | {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)}
+    return os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir)
+    }
 
 
 def run(module: str, *arguments: object) -> str:
@@ -101,7 +113,9 @@ def continued(logits, tokens: list[int], end: int, most: int = 12) -> list[int]:
 
 
 @pytest.mark.thorough
-def test_import_lora_kill_resume_merge_export_and_the_same_text_everywhere(base, chats, tmp_path):
+def test_import_lora_kill_resume_merge_export_and_the_same_text_everywhere(
+    base, chats, tmp_path
+):
     run("meshtrain.adopt", "import", base, tmp_path / "imported")
     keys = {
         "run.directory": tmp_path / "tuned", "run.fake_devices": 8, "model.weights": base, "lora.rank": 8, "lora.alpha": 32,
@@ -111,13 +125,23 @@ def test_import_lora_kill_resume_merge_export_and_the_same_text_everywhere(base,
         "eval.batches": 1, "optimizer.learning_rate": 0.03, "optimizer.weight_decay": 0.0,
     }  # fmt: skip
     (tmp_path / "empty.yaml").write_text("run: {}\n")
-    command = [sys.executable, "-m", "meshtrain.train", "--config", str(tmp_path / "empty.yaml")]
-    command += [part for name, value in keys.items() for part in ("--set", f"{name}={value}")]
+    command = [
+        sys.executable,
+        "-m",
+        "meshtrain.train",
+        "--config",
+        str(tmp_path / "empty.yaml"),
+    ]
+    command += [
+        part for name, value in keys.items() for part in ("--set", f"{name}={value}")
+    ]
     first = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment()
     )
     deadline = time.monotonic() + 300
-    while not any(20 <= step < STEPS for step in committed_in(tmp_path / "tuned" / "checkpoints")):
+    while not any(
+        20 <= step < STEPS for step in committed_in(tmp_path / "tuned" / "checkpoints")
+    ):
         assert first.poll() is None and time.monotonic() < deadline, (
             first.stdout and first.stdout.read()
         )
@@ -128,19 +152,38 @@ def test_import_lora_kill_resume_merge_export_and_the_same_text_everywhere(base,
     assert second.returncode == 0, second.stderr
     assert "going on after step" in second.stdout + second.stderr
     rows = [
-        json.loads(line) for line in (tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()
     ]
     # 0.56 is the least that the frozen head, whose logits are small, can come to
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1)) and rows[-1][
         "loss"
     ] < 0.7 < 3 < rows[0]["loss"]
 
-    run("meshtrain.adopt", "merge", tmp_path / "tuned", tmp_path / "merged", "--dtype", "float32")
     run(
-        "meshtrain.adopt", "export", tmp_path / "imported", tmp_path / "again", "--dtype", "float32"
+        "meshtrain.adopt",
+        "merge",
+        tmp_path / "tuned",
+        tmp_path / "merged",
+        "--dtype",
+        "float32",
+    )
+    run(
+        "meshtrain.adopt",
+        "export",
+        tmp_path / "imported",
+        tmp_path / "again",
+        "--dtype",
+        "float32",
     )
     tokenizer = load_tokenizer(str(base / "tokenizer.json"))
-    asked = [1, *tokenizer.encode(["u:colour of sky?"])[0], 2, 1, *tokenizer.encode(["a:"])[0]]
+    asked = [
+        1,
+        *tokenizer.encode(["u:colour of sky?"])[0],
+        2,
+        1,
+        *tokenizer.encode(["a:"])[0],
+    ]
     asked = [int(token) for token in asked]
     tuned, merged, untouched = (
         mt.read_model(tmp_path / name) for name in ("tuned", "merged", "again")
@@ -163,8 +206,12 @@ def theirs(directory: Path, asked: list[int], said: list[int]) -> None:
     except ImportError:
         return
     of_text = transformers.AutoModelForCausalLM
-    model, told = of_text.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
-    assert not (told["missing_keys"] or told["unexpected_keys"] or told["mismatched_keys"])
+    model, told = of_text.from_pretrained(
+        directory, dtype=torch.float32, output_loading_info=True
+    )
+    assert not (
+        told["missing_keys"] or told["unexpected_keys"] or told["mismatched_keys"]
+    )
     with torch.no_grad():
         ends = {"max_new_tokens": len(said), "eos_token_id": 2, "pad_token_id": 0}
         found = model.generate(torch.tensor([asked]), do_sample=False, **ends)
@@ -172,6 +219,8 @@ def theirs(directory: Path, asked: list[int], said: list[int]) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
     prompt = [{"role": "user", "content": "colour of sky?"}]
     assert (
-        tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, return_dict=False
+        )
         == asked
     )

@@ -30,7 +30,11 @@ COVERING = NOW + covering(list(product(FAMILIES, MESHES, DTYPES)), beside=NOW)
 
 
 FEW = list(
-    {case[0]: case for case in COVERING if case[0] not in {family for family, *_ in NOW}}.values()
+    {
+        case[0]: case
+        for case in COVERING
+        if case[0] not in {family for family, *_ in NOW}
+    }.values()
 )  # each other family once
 
 
@@ -44,7 +48,12 @@ def test_there_and_back_every_bit_and_name_is_kept(tmp_path, case):
     tokenizer.write_text('{"model": {"vocab": {"a": 0}}}')
     source = live_source(program.layout, params)
     export(
-        program.config, source, tmp_path / "out", dtype, {"tokenizer.json": tokenizer}, part=20_000
+        program.config,
+        source,
+        tmp_path / "out",
+        dtype,
+        {"tokenizer.json": tokenizer},
+        part=20_000,
     )
     written = TensorFiles(tmp_path / "out")
     assert sorted(written.names) == sorted(files.names)
@@ -56,10 +65,15 @@ def test_there_and_back_every_bit_and_name_is_kept(tmp_path, case):
         assert written.dtype(name) == {"float32": "F32", "bfloat16": "BF16"}[dtype]
     section = model_section(read_json(tmp_path / "out" / CONFIG), "out")
     again = load(
-        {"model": section, "train": {"sequence_length": program.config.train.sequence_length}}
+        {
+            "model": section,
+            "train": {"sequence_length": program.config.train.sequence_length},
+        }
     )
     assert again.model == program.config.model
-    assert (tmp_path / "out" / "tokenizer.json").is_file() and not list(tmp_path.glob("*.writing"))
+    assert (tmp_path / "out" / "tokenizer.json").is_file() and not list(
+        tmp_path.glob("*.writing")
+    )
     index = (
         json.loads((tmp_path / "out" / INDEX).read_text())
         if (tmp_path / "out" / INDEX).is_file()
@@ -115,7 +129,12 @@ def test_merged_experts_are_read_and_written_one_by_one(tmp_path, family):
     merged = with_merged_experts(GOLDEN / family, tmp_path / "merged", MERGED[family])
     model, files = config_of(merged).model, TensorFiles(merged)
     loading.check(model, files)
-    export(config_of(merged), loading.layer_source(model, files), tmp_path / "out", "float32")
+    export(
+        config_of(merged),
+        loading.layer_source(model, files),
+        tmp_path / "out",
+        "float32",
+    )
     are_the_same(TensorFiles(tmp_path / "out"), TensorFiles(GOLDEN / family))
 
 
@@ -123,7 +142,8 @@ def test_merged_experts_are_read_and_written_one_by_one(tmp_path, family):
 @pytest.mark.parametrize("family", MERGED)
 def test_merged_experts_lie_on_a_mesh_as_others_do(tmp_path, family):
     program, files = adopted(
-        with_merged_experts(GOLDEN / family, tmp_path / "merged", MERGED[family]), "2x2x2"
+        with_merged_experts(GOLDEN / family, tmp_path / "merged", MERGED[family]),
+        "2x2x2",
     )
     source = live_source(program.layout, loading.load(program.layout, files))
     export(program.config, source, tmp_path / "out", "float32")
@@ -132,8 +152,15 @@ def test_merged_experts_lie_on_a_mesh_as_others_do(tmp_path, family):
 
 def test_one_part_has_no_index(tmp_path):
     program, files = adopted(GOLDEN / "llama3")
-    export(program.config, loading.layer_source(program.config.model, files), tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [CONFIG, SINGLE]
+    export(
+        program.config,
+        loading.layer_source(program.config.model, files),
+        tmp_path / "out",
+    )
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        CONFIG,
+        SINGLE,
+    ]
 
 
 def test_a_bias_of_the_routers_is_refused_and_not_left_out(tmp_path):
@@ -155,5 +182,10 @@ def test_what_float16_cannot_hold_is_refused_and_not_infinite(tmp_path):
     config = config_of(GOLDEN / "llama3")
     read = loading.layer_source(config.model, files)
     with pytest.raises(ConfigError, match="has numbers beyond float16"):
-        export(config, lambda weight, layer: 1e5 * read(weight, layer), tmp_path / "out", "float16")
+        export(
+            config,
+            lambda weight, layer: 1e5 * read(weight, layer),
+            tmp_path / "out",
+            "float16",
+        )
     assert not list(tmp_path.iterdir())

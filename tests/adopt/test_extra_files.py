@@ -41,25 +41,38 @@ def test_the_one_that_it_was_trained_with_comes_first(tmp_path):
     weights = directory(tmp_path / "hf", tokenizer="theirs", tokenizer_config="{}")
     run = directory(tmp_path / "run")
     began = {"weights": str(weights)}
-    (run / "generation_config.json").write_text("{}")  # which only says more of a tokenizer
+    # Which only says more of a tokenizer
+    (run / "generation_config.json").write_text("{}")
     assert find_tokenizer(run, config()) == {}
-    assert find_tokenizer(run, config(model=began))["tokenizer_config.json"].parent == weights
+    assert (
+        find_tokenizer(run, config(model=began))["tokenizer_config.json"].parent
+        == weights
+    )
     own = directory(tmp_path / "own", mine="ours") / "mine.json"
     found = find_tokenizer(run, config(model=began, data={"tokenizer": str(own)}))
-    assert {name: path.read_text() for name, path in found.items()} == {"tokenizer.json": "ours"}
+    assert {name: path.read_text() for name, path in found.items()} == {
+        "tokenizer.json": "ours"
+    }
 
 
 @pytest.mark.parametrize("path", ["out", "out/checkpoints", "out/checkpoints/0"])
 def test_a_run_that_began_with_an_import_has_what_was_kept_there(tmp_path, path):
     out = directory(
-        tmp_path / "out", tokenizer="kept", hf_config='{"model_type": "llama", "eos_token_id": 2}'
+        tmp_path / "out",
+        tokenizer="kept",
+        hf_config='{"model_type": "llama", "eos_token_id": 2}',
     )
     (out / "checkpoints" / "0").mkdir(parents=True)
     began = config(checkpoint={"resume": str(tmp_path / path)})
-    assert find_tokenizer(tmp_path / "run", began)["tokenizer.json"].read_text() == "kept"
+    assert (
+        find_tokenizer(tmp_path / "run", began)["tokenizer.json"].read_text() == "kept"
+    )
     assert find_hf_config(tmp_path / "run", began)["eos_token_id"] == 2
     # of the step itself
-    assert find_tokenizer(tmp_path / path, config())["tokenizer.json"].read_text() == "kept"
+    assert (
+        find_tokenizer(tmp_path / path, config())["tokenizer.json"].read_text()
+        == "kept"
+    )
     assert find_hf_config(tmp_path / "run", put(began, model={"family": "gpt2"})) == {}
 
 
@@ -67,7 +80,8 @@ ADDED = {"model": {"vocab": {}}, "added_tokens": [{"id": 45, "content": "<s>"}]}
 
 
 @pytest.mark.parametrize(
-    "content", [{"model": {"vocab": {"a": 0, "b": 45}}}, {"model": {"vocab": ["a"] * 46}}, ADDED]
+    "content",
+    [{"model": {"vocab": {"a": 0, "b": 45}}}, {"model": {"vocab": ["a"] * 46}}, ADDED],
 )
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, content):
     at = directory(tmp_path / "t", tokenizer=json.dumps(content))
@@ -77,11 +91,19 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, content):
 
 
 @pytest.mark.parametrize(
-    "content", ["{}", '{"model": 3}', '{"model": {"vocab": {"a": "b"}}}', '{"model": {"vocab": 1}}']
+    "content",
+    [
+        "{}",
+        '{"model": 3}',
+        '{"model": {"vocab": {"a": "b"}}}',
+        '{"model": {"vocab": 1}}',
+    ],
 )
 def test_a_damaged_tokenizer_is_one_sentence(tmp_path, content):
     at = directory(tmp_path / "t", tokenizer=content)
-    with pytest.raises(ConfigError, match=r"is not a tokenizer\.json: it has no vocabulary\.$"):
+    with pytest.raises(
+        ConfigError, match=r"is not a tokenizer\.json: it has no vocabulary\.$"
+    ):
         check_tokenizer({"tokenizer.json": at / "tokenizer.json"}, 45)
 
 
@@ -101,14 +123,19 @@ def test_the_chat_template_of_the_run_goes_with_it(tmp_path):
         found["chat_template.jinja"].read_text() == "mine"
         and found["tokenizer_config.json"].read_text() == "theirs"
     )
-    mine = directory(tmp_path / "own", tokenizer_config="mine") / "tokenizer_config.json"
+    mine = (
+        directory(tmp_path / "own", tokenizer_config="mine") / "tokenizer_config.json"
+    )
     found = find_tokenizer(run, config(data={"template": str(mine)}))
     assert (
-        "chat_template.jinja" not in found and found["tokenizer_config.json"].read_text() == "mine"
+        "chat_template.jinja" not in found
+        and found["tokenizer_config.json"].read_text() == "mine"
     )
 
 
-def test_templates_by_name_go_with_a_tokenizer_unless_the_run_had_one_of_its_own(tmp_path):
+def test_templates_by_name_go_with_a_tokenizer_unless_the_run_had_one_of_its_own(
+    tmp_path,
+):
     run = directory(tmp_path / "run", tokenizer="t")
     more = run / "additional_chat_templates"
     more.mkdir()
@@ -240,7 +267,10 @@ def full_as_safetensors_says_it(aside):
 @pytest.mark.parametrize("fails", [full, full_as_safetensors_says_it])
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path, fails):
     said = r"out cannot be written: no space left"
-    with pytest.raises(ConfigError, match=said), written_aside(tmp_path / "out") as aside:
+    with (
+        pytest.raises(ConfigError, match=said),
+        written_aside(tmp_path / "out") as aside,
+    ):
         (aside / "half").write_text("ha")
         fails(aside)
     assert not list(tmp_path.iterdir())

@@ -39,7 +39,18 @@ def out(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         assert (
-            main(["import", "hf", "out", "--set", "mesh.pipeline=2", "--set", "mesh.tensor=2"]) == 0
+            main(
+                [
+                    "import",
+                    "hf",
+                    "out",
+                    "--set",
+                    "mesh.pipeline=2",
+                    "--set",
+                    "mesh.tensor=2",
+                ]
+            )
+            == 0
         )
     shutil.rmtree(root / "hf")
     assert [path.name for path in root.iterdir()] == ["out"]
@@ -50,14 +61,21 @@ def out(tmp_path_factory):
 def test_it_is_an_intact_checkpoint_of_step_0_with_their_logits(out, capsys):
     assert checkpoint(["verify", str(out)]) == 0 and checkpoint(["ls", str(out)]) == 0
     assert capsys.readouterr().out.count("\n") == 3
-    model, tokens = mt.read_model(out), np.random.default_rng(0).integers(0, 45, (2, 48))
-    np.testing.assert_allclose(model(tokens), np.load(GOLDEN / "qwen3" / "logits.npy"), atol=1e-4)
+    model, tokens = (
+        mt.read_model(out),
+        np.random.default_rng(0).integers(0, 45, (2, 48)),
+    )
+    np.testing.assert_allclose(
+        model(tokens), np.load(GOLDEN / "qwen3" / "logits.npy"), atol=1e-4
+    )
     assert model.step == 0
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("weights_only", [True, False])
-def test_a_run_begins_with_it_at_step_0_and_with_a_fresh_state(out, tmp_path, weights_only):
+def test_a_run_begins_with_it_at_step_0_and_with_a_fresh_state(
+    out, tmp_path, weights_only
+):
     section = {
         k: v
         for k, v in dataclasses.asdict(load(out / "config.yaml").model).items()
@@ -79,7 +97,11 @@ def test_a_run_begins_with_it_at_step_0_and_with_a_fresh_state(out, tmp_path, we
     checkpointer.close()
     read = layer_source(config.model, TensorFiles(GOLDEN / "qwen3"))
     found = dict(
-        zip((p.name for p in program.layout.flat), jax.tree.leaves(state.params), strict=True)
+        zip(
+            (p.name for p in program.layout.flat),
+            jax.tree.leaves(state.params),
+            strict=True,
+        )
     )
     for weight in weights(config.model):
         live = np.asarray(found[weight.name])
@@ -88,16 +110,21 @@ def test_a_run_begins_with_it_at_step_0_and_with_a_fresh_state(out, tmp_path, we
             theirs = np.stack([read(weight, layer) for layer in range(weight.layers)])
         else:
             theirs = read(weight, None)
-        np.testing.assert_array_equal(live[tuple(slice(n) for n in weight.shape)], theirs)
+        np.testing.assert_array_equal(
+            live[tuple(slice(n) for n in weight.shape)], theirs
+        )
     assert step == int(state.step) == 0
-    assert not any(np.asarray(moment).any() for moment in jax.tree.leaves(state.optimizer))
+    assert not any(
+        np.asarray(moment).any() for moment in jax.tree.leaves(state.optimizer)
+    )
 
 
 @pytest.mark.thorough
 def test_what_it_came_with_goes_out_again(out, tmp_path):
     assert main(["export", str(out), str(tmp_path / "hf")]) == 0
     given, theirs = (
-        json.loads((at / CONFIG).read_text()) for at in (tmp_path / "hf", GOLDEN / "qwen3")
+        json.loads((at / CONFIG).read_text())
+        for at in (tmp_path / "hf", GOLDEN / "qwen3")
     )
     for key in (
         "bos_token_id",
@@ -115,7 +142,9 @@ def test_what_it_came_with_goes_out_again(out, tmp_path):
 def tensors(directory):
     """Their dtypes and bytes, by name."""
     files = TensorFiles(Path(directory))
-    return {name: (files.dtype(name), files.tensor(name).tobytes()) for name in files.names}
+    return {
+        name: (files.dtype(name), files.tensor(name).tobytes()) for name in files.names
+    }
 
 
 @pytest.mark.thorough
@@ -124,7 +153,9 @@ def test_files_of_any_dtype_come_back_with_the_same_bytes(tmp_path, monkeypatch)
     read = TensorFiles(GOLDEN / "gpt2")
     kinds = {".bias": np.float32, "ln_f": np.float16}
     shutil.copytree(
-        GOLDEN / "gpt2", tmp_path / "hf", ignore=shutil.ignore_patterns("*.safetensors*")
+        GOLDEN / "gpt2",
+        tmp_path / "hf",
+        ignore=shutil.ignore_patterns("*.safetensors*"),
     )
     cast = {
         name: read.tensor(name).astype(

@@ -29,7 +29,9 @@ from meshtrain.model.weights import adapters
 FILE = f"{peft.STEM}.safetensors"
 HEADS = ("lm_head.", "classifier.")
 PREFIXES = {"gpt2": "transformer.", "vit": "vit."}
-FAMILIES = sorted(path.name for path in GOLDEN.iterdir() if (path / "config.json").is_file())
+FAMILIES = sorted(
+    path.name for path in GOLDEN.iterdir() if (path / "config.json").is_file()
+)
 
 
 def renamed(directory: Path, rename) -> None:
@@ -42,7 +44,9 @@ def renamed(directory: Path, rename) -> None:
         )
     for path in directory.glob("*.index.json"):
         index = json.loads(path.read_text())
-        index["weight_map"] = {rename(name): file for name, file in index["weight_map"].items()}
+        index["weight_map"] = {
+            rename(name): file for name, file in index["weight_map"].items()
+        }
         path.write_text(json.dumps(index))
 
 
@@ -66,9 +70,13 @@ def test_weights_without_the_heads_prefix_are_read_alike(family, tmp_path):
         PREFIXES.get(theirs, "model."),
         shutil.copytree(GOLDEN / family, tmp_path / family),
     )
-    renamed(copy, lambda name: name if name.startswith(HEADS) else name.removeprefix(prefix))
+    renamed(
+        copy, lambda name: name if name.startswith(HEADS) else name.removeprefix(prefix)
+    )
     assert not any(
-        name.startswith(prefix) for path in copy.glob("*.safetensors") for name in load_file(path)
+        name.startswith(prefix)
+        for path in copy.glob("*.safetensors")
+        for name in load_file(path)
     )
     expected, found = numbers(GOLDEN / family), numbers(copy)
     assert expected.keys() == found.keys()
@@ -79,7 +87,9 @@ def test_weights_without_the_heads_prefix_are_read_alike(family, tmp_path):
 def test_weights_without_a_head_that_is_not_tied_are_refused(tmp_path, capsys):
     copy = shutil.copytree(GOLDEN / "llama3", tmp_path / "base")
     given = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(given | {"tie_word_embeddings": False}))
+    (copy / "config.json").write_text(
+        json.dumps(given | {"tie_word_embeddings": False})
+    )
     tensors = {}
     for path in list(copy.glob("model*")):
         tensors |= load_file(path) if path.suffix == ".safetensors" else {}
@@ -99,7 +109,9 @@ def test_a_tensor_that_stands_under_both_names_is_refused(tmp_path):
     copy = shutil.copytree(path, tmp_path / "lora")
     tensors = load_file(copy / FILE)
     name = next(iter(tensors))
-    save_file(tensors | {name.removeprefix("base_model.model."): tensors[name]}, copy / FILE)
+    save_file(
+        tensors | {name.removeprefix("base_model.model."): tensors[name]}, copy / FILE
+    )
     with pytest.raises(ConfigError, match="which are one tensor"):
         Adapters(copy, config_of(GOLDEN / "qwen3").model)
 
@@ -108,25 +120,34 @@ NAMES = {
     "of the class without a head": lambda name, prefix: name.replace(
         f"base_model.model.{prefix}", "base_model.model."
     ),
-    "with the adapter's name": lambda name, prefix: name.replace(".weight", ".default.weight"),
-    "without PEFT's prefix": lambda name, prefix: name.removeprefix("base_model.model."),
+    "with the adapter's name": lambda name, prefix: name.replace(
+        ".weight", ".default.weight"
+    ),
+    "without PEFT's prefix": lambda name, prefix: name.removeprefix(
+        "base_model.model."
+    ),
     "without any": lambda name, prefix: name.removeprefix(f"base_model.model.{prefix}"),
 }
 
 
 @pytest.mark.parametrize("names", NAMES)
 @pytest.mark.parametrize("family", ["qwen3", "gpt2"])
-def test_adapters_are_read_by_any_of_the_names_that_peft_has_for_them(family, names, tmp_path):
+def test_adapters_are_read_by_any_of_the_names_that_peft_has_for_them(
+    family, names, tmp_path
+):
     copy = shutil.copytree(GOLDEN / f"{family}_lora", tmp_path / "lora")
     prefix = PREFIXES.get(family, "model.")
     save_file(
-        {NAMES[names](n, prefix): array for n, array in load_file(copy / FILE).items()}, copy / FILE
+        {NAMES[names](n, prefix): array for n, array in load_file(copy / FILE).items()},
+        copy / FILE,
     )
     model = config_of(GOLDEN / family).model
     expected, found = Adapters(GOLDEN / f"{family}_lora", model), Adapters(copy, model)
     for weight in adapters(model, expected.lora):
         for layer in range(model.layers):
-            np.testing.assert_array_equal(expected.read(weight, layer), found.read(weight, layer))
+            np.testing.assert_array_equal(
+                expected.read(weight, layer), found.read(weight, layer)
+            )
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -164,10 +185,21 @@ def test_a_model_with_a_number_that_is_none_is_refused_however_it_comes_in(
     tensors[name].flat[-1] = value
     save_file(tensors, file)
     adapter = ["--adapter", str(GOLDEN / "qwen3_lora")] if command == "merge" else []
-    assert main([command, str(copy), *([] if command == "inspect" else [str(out)]), *adapter]) == 2
+    assert (
+        main(
+            [
+                command,
+                str(copy),
+                *([] if command == "inspect" else [str(out)]),
+                *adapter,
+            ]
+        )
+        == 2
+    )
     said = capsys.readouterr().err
     assert (
-        f"{name} in {copy} contains NaN or infinity" in said.replace("\n", " ") and not out.exists()
+        f"{name} in {copy} contains NaN or infinity" in said.replace("\n", " ")
+        and not out.exists()
     )
 
 
@@ -197,7 +229,10 @@ WRONG = [
     ("do_sample", "yes"),
     ("do_sample", 1),
 ]
-IDS = [("eos_token_id", value) for value in ("x", -1, 10**30, True, 1.0, [1, "x"], {"a": 1})]
+IDS = [
+    ("eos_token_id", value)
+    for value in ("x", -1, 10**30, True, 1.0, [1, "x"], {"a": 1})
+]
 
 
 @pytest.mark.parametrize(("key", "value"), [*WRONG, *IDS, ("bos_token_id", -1)])
@@ -208,7 +243,14 @@ def test_what_is_no_way_to_generate_is_refused_where_it_comes_in(
     copy = shutil.copytree(theirs, tmp_path / "copy")
     (copy / "generation_config.json").write_text(json.dumps({key: value}))
     assert (
-        main([command, str(copy), *([] if command == "inspect" else [str(tmp_path / "out")])]) == 2
+        main(
+            [
+                command,
+                str(copy),
+                *([] if command == "inspect" else [str(tmp_path / "out")]),
+            ]
+        )
+        == 2
     )
     said = capsys.readouterr().err
     assert (
@@ -221,14 +263,24 @@ def test_what_is_no_way_to_generate_is_refused_where_it_comes_in(
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "adapter_config.json", "adapter_model.safetensors"]
 )
-def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(name, theirs, tmp_path, capsys):
+def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(
+    name, theirs, tmp_path, capsys
+):
     copy = shutil.copytree(theirs, tmp_path / "copy")
     lora = shutil.copytree(GOLDEN / "qwen3_lora", tmp_path / "lora")
     if name.startswith("adapter"):
         (lora / name).unlink()
         os.mkfifo(lora / name)
         assert (
-            main(["merge", str(GOLDEN / "qwen3"), str(tmp_path / "out"), "--adapter", str(lora)])
+            main(
+                [
+                    "merge",
+                    str(GOLDEN / "qwen3"),
+                    str(tmp_path / "out"),
+                    "--adapter",
+                    str(lora),
+                ]
+            )
             == 2
         )
     else:
@@ -269,7 +321,9 @@ def test_no_file_of_a_directory_is_waited_for(name, kind, theirs, tmp_path):
 @pytest.mark.thorough
 def test_ids_that_no_model_has_are_left_out_with_a_sentence(theirs, tmp_path):
     copy = shutil.copytree(theirs, tmp_path / "copy")
-    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 10**6, "x"]}))
+    (copy / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [2, 10**6, "x"]})
+    )
     said = " ".join(open_model(copy).asks)
     assert "1000000 of generation_config.json is left out" in said
     assert "generation_config.json: eos_token_id is 'x', which is left out" in said

@@ -22,7 +22,12 @@ KEYS = {
     "model": section_of(GOLDEN / "llama3"),
     "lora": {"rank": 4, "alpha": 8.0},
     "train": {"global_batch_size": 4, "sequence_length": 48, "steps": 5},
-    "optimizer": {"learning_rate": 0.01, "warmup_steps": 0, "schedule": "constant", "grad_clip": 0},
+    "optimizer": {
+        "learning_rate": 0.01,
+        "warmup_steps": 0,
+        "schedule": "constant",
+        "grad_clip": 0,
+    },
 }
 
 
@@ -54,11 +59,17 @@ def test_five_steps_are_those_of_peft(mesh, parallel):
     state, before = program.init(), of_peft("before")
 
     def begun(weight: Placed, x: jax.Array) -> jax.Array:
-        own = program.layout.live_leaf(weight, before[weight.name]) if weight.name in before else x
+        own = (
+            program.layout.live_leaf(weight, before[weight.name])
+            if weight.name in before
+            else x
+        )
         return jax.device_put(own, x.sharding)
 
     drawn = program.layout.map(begun, state.params)
-    state = state._replace(params=loading.read(program.layout, GOLDEN / "llama3", drawn))
+    state = state._replace(
+        params=loading.read(program.layout, GOLDEN / "llama3", drawn)
+    )
     losses = []
     for step in range(5):
         tokens = np.random.default_rng(step).integers(0, 45, (4, 49)).astype(np.int32)
@@ -66,11 +77,15 @@ def test_five_steps_are_those_of_peft(mesh, parallel):
             state, program.place({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
         )
         losses.append(float(metrics["loss"]))
-    np.testing.assert_allclose(losses, np.load(GOLDEN / "llama3_lora" / "losses.npy"), atol=1e-5)
+    np.testing.assert_allclose(
+        losses, np.load(GOLDEN / "llama3_lora" / "losses.npy"), atol=1e-5
+    )
     after, canonical = of_peft("after"), program.layout.canonical(state.params)
 
     def same(weight: Placed, x: jax.Array) -> None:
         if weight.name in after:
-            np.testing.assert_allclose(x, after[weight.name], atol=1e-5, err_msg=weight.name)
+            np.testing.assert_allclose(
+                x, after[weight.name], atol=1e-5, err_msg=weight.name
+            )
 
     program.layout.map(same, canonical)

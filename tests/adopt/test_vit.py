@@ -75,7 +75,9 @@ def test_there_and_back_every_bit_and_name_is_kept(tmp_path, mesh):
     export_beside_theirs(program, params, tmp_path / "out")
     written = TensorFiles(tmp_path / "out")
     # the pooler is read by none of their models of classes
-    assert sorted(written.names) == sorted(name for name in files.names if "pooler" not in name)
+    assert sorted(written.names) == sorted(
+        name for name in files.names if "pooler" not in name
+    )
     for name in written.names:
         np.testing.assert_array_equal(written.tensor(name), files.tensor(name))
     again, before = (read_json(path / CONFIG) for path in (tmp_path / "out", THEIRS))
@@ -88,8 +90,13 @@ def test_there_and_back_every_bit_and_name_is_kept(tmp_path, mesh):
 def test_a_box_of_the_patches_is_read_as_the_whole_is(monkeypatch):
     """Whatever share of a patch's numbers a device has."""
     model = config_of(THEIRS).model
-    weight = next(weight for weight in weights(model) if weight.name == "embedding.patches")
-    mapping, theirs = mappings(model)[weight.name], np.arange(20 * 75).reshape(20, 3, 5, 5)
+    weight = next(
+        weight for weight in weights(model) if weight.name == "embedding.patches"
+    )
+    mapping, theirs = (
+        mappings(model)[weight.name],
+        np.arange(20 * 75).reshape(20, 3, 5, 5),
+    )
     ours = mapping.cut((slice(0, 75), slice(0, 20)), theirs)
     # numbers of a patch lie by row, column, channel
     assert ours[(2 * 5 + 4) * 3 + 1, 7] == theirs[7, 1, 2, 4]
@@ -98,12 +105,18 @@ def test_a_box_of_the_patches_is_read_as_the_whole_is(monkeypatch):
     np.testing.assert_array_equal(mapping.converted(ours), theirs)
     program, whole = adopted()
     monkeypatch.setattr(loading, "PIECE", 400)
-    jax.tree.map(np.testing.assert_array_equal, loading.read(program.layout, THEIRS), whole)
+    jax.tree.map(
+        np.testing.assert_array_equal, loading.read(program.layout, THEIRS), whole
+    )
 
 
 @pytest.mark.thorough
-def test_an_imported_one_says_what_theirs_does_and_is_exported_with_its_labels(tmp_path, capsys):
-    assert main(["inspect", str(THEIRS)]) == 0 and "family: vit" in capsys.readouterr().out
+def test_an_imported_one_says_what_theirs_does_and_is_exported_with_its_labels(
+    tmp_path, capsys
+):
+    assert (
+        main(["inspect", str(THEIRS)]) == 0 and "family: vit" in capsys.readouterr().out
+    )
     assert main(["import", str(THEIRS), str(tmp_path / "imported")]) == 0
     model = mt.read_model(tmp_path / "imported")
     assert model.config.data.images == config_of(THEIRS).data.images
@@ -114,13 +127,23 @@ def test_an_imported_one_says_what_theirs_does_and_is_exported_with_its_labels(t
         mt.read_model(THEIRS)(read(model.program)), model(read(model.program))
     )
     assert (
-        main(["export", str(tmp_path / "imported"), str(tmp_path / "out"), "--dtype", "float32"])
+        main(
+            [
+                "export",
+                str(tmp_path / "imported"),
+                str(tmp_path / "out"),
+                "--dtype",
+                "float32",
+            ]
+        )
         == 0
     )
     assert "tokenizer" not in capsys.readouterr().err
     again, before = (read_json(path / CONFIG) for path in (tmp_path / "out", THEIRS))
     assert again["id2label"] == before["id2label"]
-    again, before = (read_json(path / PREPROCESSOR) for path in (tmp_path / "out", THEIRS))
+    again, before = (
+        read_json(path / PREPROCESSOR) for path in (tmp_path / "out", THEIRS)
+    )
     assert again == before
 
 
@@ -136,9 +159,21 @@ def test_an_imported_one_says_what_theirs_does_and_is_exported_with_its_labels(t
             "image_size [15, 20] is not computed here ... square's",
         ),
         (CONFIG, {"image_size": "x"}, "image_size is 'x' ... whole number"),
-        (CONFIG, {"patch_size": 4}, "model.patch_size 4 does not divide model.image_size 15"),
-        (CONFIG, {"num_channels": 1}, "data.images.mean has 3 numbers, but model.channels is 1"),
-        (CONFIG, {"hidden_size": 24}, "is [20, 3, 5, 5]; this model's is [24, 3, 5, 5]"),
+        (
+            CONFIG,
+            {"patch_size": 4},
+            "model.patch_size 4 does not divide model.image_size 15",
+        ),
+        (
+            CONFIG,
+            {"num_channels": 1},
+            "data.images.mean has 3 numbers, but model.channels is 1",
+        ),
+        (
+            CONFIG,
+            {"hidden_size": 24},
+            "is [20, 3, 5, 5]; this model's is [24, 3, 5, 5]",
+        ),
         (CONFIG, {"id2label": {"0": "cat", "1": "dog"}}, "classifier.weight"),
         (CONFIG, {"id2label": ["cat"]}, "id2label is ['cat'] ... mapping"),
         # whose positions transformers would stretch if it were told to
@@ -159,7 +194,9 @@ def test_what_cannot_be_computed_is_refused_by_name(tmp_path, file, change, says
 def test_a_square_may_be_given_by_both_its_sides(tmp_path):
     copy = Path(shutil.copytree(THEIRS, tmp_path / "model"))
     (copy / CONFIG).write_text(
-        json.dumps(read_json(copy / CONFIG) | {"image_size": [15, 15], "patch_size": [5, 5]})
+        json.dumps(
+            read_json(copy / CONFIG) | {"image_size": [15, 15], "patch_size": [5, 5]}
+        )
     )
     assert config_of(copy) == config_of(THEIRS)
 
@@ -170,7 +207,11 @@ def test_a_square_may_be_given_by_both_its_sides(tmp_path):
         ({"size": 15}, "stretch", ()),
         ({"size": {"shortest_edge": 15}, "image_mean": 0.3}, "crop", (0.3,)),
         (
-            {"size": {"height": 15, "width": 15}, "do_normalize": False, "image_mean": [0.5] * 3},
+            {
+                "size": {"height": 15, "width": 15},
+                "do_normalize": False,
+                "image_mean": [0.5] * 3,
+            },
             "stretch",
             (0.0,),
         ),
@@ -211,7 +252,11 @@ def test_the_mean_of_patches_is_none_of_theirs():
         ConfigError,
         match=r"ViTForImageClassification of transformers cannot hold model\.pool mean\.$",
     ):
-        config_json(vars(replaced(config_of(THEIRS), model={"pool": "mean"}).model), 9, "float32")
+        config_json(
+            vars(replaced(config_of(THEIRS), model={"pool": "mean"}).model),
+            9,
+            "float32",
+        )
 
 
 def test_transformers_reads_what_was_exported(tmp_path):
@@ -223,11 +268,15 @@ def test_transformers_reads_what_was_exported(tmp_path):
     read, told = of_images.from_pretrained(
         tmp_path / "out", dtype=torch.float32, output_loading_info=True
     )
-    assert not (told["missing_keys"] or told["unexpected_keys"] or told["mismatched_keys"])
+    assert not (
+        told["missing_keys"] or told["unexpected_keys"] or told["mismatched_keys"]
+    )
     assert read.config.id2label[3] == "fish"
     processor = hf.AutoImageProcessor.from_pretrained(tmp_path / "out")
     given = processor(
-        list(np.load(THEIRS / "pixels.npy")), input_data_format="channels_last", return_tensors="pt"
+        list(np.load(THEIRS / "pixels.npy")),
+        input_data_format="channels_last",
+        return_tensors="pt",
     )
     with torch.no_grad():
         np.testing.assert_allclose(

@@ -86,7 +86,9 @@ def test_a_report_holds_device_differences_and_rates(
     assert "1 of 1 checks are wrong: bfloat16" in capsys.readouterr().err
 
 
-def test_what_a_child_says_before_it_fails_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_child_says_before_it_fails_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     script = "import sys; print('noise'); sys.exit('no such device')"
     monkeypatch.setattr(compared, "CHILD", ("-c", script))
     children = Children("cpu")

@@ -15,7 +15,9 @@ from meshtrain.config import ConfigError
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    return saved(tmp_path_factory.mktemp("run"), steps=1) / "checkpoints" / "1" / "arrays"
+    return (
+        saved(tmp_path_factory.mktemp("run"), steps=1) / "checkpoints" / "1" / "arrays"
+    )
 
 
 @pytest.mark.parametrize(
@@ -26,7 +28,11 @@ def directory(tmp_path_factory):
             (24, 256),
             r"arrays cannot be read by Orbax .*\(24, 256\)",
         ),
-        ("params.head.nothing", (24, 257), r"/arrays .* no array params\.head\.nothing\.$"),
+        (
+            "params.head.nothing",
+            (24, 257),
+            r"/arrays .* no array params\.head\.nothing\.$",
+        ),
     ],
 )
 def test_an_array_that_is_not_as_the_manifest_says_is_one_sentence(
@@ -34,7 +40,9 @@ def test_an_array_that_is_not_as_the_manifest_says_is_one_sentence(
 ):
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with pytest.raises(ConfigError, match=sentence) as refused:
-        arrays.read(directory, {name: jax.ShapeDtypeStruct(shape, "float32", sharding=device)})
+        arrays.read(
+            directory, {name: jax.ShapeDtypeStruct(shape, "float32", sharding=device)}
+        )
     assert "\n" not in str(refused.value)
 
 
@@ -54,9 +62,16 @@ def test_a_closed_event_loop_is_not_printed_and_every_other_error_is(monkeypatch
     passed = []
     monkeypatch.setattr(arrays, "unraisable_hook", passed.append)
     closed = "Event loop is closed"
-    for error in (RuntimeError(closed), RuntimeError("something else"), OSError(closed)):
+    for error in (
+        RuntimeError(closed),
+        RuntimeError("something else"),
+        OSError(closed),
+    ):
         arrays._report(SimpleNamespace(exc_type=type(error), exc_value=error))
-    assert [str(u.exc_value) for u in passed] == ["something else", "Event loop is closed"]
+    assert [str(u.exc_value) for u in passed] == [
+        "something else",
+        "Event loop is closed",
+    ]
 
 
 @pytest.mark.thorough
@@ -68,5 +83,9 @@ for name in ("OrbaxLayout.save_checkpointables.<locals>._run_background", "mine"
     run.__qualname__ = name
     run()
 """
-    printed = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True).stderr
-    assert "OrbaxLayout" not in printed and "coroutine 'mine' was never awaited" in printed
+    printed = subprocess.run(
+        [sys.executable, "-c", command], capture_output=True, text=True
+    ).stderr
+    assert (
+        "OrbaxLayout" not in printed and "coroutine 'mine' was never awaited" in printed
+    )

@@ -8,7 +8,9 @@ from meshtrain.config import ConfigError
 from meshtrain.errors import Unreadable
 
 
-@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [OSError(5, "Input/output error"), KeyboardInterrupt()]
+)
 def test_a_checkpointer_that_could_not_be_made_does_not_lock_its_own_process_out(
     error, tmp_path, monkeypatch
 ):
@@ -19,7 +21,9 @@ def test_a_checkpointer_that_could_not_be_made_does_not_lock_its_own_process_out
 
     with monkeypatch.context() as patch:
         patch.setattr(steps, "remove_leftovers", refused)
-        with pytest.raises((Unreadable, KeyboardInterrupt), match=r"input/output error|^$"):
+        with pytest.raises(
+            (Unreadable, KeyboardInterrupt), match=r"input/output error|^$"
+        ):
             Checkpointer(config(tmp_path), program())
     Checkpointer(config(tmp_path), program()).close()
 
@@ -35,7 +39,10 @@ def test_one_that_was_refused_leaves_the_lock_with_its_owner(tmp_path):
 
 def phases(directory, **checkpoint) -> list[str]:
     """Those that a run goes through until it has its state, and what it does in them; a step is saved at the end."""
-    checkpointer, did = Checkpointer(config(directory, checkpoint=checkpoint), program()), []
+    checkpointer, did = (
+        Checkpointer(config(directory, checkpoint=checkpoint), program()),
+        [],
+    )
 
     def noted(name):
         work = getattr(checkpointer, name)
@@ -62,8 +69,13 @@ def test_a_new_run_makes_its_weights_in_the_phase_init_and_one_that_goes_on_read
 ):
     assert phases(tmp_path / "run") == ["restore", "init", "_init"]
     assert phases(tmp_path / "run") == ["restore", "_restore"]
-    assert phases(tmp_path / "another", resume=str(tmp_path / "run")) == ["restore", "_restore"]
-    assert phases(tmp_path / "weights", resume=str(tmp_path / "run"), weights_only=True) == [
+    assert phases(tmp_path / "another", resume=str(tmp_path / "run")) == [
+        "restore",
+        "_restore",
+    ]
+    assert phases(
+        tmp_path / "weights", resume=str(tmp_path / "run"), weights_only=True
+    ) == [
         "restore",
         "_restore",
     ]

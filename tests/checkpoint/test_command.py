@@ -62,11 +62,17 @@ def test_the_best_step_is_marked_and_can_be_named(tmp_path, capsys):
         True,
         False,
     ]
-    assert call(capsys, "show", run, "--step", "best")[1][0] == f"step 2 in {run}/checkpoints/2"
+    assert (
+        call(capsys, "show", run, "--step", "best")[1][0]
+        == f"step 2 in {run}/checkpoints/2"
+    )
     for word, named in (("best", "2"), ("newest", "3"), ("1", "1")):
         code, (line,), _ = call(capsys, "verify", run, "--step", word)
         assert code == 0 and line.startswith(f"{named}: intact")
-    as_json = ("".join(call(capsys, word, run, "--json")[1]) for word in ("ls", "show", "verify"))
+    as_json = (
+        "".join(call(capsys, word, run, "--json")[1])
+        for word in ("ls", "show", "verify")
+    )
     listed, shown, (first, *_) = map(json.loads, as_json)
     found = [(entry["step"], entry["best"], entry["eval_loss"]) for entry in listed]
     assert found == [(1, False, 0.5), (2, True, 0.25), (3, False, 0.75)]
@@ -113,18 +119,30 @@ def test_diff_names_what_differs_and_only_that(run, capsys):
     assert code == 1
     assert lines[:2] == ["step: 1 | 2", "loss: 1.0 | 0.5"]
     assert (
-        json.loads("\n".join(call(capsys, "diff", "--json", steps_of / "1", steps_of / "2")[1]))
+        json.loads(
+            "\n".join(call(capsys, "diff", "--json", steps_of / "1", steps_of / "2")[1])
+        )
         == lines
     )
     differs = "array params.head.weight: 6,168 of 6,168 numbers"
     assert sum(line.startswith(differs) for line in lines) == 1
-    assert not any(line.startswith(("config", "version", "array step")) for line in lines)
-    assert len(call(capsys, "diff", "--no-values", steps_of / "1", steps_of / "2")[1]) == 2
+    assert not any(
+        line.startswith(("config", "version", "array step")) for line in lines
+    )
+    assert (
+        len(call(capsys, "diff", "--no-values", steps_of / "1", steps_of / "2")[1]) == 2
+    )
 
 
 def test_wrong_usage_is_one_sentence_and_exit_code_2(tmp_path, damaged, capsys):
-    for word, path in (("ls", tmp_path / "nothing"), ("verify", tmp_path), ("show", tmp_path)):
-        assert refused(main, capsys, word, str(path)).startswith("meshtrain: there is no ")
+    for word, path in (
+        ("ls", tmp_path / "nothing"),
+        ("verify", tmp_path),
+        ("show", tmp_path),
+    ):
+        assert refused(main, capsys, word, str(path)).startswith(
+            "meshtrain: there is no "
+        )
     (damaged / "checkpoints" / "3" / steps.COMMIT).unlink()
     unmarked = refused(main, capsys, "show", str(damaged))
     assert tells(unmarked, "/3 cannot be read", "no COMMIT")
@@ -136,19 +154,26 @@ def test_nothing_that_is_damaged_is_read(damaged, capsys):
         manifest.write_text(content)
         assert "manifest.json" in call(capsys, "ls", damaged)[1][3]
         for command in (["show", damaged], ["diff", "--no-values", damaged, damaged]):
-            assert "3 cannot be read: manifest.json" in refused(main, capsys, *map(str, command))
+            assert "3 cannot be read: manifest.json" in refused(
+                main, capsys, *map(str, command)
+            )
     second = damaged / "checkpoints" / "2"
     array = max((second / "arrays").rglob("*"), key=lambda path: path.stat().st_size)
     array.write_bytes(array.read_bytes()[:-1])
     assert "2 is damaged: arrays/" in refused(
         main, capsys, "diff", str(second), str(damaged / "checkpoints" / "1")
     )
-    assert call(capsys, "diff", "--no-values", second, damaged / "checkpoints" / "1")[0] == 1
+    assert (
+        call(capsys, "diff", "--no-values", second, damaged / "checkpoints" / "1")[0]
+        == 1
+    )
 
 
 def test_what_the_system_refuses_is_one_sentence(run, monkeypatch, capsys):
     def refused(directory):
-        raise PermissionError(errno.EACCES, "Permission denied", str(directory / steps.COMMIT))
+        raise PermissionError(
+            errno.EACCES, "Permission denied", str(directory / steps.COMMIT)
+        )
 
     monkeypatch.setattr(steps, "commit_problem", refused)
     code, _, said = call(capsys, "show", run)
@@ -162,7 +187,10 @@ def test_a_newer_format_is_named(damaged, monkeypatch, capsys):
     monkeypatch.setattr(steps, "WHOLE", 4)
     steps.commit(damaged / "checkpoints" / "3")
     monkeypatch.undo()
-    assert any("format 4, of a later meshtrain" in line for line in call(capsys, "ls", damaged)[1])
+    assert any(
+        "format 4, of a later meshtrain" in line
+        for line in call(capsys, "ls", damaged)[1]
+    )
     assert call(capsys, "verify", damaged)[0] == 1
 
 
@@ -197,7 +225,9 @@ def test_ls_and_verify_name_each_that_is_not_the_step_of_its_name(odd, capsys):
     found = {line.split()[0]: " ".join(line.split()[1:]) for line in lines}
     assert {name: found[name] for name in NAMED} == NAMED
     assert found["2"].endswith("KiB")
-    assert {name: text for name, text in found.items() if text.startswith("no checkpoint")} == {
+    assert {
+        name: text for name, text in found.items() if text.startswith("no checkpoint")
+    } == {
         "best": "no checkpoint: it is step 1, renamed",
         "9.damaged": "no checkpoint: damaged, set aside",
         "70.writing": "no checkpoint: unfinished",
@@ -214,7 +244,9 @@ def test_show_and_diff_refuse_what_is_not_the_step_of_its_name(command, odd, cap
     for name, text in NAMED.items():
         path = odd / "checkpoints" / name
         arguments = (
-            [*command, path] if command == ["show"] else [*command, odd / "checkpoints" / "2", path]
+            [*command, path]
+            if command == ["show"]
+            else [*command, odd / "checkpoints" / "2", path]
         )
         sentence = f"meshtrain: {path} cannot be read: {text}.\n"
         if path.is_file():
@@ -246,7 +278,11 @@ def test_a_manifest_that_is_wrong_under_right_digests_is_one_sentence(damaged, c
         (step / steps.MANIFEST).write_text(json.dumps(content))
         digests.write(step)
         steps.commit(step)
-        for command in (["show", step], ["diff", step, step], ["diff", "--no-values", step, step]):
+        for command in (
+            ["show", step],
+            ["diff", step, step],
+            ["diff", "--no-values", step, step],
+        ):
             said = f"meshtrain: {step} cannot be read: manifest.json has no legal leaves.\n"
             assert call(capsys, *command) == (2, [], said)
         assert call(capsys, "verify", step)[:2] == (
@@ -272,7 +308,9 @@ def test_arrays_that_are_not_those_of_the_manifest_are_one_sentence(damaged, cap
     )
 
 
-def test_a_step_that_a_run_removes_meanwhile_is_not_called_damaged(damaged, monkeypatch, capsys):
+def test_a_step_that_a_run_removes_meanwhile_is_not_called_damaged(
+    damaged, monkeypatch, capsys
+):
     root, problems = damaged / "checkpoints", digests.problems
 
     def removed(directory, *rest, **only):
@@ -291,6 +329,7 @@ def test_a_step_that_a_run_removes_meanwhile_is_not_called_damaged(damaged, monk
             patch.setattr(digests, "problems", removed)
             code, lines, _ = call(capsys, command, root)
         found = [
-            line.split(",")[0][: len(start)] for line, start in zip(lines, wanted, strict=False)
+            line.split(",")[0][: len(start)]
+            for line, start in zip(lines, wanted, strict=False)
         ]
         assert code == 0 and found == wanted

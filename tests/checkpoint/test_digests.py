@@ -18,7 +18,9 @@ def step(tmp_path, monkeypatch):
     monkeypatch.setattr(digests, "BLOCK", 64)
     for name, size in SIZES.items():
         (tmp_path / "deep" / name).mkdir(parents=True)
-        (tmp_path / "deep" / name / "file").write_bytes(random.Random(name).randbytes(size))
+        (tmp_path / "deep" / name / "file").write_bytes(
+            random.Random(name).randbytes(size)
+        )
     assert digests.write(tmp_path) == sum(SIZES.values())
     return tmp_path
 
@@ -79,14 +81,18 @@ def test_processes_that_share_the_work_find_what_one_finds(step):
     damaged[3] ^= 1
     damaged[700] ^= 1
     path.write_bytes(damaged)
-    shared = [sentence for part in range(3) for sentence in digests.problems(step, part, 3)]
+    shared = [
+        sentence for part in range(3) for sentence in digests.problems(step, part, 3)
+    ]
     assert sorted(shared) == sorted(digests.problems(step))
     assert len(shared) == 2
 
 
 def test_what_was_written_is_intact_and_the_digests_do_not_cover_themselves(step):
     steps.commit(step)
-    assert digests.problems(step) == [] and digests.total_bytes(step) == sum(SIZES.values())
+    assert digests.problems(step) == [] and digests.total_bytes(step) == sum(
+        SIZES.values()
+    )
 
 
 def test_blocks_hashed_while_a_file_grows_are_not_read_again(tmp_path, monkeypatch):
@@ -94,19 +100,26 @@ def test_blocks_hashed_while_a_file_grows_are_not_read_again(tmp_path, monkeypat
     content = random.Random(0).randbytes(1000)
     grown = tmp_path / "part" / "grown"
     grown.parent.mkdir()
-    with digests.HashedAhead(tmp_path, "part/*") as ahead, grown.open("wb", buffering=0) as file:
+    with (
+        digests.HashedAhead(tmp_path, "part/*") as ahead,
+        grown.open("wb", buffering=0) as file,
+    ):
         for start in range(0, 1000, 50):
             file.write(content[start : start + 50])
         _wait_for(lambda: len(ahead.known(grown)) == 15)
     read = []
     digest = digests.digest_of
-    monkeypatch.setattr(digests, "digest_of", lambda *at: read.append(at[1]) or digest(*at))
+    monkeypatch.setattr(
+        digests, "digest_of", lambda *at: read.append(at[1]) or digest(*at)
+    )
     assert digests.write(tmp_path, ahead=ahead) == 1000
     assert read == [960]
     assert digests.problems(tmp_path) == []
 
 
-def test_files_replaced_or_cut_after_they_were_hashed_are_hashed_anew(tmp_path, monkeypatch):
+def test_files_replaced_or_cut_after_they_were_hashed_are_hashed_anew(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(digests, "BLOCK", 64)
     replaced = tmp_path / "part" / "replaced"
     cut = tmp_path / "part" / "cut"

@@ -164,9 +164,17 @@ def test_a_signal_ends_a_run_with_a_checkpoint_of_its_last_step_and_code_75(
 
 def one_of_two(rank, port):
     """Says to this process, as Slurm does, that it is one of two."""
-    slurm = {"JOB_ID": "1", "STEP_NODELIST": "localhost", "NTASKS": "2", "PROCID": str(rank)}
+    slurm = {
+        "JOB_ID": "1",
+        "STEP_NODELIST": "localhost",
+        "NTASKS": "2",
+        "PROCID": str(rank),
+    }
     os.environ |= {f"SLURM_{name}": value for name, value in slurm.items()}
-    os.environ |= {"SLURM_LOCALID": str(rank), "JAX_COORDINATOR_ADDRESS": f"localhost:{port}"}
+    os.environ |= {
+        "SLURM_LOCALID": str(rank),
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+    }
 
 
 OVER_TWO = {"mesh": {"pipeline": 2}, "parallel": {"microbatches": 2}}
@@ -191,17 +199,27 @@ def two_processes(directory):
 
 # The other one is killed in tests/survive/test_training_processes.py, too.
 @pytest.mark.parametrize(
-    "victim", [pytest.param(0, marks=pytest.mark.thorough), pytest.param(1, marks=pytest.mark.slow)]
+    "victim",
+    [
+        pytest.param(0, marks=pytest.mark.thorough),
+        pytest.param(1, marks=pytest.mark.slow),
+    ],
 )
-def test_a_process_that_is_killed_is_reported_by_the_other_in_one_sentence(victim, tmp_path):
+def test_a_process_that_is_killed_is_reported_by_the_other_in_one_sentence(
+    victim, tmp_path
+):
     run, trainers = two_processes(tmp_path)
     trainers[victim].kill()
     survivor = trainers[1 - victim]
     assert survivor.end() == 1, survivor.log.read_text()
     said = [
-        line for line in survivor.log.read_text().splitlines() if line.startswith("meshtrain: ")
+        line
+        for line in survivor.log.read_text().splitlines()
+        if line.startswith("meshtrain: ")
     ]
-    assert len(said) == 1 and tells(said[0], "another process", "died or cannot be reached: ")
+    assert len(said) == 1 and tells(
+        said[0], "another process", "died or cannot be reached: "
+    )
     assert said[0].endswith(f"go on from step {committed(run)[-1]}.")
     assert "Traceback" not in survivor.log.read_text()
 
@@ -247,13 +265,17 @@ def test_a_second_signal_ends_a_run_at_once_and_leaves_the_last_checkpoint_intac
 
 
 @pytest.mark.thorough
-def test_a_second_run_in_the_directory_is_refused_and_the_first_goes_on(tmp_path, undisturbed):
+def test_a_second_run_in_the_directory_is_refused_and_the_first_goes_on(
+    tmp_path, undisturbed
+):
     config = settings(tmp_path, STEPS, EVERY)
     first = Trainer(config)
     assert first.until(first.wrote(1))
     os.kill(first.process.pid, signal.SIGSTOP)
     (tmp_path / "again").mkdir()
-    second = Trainer(settings(tmp_path / "again", STEPS, EVERY, run={"directory": str(first.run)}))
+    second = Trainer(
+        settings(tmp_path / "again", STEPS, EVERY, run={"directory": str(first.run)})
+    )
     assert second.end() == 2
     os.kill(first.process.pid, signal.SIGCONT)
     said = second.log.read_text().splitlines()

@@ -89,7 +89,8 @@ def test_two_damaged_steps_are_both_reported(run):
     step, state, said = restored(run)
     assert step == 1 and same(state, numbered(program(), seed=1))
     assert [
-        f"{k} is damaged: manifest.json is missing" in s for k, s in zip((3, 2), said, strict=True)
+        f"{k} is damaged: manifest.json is missing" in s
+        for k, s in zip((3, 2), said, strict=True)
     ] == [True, True]
 
 
@@ -120,7 +121,8 @@ def test_a_clock_that_was_set_back_changes_nothing(run):
     """Whatever the dates say: order is by step."""
     for day, step in enumerate(("3", "2", "1")):
         for path in (run / "checkpoints" / step).rglob("*"):
-            os.utime(path, (4e9 + 86400 * day,) * 2)  # in the year 2096, the lowest step last
+            # In the year 2096, the lowest step last
+            os.utime(path, (4e9 + 86400 * day,) * 2)
         os.utime(run / "checkpoints" / step, (4e9 + 86400 * day,) * 2)
     with opened(config(run, checkpoint={"keep": 3}), program()) as (checkpointer, _):
         state, step = checkpointer.restore_or_init()
@@ -147,7 +149,9 @@ def test_never_moves_what_was_there_out_of_the_way(run):
     assert steps.committed_in(run / "checkpoints") == []
     assert steps.committed_in(run / "earlier-1" / "checkpoints") == [1, 2, 3]
     for name in names:
-        assert (run / "earlier-1" / name).read_text() == "{}\n" and not (run / name).exists()
+        assert (run / "earlier-1" / name).read_text() == "{}\n" and not (
+            run / name
+        ).exists()
     assert restored(run)[0] == 0  # what was set aside is not missed
 
 
@@ -175,7 +179,9 @@ def tree(directory):
 def test_a_run_that_had_a_checkpoint_and_has_none_is_refused_with_both_ways_out(
     fault, resume, run, three, tmp_path
 ):
-    (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "checkpoint_bytes": 9}\n')
+    (run / "metrics.jsonl").write_text(
+        '{"step": 1}\n{"step": 2, "checkpoint_bytes": 9}\n'
+    )
     if fault == "unmarked":
         for step in ("1", "2", "3"):
             (run / "checkpoints" / step / steps.COMMIT).unlink()
@@ -195,7 +201,9 @@ def test_a_run_that_had_a_checkpoint_and_has_none_is_refused_with_both_ways_out(
     assert tree(run) == before
     step, _, said = restored(run, resume="never")
     assert step == 0 and len(said) == 1
-    kept = {path.relative_to("earlier-1"): content for path, content in tree(run).items()}
+    kept = {
+        path.relative_to("earlier-1"): content for path, content in tree(run).items()
+    }
     assert kept == before
 
 
@@ -242,7 +250,9 @@ def test_damage_in_another_run_is_passed_over_and_left_there(run, tmp_path):
 
 def test_a_file_in_place_of_the_checkpoints_is_refused_in_one_sentence(tmp_path):
     (tmp_path / "checkpoints").touch()
-    with pytest.raises(ConfigError, match=r"checkpoints cannot .* file exists; .* a directory"):
+    with pytest.raises(
+        ConfigError, match=r"checkpoints cannot .* file exists; .* a directory"
+    ):
         restored(tmp_path)
 
 
@@ -250,15 +260,22 @@ def test_a_file_in_place_of_the_checkpoints_is_refused_in_one_sentence(tmp_path)
 
 
 @pytest.mark.thorough
-def test_a_run_from_another_ones_weights_may_read_other_data_and_one_that_goes_on_may_not(tmp_path):
-    with opened(config(tmp_path / "old"), program(), read={"digest": "aa"}) as (checkpointer, _):
+def test_a_run_from_another_ones_weights_may_read_other_data_and_one_that_goes_on_may_not(
+    tmp_path,
+):
+    with opened(config(tmp_path / "old"), program(), read={"digest": "aa"}) as (
+        checkpointer,
+        _,
+    ):
         checkpointer.save(1, numbered(program(), 1), loss=1.0)
     old, other = str(tmp_path / "old"), {"digest": "bb"}
     assert restored(tmp_path / "same", {"digest": "aa"}, resume=old)[::2] == (1, [])
     assert restored(tmp_path / "weights", other, resume=old, weights_only=True)[0] == 0
     with pytest.raises(ConfigError, match=r"data\.source synthetic .* \(bb, was aa\)"):
         restored(tmp_path / "whole", other, resume=old)
-    step, _, said = restored(tmp_path / "whole", other, resume=old, allow=["data.source"])
+    step, _, said = restored(
+        tmp_path / "whole", other, resume=old, allow=["data.source"]
+    )
     assert step == 1 and "holds other tokens than it did" in said[0]
 
 

@@ -9,7 +9,16 @@ import subprocess
 import jax
 import numpy as np
 import pytest
-from checkpoint_runs import build_for, config, numbered, opened, program, restored, same, saved
+from checkpoint_runs import (
+    build_for,
+    config,
+    numbered,
+    opened,
+    program,
+    restored,
+    same,
+    saved,
+)
 from refusals import tells
 
 from meshtrain.checkpoint import Checkpointer, arrays, digests, steps
@@ -36,13 +45,17 @@ class Run:
         new = not self.root.is_dir()
         settings = config(directory, checkpoint={"keep": keep}, **LORA)
         self.checkpointer = Checkpointer(settings, built, say=self.said.append)
-        self.state, self.step = (numbered(built), 0) if new else self.checkpointer.restore_or_init()
+        self.state, self.step = (
+            (numbered(built), 0) if new else self.checkpointer.restore_or_init()
+        )
 
     def save(self, *which):
         """Saves such steps, each with other numbers in all but what is frozen; the bytes that each wrote."""
         found = []
         for step in which:
-            other = jax.device_put(numbered(self.built, step), self.built.state_shardings)
+            other = jax.device_put(
+                numbered(self.built, step), self.built.state_shardings
+            )
             keep = lambda weight, new, old: new if weight.trained else old
             self.state = other._replace(
                 params=self.built.layout.map(keep, other.params, self.state.params)
@@ -59,7 +72,9 @@ class Run:
     def base(self, step):
         """The files that hold what is frozen in a step, as the disk knows them."""
         return {
-            p.lstat().st_ino for p in (self.root / str(step) / "frozen").rglob("*") if p.is_file()
+            p.lstat().st_ino
+            for p in (self.root / str(step) / "frozen").rglob("*")
+            if p.is_file()
         }
 
 
@@ -88,25 +103,41 @@ def flip(path):
 
 
 def largest(directory):
-    return max((p for p in directory.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    return max(
+        (p for p in directory.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size
+    )
 
 
 def test_frozen_weights_are_written_twice_and_linked_from_then_on(three, capsys):
     run, written = three
     assert run.base(3) == run.base(1) and not run.base(1) & run.base(2)
     whole = [digests.total_bytes(run.root / str(step)) for step in (1, 2, 3)]
-    frozen = sum(p.stat().st_size for p in (run.root / "3" / "frozen").rglob("*") if p.is_file())
+    frozen = sum(
+        p.stat().st_size for p in (run.root / "3" / "frozen").rglob("*") if p.is_file()
+    )
     assert written == [whole[0], whole[1], whole[2] - frozen] and frozen > whole[2] / 2
     leaves = StepManifest.read(run.root / "3").leaves
     base = {f"params.{leaf.name}" for leaf in run.built.layout.flat if not leaf.trained}
     assert {name for name, leaf in leaves.items() if "frozen" in leaf} == base
-    assert [digests.problems(run.root / str(step)) for step in (1, 2, 3)] == [[], [], []]
+    assert [digests.problems(run.root / str(step)) for step in (1, 2, 3)] == [
+        [],
+        [],
+        [],
+    ]
     assert main(["show", str(run.root)]) == 0
-    shown = [line for line in capsys.readouterr().out.splitlines() if line.endswith("  frozen")]
-    assert len(shown) == len(base) and shown[0].split()[0] in min(base, key=list(leaves).index)
+    shown = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.endswith("  frozen")
+    ]
+    assert len(shown) == len(base) and shown[0].split()[0] in min(
+        base, key=list(leaves).index
+    )
 
 
-def test_a_step_whose_files_are_linked_is_whole_without_the_others(copied, tuned, three):
+def test_a_step_whose_files_are_linked_is_whole_without_the_others(
+    copied, tuned, three
+):
     elsewhere = shutil.copytree(copied / "checkpoints" / "3", copied / "alone")
     for step in "12":
         steps.remove(copied / "checkpoints" / step)
@@ -166,13 +197,17 @@ def test_where_links_are_refused_all_is_written_again_and_that_is_said_once(
     run.close()
     assert len(made) == 6
     (said,) = run.said
-    assert tells(said, f"{run.root}/1 cannot be linked", "(too many links)", "written again")
+    assert tells(
+        said, f"{run.root}/1 cannot be linked", "(too many links)", "written again"
+    )
     assert len(set.union(*map(run.base, (1, 2, 3, 4)))) == 4 * len(run.base(1))
     assert not digests.problems(run.root / "3")
 
 
 @pytest.mark.thorough
-def test_a_file_that_somebody_has_cut_short_or_moved_away_is_not_linked_to(copied, tuned):
+def test_a_file_that_somebody_has_cut_short_or_moved_away_is_not_linked_to(
+    copied, tuned
+):
     run = Run(copied, tuned)
     run.save(4)
     file = largest(run.root / "3" / "frozen")
@@ -181,9 +216,9 @@ def test_a_file_that_somebody_has_cut_short_or_moved_away_is_not_linked_to(copie
     run.save(5)
     run.close()
     assert "not as it was written" in run.said[0]
-    assert not any(p.is_symlink() for p in (run.root / "5").rglob("*")) and not digests.problems(
-        run.root / "5"
-    )
+    assert not any(
+        p.is_symlink() for p in (run.root / "5").rglob("*")
+    ) and not digests.problems(run.root / "5")
 
 
 @pytest.mark.thorough
@@ -193,7 +228,11 @@ def test_a_process_that_goes_on_links_to_what_it_has_verified_once_it_has_anothe
     run = Run(copied, tuned)
     fourth, fifth = run.save(4, 5)
     run.close()
-    assert run.base(5) == run.base(3) and fifth < fourth / 2 and not run.base(4) & run.base(3)
+    assert (
+        run.base(5) == run.base(3)
+        and fifth < fourth / 2
+        and not run.base(4) & run.base(3)
+    )
 
 
 def test_a_killed_process_s_links_go_and_the_files_stay(copied, tuned):
@@ -206,13 +245,18 @@ def test_a_killed_process_s_links_go_and_the_files_stay(copied, tuned):
 @pytest.mark.thorough
 def test_with_another_dtype_all_is_written_again_and_that_is_said(copied):
     half = build_for(config(precision={"compute": "bfloat16"}, **LORA))
-    settings = config(copied, precision={"compute": "bfloat16"}, checkpoint={"keep": 9}, **LORA)
+    settings = config(
+        copied, precision={"compute": "bfloat16"}, checkpoint={"keep": 9}, **LORA
+    )
     with opened(settings, half) as (checkpointer, said):
         checkpointer.save(4, checkpointer.restore_or_init()[0], 1.0)
     leaf, rest = said[-1].split(maxsplit=1)
     written = f"frozen as float32 in {copied}/checkpoints/3"
     assert tells(rest, written, "held as bfloat16 from here on: ")
-    assert StepManifest.read(copied / "checkpoints" / "4").leaves[leaf]["dtype"] == "bfloat16"
+    assert (
+        StepManifest.read(copied / "checkpoints" / "4").leaves[leaf]["dtype"]
+        == "bfloat16"
+    )
     assert not digests.problems(copied / "checkpoints" / "4")
 
 
@@ -221,7 +265,8 @@ def test_a_run_goes_on_on_another_mesh_with_the_same_weights(copied, three, tune
     other = build_for(config(layout=INTERLEAVED, **LORA))
     run = Run(copied, other)
     before, after = (
-        GlobalArrays(b).arrays(state) for b, state in ((tuned, three[0].state), (other, run.state))
+        GlobalArrays(b).arrays(state)
+        for b, state in ((tuned, three[0].state), (other, run.state))
     )
     assert all(np.array_equal(before[name], after[name]) for name in before)
     run.save(4, 5)
@@ -230,27 +275,44 @@ def test_a_run_goes_on_on_another_mesh_with_the_same_weights(copied, three, tune
     # step 4 has files of its own, 5 those of 3
     fifth, fourth = (read_model(run.root / step) for step in "54")
     base = [weight.name for weight in fifth.program.layout.flat if not weight.trained]
-    assert all(np.array_equal(fifth.weights[name], fourth.weights[name]) for name in base)
-    assert any(not np.array_equal(x, fourth.weights[name]) for name, x in fifth.weights.items())
+    assert all(
+        np.array_equal(fifth.weights[name], fourth.weights[name]) for name in base
+    )
+    assert any(
+        not np.array_equal(x, fourth.weights[name]) for name, x in fifth.weights.items()
+    )
 
 
 @pytest.mark.thorough
 def test_what_is_frozen_in_a_checkpoint_may_be_trained_by_who_starts_from_it(tmp_path):
     frozen = build_for(config(train={"trainable": ["head.*"]}))
     state = numbered(frozen)
-    with opened(config(tmp_path, train={"trainable": ["head.*"]}), frozen) as (checkpointer, _):
+    with opened(config(tmp_path, train={"trainable": ["head.*"]}), frozen) as (
+        checkpointer,
+        _,
+    ):
         checkpointer.save(1, state, 1.0)
     resume = {"resume": str(tmp_path), "weights_only": True}
     began, step, _ = restored(config(tmp_path / "full", checkpoint=resume), program())
     assert step == 0 and same(began.params, state.params)
 
 
-def test_a_run_that_trains_everything_has_neither_another_directory_nor_another_format(tmp_path):
+def test_a_run_that_trains_everything_has_neither_another_directory_nor_another_format(
+    tmp_path,
+):
     step = saved(tmp_path, steps=1) / "checkpoints" / "1"
-    assert {p.name for p in step.iterdir()} == {"arrays", "manifest.json", "digests.json", "COMMIT"}
-    assert (step / steps.COMMIT).read_text().startswith("meshtrain checkpoint, format 1\n")
+    assert {p.name for p in step.iterdir()} == {
+        "arrays",
+        "manifest.json",
+        "digests.json",
+        "COMMIT",
+    }
+    assert (
+        (step / steps.COMMIT).read_text().startswith("meshtrain checkpoint, format 1\n")
+    )
     assert all(
-        leaf.keys() == {"shape", "dtype"} for leaf in StepManifest.read(step).leaves.values()
+        leaf.keys() == {"shape", "dtype"}
+        for leaf in StepManifest.read(step).leaves.values()
     )
 
 
@@ -277,7 +339,9 @@ def test_a_disk_that_is_full_in_the_middle_costs_that_save_and_the_second_copy(
     third = run.save(3)[0]
     run.close()
     (failed,) = run.said
-    assert tells(failed, "step 2 could not be written: ", "no space", "step 1 is intact.")
+    assert tells(
+        failed, "step 2 could not be written: ", "no space", "step 1 is intact."
+    )
     # the half that was still being written has been waited for, so that it does not come back
     assert ended == [True] and sorted(p.name for p in run.root.iterdir()) == ["1", "3"]
     assert run.base(3) == run.base(1) and third < first / 2

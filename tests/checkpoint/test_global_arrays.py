@@ -34,7 +34,9 @@ def test_names_shapes_and_dtypes_are_those_of_one_device(layout):
 
 
 def test_names_do_not_depend_on_the_place_in_an_optax_chain():
-    assert records(build_for(config(optimizer={"grad_clip": 0.0}))) == records(program())
+    assert records(build_for(config(optimizer={"grad_clip": 0.0}))) == records(
+        program()
+    )
 
 
 def test_names_are_the_models_own():
@@ -101,7 +103,9 @@ def test_a_state_of_every_optimizer_survives_a_change_of_layout(optimizer, tmp_p
         tmp_path / "arrays", {name: jax.device_put(x) for name, x in before.items()}
     ).result()
     moved = GlobalArrays(other).state(tmp_path, where(before))
-    for x, wanted in zip(jax.tree.leaves(moved), jax.tree.leaves(other.state_shapes), strict=True):
+    for x, wanted in zip(
+        jax.tree.leaves(moved), jax.tree.leaves(other.state_shapes), strict=True
+    ):
         assert (x.shape, x.dtype) == (wanted.shape, wanted.dtype)
         assert x.sharding.is_equivalent_to(wanted.sharding, x.ndim)
     after = GlobalArrays(other).arrays(moved)
@@ -132,7 +136,9 @@ def test_on_an_accelerator_rearranged_copies_wait_for_the_disk_in_host_memory(
     way, tmp_path, monkeypatch
 ):
     built = program("data 2, pipeline 2, interleaved, ZeRO-1")
-    monkeypatch.setattr("meshtrain.checkpoint.global_arrays.platform", lambda mesh: "gpu")
+    monkeypatch.setattr(
+        "meshtrain.checkpoint.global_arrays.platform", lambda mesh: "gpu"
+    )
     state = built.init()
     copies = way(GlobalArrays(built), state)
     assert copies["params.blocks.mlp.gate"].sharding.memory_kind == "pinned_host"
@@ -145,22 +151,31 @@ def test_on_an_accelerator_rearranged_copies_wait_for_the_disk_in_host_memory(
     [
         pytest.param("data 8, ZeRO-3", on_the_devices, marks=pytest.mark.thorough),
         pytest.param(
-            "data 2, pipeline 2, interleaved, ZeRO-1", on_the_host, marks=pytest.mark.thorough
+            "data 2, pipeline 2, interleaved, ZeRO-1",
+            on_the_host,
+            marks=pytest.mark.thorough,
         ),
         pytest.param("data 8, ZeRO-3", on_the_host, marks=pytest.mark.slow),
         pytest.param(
-            "data 2, pipeline 2, interleaved, ZeRO-1", on_the_devices, marks=pytest.mark.slow
+            "data 2, pipeline 2, interleaved, ZeRO-1",
+            on_the_devices,
+            marks=pytest.mark.slow,
         ),
     ],
 )
-def test_an_optimizer_state_in_host_memory_goes_and_comes_back_there(layout, way, tmp_path):
+def test_an_optimizer_state_in_host_memory_goes_and_comes_back_there(
+    layout, way, tmp_path
+):
     built = build_for(config(layout=layout, parallel={"offload_optimizer": True}))
     state = built.init()
     copies = way(GlobalArrays(built), state)
     arrays.write(tmp_path / "arrays", copies).result()
     back = GlobalArrays(built).state(tmp_path, where(copies))
     assert same(back, state)
-    assert back.optimizer[1][0].mu["blocks"]["mlp"]["gate"].sharding.memory_kind == "pinned_host"
+    assert (
+        back.optimizer[1][0].mu["blocks"]["mlp"]["gate"].sharding.memory_kind
+        == "pinned_host"
+    )
     assert [x.sharding for x in jax.tree.leaves(back)] == [
         x.sharding for x in jax.tree.leaves(built.state_shapes)
     ]

@@ -39,7 +39,12 @@ OTHERS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     ),
     "zero bubble pairs, 2 chunks": (
         {"data": 2, "tensor": 2, "pipeline": 2},
-        {"zero_stage": 3, "microbatches": 2, "schedule": "zb_paired", "virtual_stages": 2},
+        {
+            "zero_stage": 3,
+            "microbatches": 2,
+            "schedule": "zb_paired",
+            "virtual_stages": 2,
+        },
     ),
     "pairs on one stage": (
         {"data": 2, "tensor": 2},
@@ -49,7 +54,8 @@ OTHERS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 ONE, CUBE, DATA, FLAT, PIPE, INTERLEAVED, V = LAYOUTS
 I1, I2, I4, TENSOR, STAGES, C4, C2, ZB_PAIRS, ONE_STAGE = OTHERS
 PAIRS = [
-    (ONE, CUBE), (CUBE, DATA), (DATA, INTERLEAVED),  # CUBE -> DATA: all three axes and the ZeRO stage
+    # CUBE -> DATA: all three axes and the ZeRO stage
+    (ONE, CUBE), (CUBE, DATA), (DATA, INTERLEAVED),
     (INTERLEAVED, V), (V, FLAT), (FLAT, PIPE), (PIPE, ONE),
     (I1, I2), (I2, TENSOR), (TENSOR, I4), (I4, STAGES), (STAGES, I1), (I1, I4), (I4, I1),
     (C4, C2), (C2, PIPE), (ONE, C4),
@@ -88,7 +94,10 @@ def sources(tmp_path_factory):
             for step in range(1, STEPS + 1):
                 state, loss = take(built, state, step)
             checkpointer.save(STEPS, state, loss)
-            before = {name: np.array(x) for name, x in GlobalArrays(built).arrays(state).items()}
+            before = {
+                name: np.array(x)
+                for name, x in GlobalArrays(built).arrays(state).items()
+            }
         return directory, before, losses_after(built, state)
 
     return source
@@ -104,7 +113,9 @@ def losses_after(built, state):
 
 
 def restored(directory, layout):
-    state, step, said = checkpoint_runs.restored(settings(layout, directory), program(layout))
+    state, step, said = checkpoint_runs.restored(
+        settings(layout, directory), program(layout)
+    )
     assert step == STEPS == int(state.step)
     return state, said
 
@@ -116,12 +127,16 @@ def test_a_run_goes_on_on_another_layout(pair, sources):
     directory, before, expected = sources(first)
     state, said = restored(directory, second)
     built = program(second)
-    for x, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(built.state_shapes), strict=True):
+    for x, wanted in zip(
+        jax.tree.leaves(state), jax.tree.leaves(built.state_shapes), strict=True
+    ):
         assert x.sharding.is_equivalent_to(wanted.sharding, x.ndim)
     for name, x in GlobalArrays(built).arrays(state).items():
         assert np.array_equal(np.asarray(x), before[name]), name
     old, new = (program(layout).config.mesh.islands for layout in pair)
-    assert (f"mesh.islands was {old} and is {new} from here on." in said) == (old != new)
+    assert (f"mesh.islands was {old} and is {new} from here on." in said) == (
+        old != new
+    )
     assert np.all(np.abs(losses_after(built, state) - expected) <= TOLERANCE * expected)
 
 
@@ -134,10 +149,14 @@ def test_on_the_same_layout_the_losses_are_the_same_bits(sources):
 
 @pytest.mark.thorough
 def test_the_pairs_change_all_axes_the_zero_stage_and_islands_and_meet_every_layout_on_both_sides():
-    assert {a for a, _ in PAIRS} == {b for _, b in PAIRS} == LAYOUTS.keys() | OTHERS.keys()
+    assert (
+        {a for a, _ in PAIRS} == {b for _, b in PAIRS} == LAYOUTS.keys() | OTHERS.keys()
+    )
     (mesh, parallel), (other, others) = LAYOUTS[CUBE], LAYOUTS[DATA]
     assert all(a != b for a, b in zip(mesh, other, strict=True))
     assert parallel.get("zero_stage", 1) != others["zero_stage"]
-    assert program(ZB_PAIRS).layout.table.paired and program(ONE_STAGE).layout.table.paired
+    assert (
+        program(ZB_PAIRS).layout.table.paired and program(ONE_STAGE).layout.table.paired
+    )
     between = {tuple(program(x).config.mesh.islands for x in pair) for pair in PAIRS}
     assert between >= {(a, b) for a in (1, 2, 4) for b in (1, 2, 4) if a != b}

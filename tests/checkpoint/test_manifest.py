@@ -35,7 +35,9 @@ def vouch(step):
 @pytest.mark.parametrize(
     "name, is_good", [("1", True), ("best", True), ("01", False), ("40", False)]
 )
-def test_a_number_must_be_the_steps_own_and_any_other_name_may_stand(name, is_good, step):
+def test_a_number_must_be_the_steps_own_and_any_other_name_may_stand(
+    name, is_good, step
+):
     renamed = step.rename(step.with_name(name))
     if is_good:
         assert StepManifest.read(renamed).step == 1
@@ -48,7 +50,11 @@ def test_a_number_must_be_the_steps_own_and_any_other_name_may_stand(name, is_go
     "key, value",
     [
         *((("step",), value) for value in (None, "1", 1.0, -1, 2**63, True, [])),
-        *(((key,), value) for key in ("loss", "eval_loss") for value in ("low", [], {}, True)),
+        *(
+            ((key,), value)
+            for key in ("loss", "eval_loss")
+            for value in ("low", [], {}, True)
+        ),
         (("saved",), 7),
         *((("data",), value) for value in (None, {}, {"batches": "many"})),
         *((("rng",), value) for value in (None, {}, {"seed": 1.5})),
@@ -74,7 +80,8 @@ def test_what_is_no_value_of_its_key_is_named(key, value, step):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"\xff", b"[]", b"7", b"null", b"{}", b"[" * 100_000, b"9" * 5000]
+    "content",
+    [b"", b"{", b"\xff", b"[]", b"7", b"null", b"{}", b"[" * 100_000, b"9" * 5000],
 )
 def test_what_is_no_manifest_at_all_is_named(content, step):
     (step / steps.MANIFEST).write_bytes(content)
@@ -117,18 +124,27 @@ NO_FILES += [{"manifest.json": FILE | wrong} for wrong in WRONG]
 NO_RECORDS = [
     {},
     {"block": 16},
-    *({"block": block, "files": {"manifest.json": FILE}} for block in (0, -1, "16", 1.5)),
+    *(
+        {"block": block, "files": {"manifest.json": FILE}}
+        for block in (0, -1, "16", 1.5)
+    ),
 ]
 NO_RECORDS += [{"block": 16, "files": files} for files in NO_FILES]
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"7", b"[" * 100_000, *NO_RECORDS])
-def test_digests_that_are_none_are_named_even_if_the_marker_vouches_for_them(content, step):
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff", b"[]", b"7", b"[" * 100_000, *NO_RECORDS]
+)
+def test_digests_that_are_none_are_named_even_if_the_marker_vouches_for_them(
+    content, step
+):
     (step / steps.DIGESTS).write_bytes(
         content if isinstance(content, bytes) else json.dumps(content).encode()
     )
     steps.commit(step)
-    with pytest.raises(steps.Damaged, match=r"^digests\.json (is not JSON|.* every block)"):
+    with pytest.raises(
+        steps.Damaged, match=r"^digests\.json (is not JSON|.* every block)"
+    ):
         StepManifest.read(step)
 
 

@@ -22,7 +22,8 @@ def chosen(directory, **checkpoint):
     """(the step that a run in `directory` would restore, what it said); nothing is read but what is verified."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "meshtrain.checkpoint.restoring.restore", lambda _, start, say: start.directory.name
+            "meshtrain.checkpoint.restoring.restore",
+            lambda _, start, say: start.directory.name,
         )
         state, step, said = restored(
             config(directory, checkpoint={"keep": 3, **checkpoint}), program()
@@ -40,7 +41,10 @@ def names(run):
     "put, left",
     [
         (lambda root: (root / "1").rename(root / "40"), ["2", "3", "40.damaged"]),
-        (lambda root: shutil.copytree(root / "1", root / "40"), ["1", "2", "3", "40.damaged"]),
+        (
+            lambda root: shutil.copytree(root / "1", root / "40"),
+            ["1", "2", "3", "40.damaged"],
+        ),
         (lambda root: (root / "40").symlink_to("1"), ["1", "2", "3", "40.damaged"]),
     ],
     ids=["moved", "copied", "linked"],
@@ -63,14 +67,18 @@ def test_the_real_step_is_saved_later_and_what_had_its_name_stays(run):
         checkpointer.save(step + 1, state, 1.0)
         checkpointer.wait()
     assert names(run) == ["2", "3", "4", "4.damaged"]
-    assert finding.problems(root / "4") == [] and StepManifest.read(root / "4").step == 4
+    assert (
+        finding.problems(root / "4") == [] and StepManifest.read(root / "4").step == 4
+    )
     assert (
         finding.problems(root / "4.damaged") == []
         and StepManifest.read(root / "4.damaged").step == 1
     )
 
 
-def test_checkpoints_and_a_step_that_are_links_to_another_disk_are_as_good_as_directories(run):
+def test_checkpoints_and_a_step_that_are_links_to_another_disk_are_as_good_as_directories(
+    run,
+):
     (run / "checkpoints").rename(run / "elsewhere")
     (run / "checkpoints").symlink_to("elsewhere")
     (run / "elsewhere" / "3" / steps.COMMIT).write_bytes(b"")
@@ -80,7 +88,9 @@ def test_checkpoints_and_a_step_that_are_links_to_another_disk_are_as_good_as_di
     assert names(run) == ["1", "2", "3.damaged"]
 
 
-def test_two_steps_that_changed_places_are_both_reported_and_the_one_between_is_restored(run):
+def test_two_steps_that_changed_places_are_both_reported_and_the_one_between_is_restored(
+    run,
+):
     root = run / "checkpoints"
     for old, new in (("1", "x"), ("3", "1"), ("x", "3")):
         (root / old).rename(root / new)
@@ -99,7 +109,9 @@ def test_a_name_that_is_no_number_is_no_step_and_reported_if_it_is_newer(name, r
     (root / "3").rename(root / "moved")
     step, (sentence,) = chosen(run)
     assert step == 2
-    assert tells(sentence, f"{root}/moved is step 3, renamed", "passed over", "only as 3.")
+    assert tells(
+        sentence, f"{root}/moved is step 3, renamed", "passed over", "only as 3."
+    )
     assert {name, "moved"} <= set(names(run))
 
 
@@ -113,7 +125,9 @@ def test_a_number_that_is_not_the_steps_own_is_passed_over(name, run):
     assert after in names(run)
 
 
-def test_a_checkpoint_with_a_name_of_a_persons_own_is_gone_on_from_if_asked_for(run, tmp_path):
+def test_a_checkpoint_with_a_name_of_a_persons_own_is_gone_on_from_if_asked_for(
+    run, tmp_path
+):
     (run / "checkpoints" / "2").rename(run / "best")
     state, step, said = restored(
         config(tmp_path / "new", checkpoint={"resume": str(run / "best")}), program()
@@ -121,7 +135,9 @@ def test_a_checkpoint_with_a_name_of_a_persons_own_is_gone_on_from_if_asked_for(
     assert (step, said) == (2, []) and same(state, numbered(program(), seed=2))
 
 
-def test_a_checkpoint_with_another_steps_number_is_refused_even_if_asked_for(run, tmp_path):
+def test_a_checkpoint_with_another_steps_number_is_refused_even_if_asked_for(
+    run, tmp_path
+):
     (run / "checkpoints" / "2").rename(run / "40")
     with pytest.raises(ConfigError, match=r"/40 is damaged: .* step 2, renamed; give"):
         chosen(tmp_path / "new", resume=str(run / "40"))
@@ -139,7 +155,10 @@ def test_a_newer_step_under_another_name_in_another_run_is_reported(run, tmp_pat
     step, (sentence,) = chosen(tmp_path / "new", resume=str(run))
     assert step == 2
     assert tells(sentence, f"{moved} is step 3, renamed", "passed over", "only as 3.")
-    assert chosen(tmp_path / "by its path", resume=str(run / "checkpoints" / "2")) == (2, [])
+    assert chosen(tmp_path / "by its path", resume=str(run / "checkpoints" / "2")) == (
+        2,
+        [],
+    )
 
 
 # --- what cannot be read
@@ -203,7 +222,10 @@ def test_a_pipe_or_a_device_in_the_place_of_an_array_is_never_waited_for(put, ru
     )
     put(array)
     taken, said = chosen(run)
-    assert taken == 2 and f"checkpoints/3 is damaged: {array.relative_to(step)} " in said[0]
+    assert (
+        taken == 2
+        and f"checkpoints/3 is damaged: {array.relative_to(step)} " in said[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -223,14 +245,18 @@ def test_what_is_no_step_at_all_is_set_aside(make, sentence, run):
     make(run / "checkpoints" / "9")
     where = f"checkpoint {run}/checkpoints/9"
     step, (said,) = chosen(run)
-    assert step == 3 and tells(said, f"{where} is damaged: {sentence}", "set aside as 9.damaged.")
+    assert step == 3 and tells(
+        said, f"{where} is damaged: {sentence}", "set aside as 9.damaged."
+    )
     assert "9.damaged" in names(run)
 
 
 def test_a_link_to_a_disk_that_is_not_there_does_not_start_the_run_anew(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "9").symlink_to("/mnt/not/there/9")
-    with pytest.raises(ConfigError, match=r"every checkpoint .* damaged .9: .* link to nothing"):
+    with pytest.raises(
+        ConfigError, match=r"every checkpoint .* damaged .9: .* link to nothing"
+    ):
         chosen(tmp_path)
 
 
@@ -294,7 +320,9 @@ def test_a_link_to_where_this_user_may_not_look_is_left_alone(three, as_another_
     assert names(run) == ["1", "2", "3", "9"]
 
 
-@pytest.mark.parametrize("file", [steps.COMMIT, steps.DIGESTS, steps.MANIFEST, "arrays", "."])
+@pytest.mark.parametrize(
+    "file", [steps.COMMIT, steps.DIGESTS, steps.MANIFEST, "arrays", "."]
+)
 def test_a_step_that_this_user_may_not_read_is_left_alone_and_no_earlier_one_is_taken(
     file, three, as_another_user
 ):
@@ -316,11 +344,15 @@ def test_a_damaged_step_that_cannot_be_set_aside_is_passed_over(three, as_anothe
     assert names(run) == ["1", "2", "3"]
 
 
-def test_steps_that_this_user_may_not_read_are_no_reason_to_start_anew(three, as_another_user):
+def test_steps_that_this_user_may_not_read_are_no_reason_to_start_anew(
+    three, as_another_user
+):
     run = as_another_user.copy(three)
     for step in ("1", "2", "3"):
         (run / "checkpoints" / step).chmod(0)
-    with pytest.raises(Unreadable, match="COMMIT cannot be read now: permission denied"):
+    with pytest.raises(
+        Unreadable, match="COMMIT cannot be read now: permission denied"
+    ):
         as_another_user(chosen, run)
     for step in ("1", "2", "3"):
         (run / "checkpoints" / step).chmod(0o700)

@@ -52,7 +52,10 @@ def two(tmp_path_factory):
         heard = [hear(process) for process in processes]
         if all(heard):
             processes[1].send_signal(signal.SIGTERM)  # one gets it, as from a scheduler
-        heard = [words | hear(process) for words, process in zip(heard, processes, strict=True)]
+        heard = [
+            words | hear(process)
+            for words, process in zip(heard, processes, strict=True)
+        ]
         errors = [process.communicate(timeout=60)[1] for process in processes]
     finally:
         for process in processes:
@@ -79,7 +82,11 @@ def test_two_processes_go_on_from_the_checkpoint_of_one(two):
 @pytest.mark.thorough
 def test_one_process_goes_on_from_the_checkpoint_of_two(two):
     program, _, heard = two
-    assert steps.committed_in(Path(program.config.run.directory) / "checkpoints") == [2, 3, 4]
+    assert steps.committed_in(Path(program.config.run.directory) / "checkpoints") == [
+        2,
+        3,
+        4,
+    ]
     state, step, _ = restored(program.config, program)
     assert step == 4
     _, loss = take(program, state, 5)
@@ -87,7 +94,9 @@ def test_one_process_goes_on_from_the_checkpoint_of_two(two):
 
 
 @pytest.mark.thorough
-def test_two_processes_write_what_is_frozen_once_and_link_to_what_they_went_on_from(two):
+def test_two_processes_write_what_is_frozen_once_and_link_to_what_they_went_on_from(
+    two,
+):
     root = Path(two[0].config.run.directory) / "checkpoints"
     frozen = [(root / step / "frozen").rglob("*") for step in ("2", "3", "4")]
     one, other, last = (

@@ -21,7 +21,9 @@ INTERLEAVED = "data 2, pipeline 2, interleaved, ZeRO-1"
 
 def together(canonical, entries, live):
     """The canonical arrays of live ones."""
-    blocks = rearrangement.host_blocks(dict(zip((e.name for e in entries), live, strict=True)))
+    blocks = rearrangement.host_blocks(
+        dict(zip((e.name for e in entries), live, strict=True))
+    )
     return [canonical.assembled(e, blocks[e.name]) for e in entries]
 
 
@@ -32,7 +34,9 @@ def test_every_leaf_is_put_together_bit_for_bit(layout):
     canonical = GlobalArrays(built)
     entries = [e for e in canonical.entries if e.name.startswith("params.")]
     found = together(canonical, entries, jax.tree.leaves(place(built.layout, numbers)))
-    for entry, x, expected in zip(entries, found, jax.tree.leaves(numbers), strict=True):
+    for entry, x, expected in zip(
+        entries, found, jax.tree.leaves(numbers), strict=True
+    ):
         assert np.array_equal(np.asarray(x), expected), entry.name
 
 
@@ -49,16 +53,26 @@ def test_the_blocks_are_those_of_the_devices_way_and_each_is_there_once(layout):
         strict=True,
     ):
         other = there[entry.name]
-        assert x.sharding.shard_shape(x.shape) == other.sharding.shard_shape(x.shape), entry.name
-        assert (x.dtype, np.asarray(x).tobytes()) == (other.dtype, np.asarray(other).tobytes()), (
+        assert x.sharding.shard_shape(x.shape) == other.sharding.shard_shape(x.shape), (
             entry.name
         )
-        assert sum(shard.data.size for shard in x.addressable_shards) == x.size, entry.name
+        assert (x.dtype, np.asarray(x).tobytes()) == (
+            other.dtype,
+            np.asarray(other).tobytes(),
+        ), entry.name
+        assert sum(shard.data.size for shard in x.addressable_shards) == x.size, (
+            entry.name
+        )
 
 
 def test_runs_count_on_in_both_orders_and_leave_out_what_lies_elsewhere():
     places = np.array([0, 1, 4, 5, 2, 3, 6])
-    assert list(rearrangement.runs(places, 0, 7)) == [(0, 0, 2), (2, 4, 2), (4, 2, 2), (6, 6, 1)]
+    assert list(rearrangement.runs(places, 0, 7)) == [
+        (0, 0, 2),
+        (2, 4, 2),
+        (4, 2, 2),
+        (6, 6, 1),
+    ]
     assert list(rearrangement.runs(places, 4, 7)) == [(2, 0, 2), (6, 2, 1)]
     assert list(rearrangement.runs(places, 7, 9)) == []
 
@@ -92,11 +106,15 @@ def test_live_blocks_are_let_go_leaf_by_leaf(monkeypatch):
 
     def watched(live):
         found = held(live)
-        blocks.extend([weakref.ref(block) for _, block in of_one] for of_one in found.values())
+        blocks.extend(
+            [weakref.ref(block) for _, block in of_one] for of_one in found.values()
+        )
         return found
 
     def counted(*given):
-        alive.append(sum(any(block() is not None for block in of_one) for of_one in blocks))
+        alive.append(
+            sum(any(block() is not None for block in of_one) for of_one in blocks)
+        )
         return assembled(*given)
 
     monkeypatch.setattr(rearrangement, "host_blocks", watched)
@@ -129,13 +147,17 @@ def test_every_leaf_comes_and_goes_bit_for_bit(layout):
         back = canonical.rearranged("live", batch, there)
         for entry, x, y in zip(batch, there, back, strict=True):
             assert np.array_equal(np.asarray(x), expected[entry.name]), entry.name
-            assert np.array_equal(np.asarray(y), np.asarray(live[entry.name])), entry.name
+            assert np.array_equal(np.asarray(y), np.asarray(live[entry.name])), (
+                entry.name
+            )
             assert y.sharding.is_equivalent_to(entry.live.sharding, y.ndim)
 
 
 def test_one_device_has_nothing_to_rearrange_and_padded_stages_have():
     assert batches(program())[1] == []
-    rearranged = {e.name for batch in batches(program("pipeline 4, gpipe"))[1] for e in batch}
+    rearranged = {
+        e.name for batch in batches(program("pipeline 4, gpipe"))[1] for e in batch
+    }
     assert "params.blocks.mlp.gate" in rearranged
 
 
@@ -155,7 +177,9 @@ def test_a_matrix_of_the_layers_is_never_whole_on_a_device(layout):
         way.make_global, mesh=built.mesh, in_specs=shard_spec(leaf), out_specs=way.spec
     )
     live = jax.ShapeDtypeStruct(
-        leaf.padded, np.float32, sharding=jax.NamedSharding(built.mesh, shard_spec(leaf))
+        leaf.padded,
+        np.float32,
+        sharding=jax.NamedSharding(built.mesh, shard_spec(leaf)),
     )
     text = jax.jit(mapped).lower(live).compile().as_text()
     assert "all-gather" not in text and "all-to-all" in text

@@ -37,9 +37,9 @@ def test_the_table_has_each_call_with_each_error_on_each_file_once_and_each_time
 def test_a_few_cells_have_every_call_and_every_error():
     some = calls.few(calls.cells(), 200)
     assert len(set(some)) == 200
-    assert {cell.call for cell in some} == set(calls.CALLS) and {cell.how for cell in some} > set(
-        calls.ERRORS
-    )
+    assert {cell.call for cell in some} == set(calls.CALLS) and {
+        cell.how for cell in some
+    } > set(calls.ERRORS)
     assert {cell.command for cell in some} == set(calls.COMMANDS)
 
 
@@ -60,14 +60,22 @@ def library(tmp_path_factory):
         ("write", "5", "0", "100"),
     ],
 )
-def test_a_call_is_refused_as_it_was_asked(call, how, times, printed, library, tmp_path):
+def test_a_call_is_refused_as_it_was_asked(
+    call, how, times, printed, library, tmp_path
+):
     (tmp_path / "file").write_bytes(bytes(100))
     asked = dict(
-        zip(calls.VARIABLES, (call, "*/file", how, str(tmp_path / "log"), times), strict=True)
+        zip(
+            calls.VARIABLES,
+            (call, "*/file", how, str(tmp_path / "log"), times),
+            strict=True,
+        )
     )
     environment = {**os.environ, **asked, "LD_PRELOAD": str(library)}
     command = [sys.executable, "-ISc", READ, str(tmp_path / "file")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.stdout.strip() == printed, done.stderr
     assert (tmp_path / "log").exists() == (call != "write")
 
@@ -75,7 +83,17 @@ def test_a_call_is_refused_as_it_was_asked(call, how, times, printed, library, t
 @pytest.mark.thorough
 @pytest.mark.parametrize("command", ["resume", "save", "prepare", "export"])
 def test_no_cell_is_silent_lost_a_traceback_or_a_hang(command, library):
-    arguments = ["--command", command, "--few", "8", "--scale", "0.02", "--jobs", "2", "--json"]
+    arguments = [
+        "--command",
+        command,
+        "--few",
+        "8",
+        "--scale",
+        "0.02",
+        "--jobs",
+        "2",
+        "--json",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "experiments.faults.calls", *arguments],
         cwd=ROOT,

@@ -34,9 +34,12 @@ def chosen(directory, **checkpoint):
     """(the step that a run in `directory` would restore, what it said)."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "meshtrain.checkpoint.restoring.restore", lambda _, start, say: start.directory.name
+            "meshtrain.checkpoint.restoring.restore",
+            lambda _, start, say: start.directory.name,
         )
-        _, step, said = restored(config(directory, checkpoint={"keep": 3, **checkpoint}), program())
+        _, step, said = restored(
+            config(directory, checkpoint={"keep": 3, **checkpoint}), program()
+        )
     return step, said
 
 
@@ -72,7 +75,8 @@ def errno_text(number):
 
 
 @pytest.mark.parametrize(
-    ("call", "name"), [("stat", "checkpoints/3"), ("list", "checkpoints"), ("stat", "checkpoints")]
+    ("call", "name"),
+    [("stat", "checkpoints/3"), ("list", "checkpoints"), ("stat", "checkpoints")],
 )
 def test_a_directory_that_cannot_be_looked_at_is_not_an_empty_one(call, name, run):
     with refusing(call, f"run/{name}", errno.EIO, times=1):
@@ -82,15 +86,24 @@ def test_a_directory_that_cannot_be_looked_at_is_not_an_empty_one(call, name, ru
     assert names(run) == ["1", "2", "3"]
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "checkpoints/3", "checkpoints/3/manifest.json"])
-def test_another_run_that_cannot_be_read_now_is_not_one_without_checkpoints(name, three, tmp_path):
+@pytest.mark.parametrize(
+    "name", ["checkpoints", "checkpoints/3", "checkpoints/3/manifest.json"]
+)
+def test_another_run_that_cannot_be_read_now_is_not_one_without_checkpoints(
+    name, three, tmp_path
+):
     call = "list" if name == "checkpoints" else "stat"
-    with refusing(call, f"{three.name}/{name}", errno.ESTALE), pytest.raises(Unreadable):
+    with (
+        refusing(call, f"{three.name}/{name}", errno.ESTALE),
+        pytest.raises(Unreadable),
+    ):
         chosen(tmp_path / "new", resume=str(three))
     assert not (tmp_path / "new" / "metrics.jsonl").exists()
 
 
-def test_a_step_that_is_damaged_stays_where_it_is_while_the_one_before_cannot_be_read(run):
+def test_a_step_that_is_damaged_stays_where_it_is_while_the_one_before_cannot_be_read(
+    run,
+):
     (run / "checkpoints" / "3" / steps.COMMIT).write_bytes(b"")
     with refusing("read", f"2/{steps.MANIFEST}", errno.EIO), pytest.raises(Unreadable):
         chosen(run)
@@ -112,12 +125,19 @@ def test_the_best_step_is_not_another_because_its_manifest_cannot_be_read(run):
         rank_by_eval_loss(run)
 
 
-def test_a_stranger_beside_the_steps_that_cannot_be_read_keeps_no_run_from_going_on(run):
+def test_a_stranger_beside_the_steps_that_cannot_be_read_keeps_no_run_from_going_on(
+    run,
+):
     stranger = run / "checkpoints" / "lost+found"
     stranger.mkdir()
     with refusing("stat", "lost+found/COMMIT", errno.EACCES):
         step, said = chosen(run)
-    assert step == 3 and len(said) == 1 and "lost+found" in said[0] and "not known" in said[0]
+    assert (
+        step == 3
+        and len(said) == 1
+        and "lost+found" in said[0]
+        and "not known" in said[0]
+    )
 
 
 # --- retention and links
@@ -131,7 +151,11 @@ def test_a_step_that_cannot_be_read_is_not_removed_and_no_save_fails_for_it(run)
             checkpointer.wait()
     assert names(run) == ["3", "4"]
     said = [sentence for sentence in said if "is left alone" in sentence]
-    assert len(said) == 1 and "3 is left alone" in said[0] and "cannot be read now" in said[0]
+    assert (
+        len(said) == 1
+        and "3 is left alone" in said[0]
+        and "cannot be read now" in said[0]
+    )
 
 
 # --- the arrays, which TensorStore reads
@@ -162,7 +186,9 @@ TENSORSTORE = ValueError(
 
 
 @pytest.mark.parametrize(
-    "error", [TENSORSTORE, OSError(errno.EIO, "Input/output error", "x")], ids=["C++", "Python"]
+    "error",
+    [TENSORSTORE, OSError(errno.EIO, "Input/output error", "x")],
+    ids=["C++", "Python"],
 )
 def test_arrays_are_read_again_after_an_error_that_passes(error, tmp_path, monkeypatch):
     targets = stored(tmp_path)
@@ -171,7 +197,9 @@ def test_arrays_are_read_again_after_an_error_that_passes(error, tmp_path, monke
 
 
 @pytest.mark.parametrize(
-    "error", [TENSORSTORE, OSError(errno.EIO, "Input/output error", "x")], ids=["C++", "Python"]
+    "error",
+    [TENSORSTORE, OSError(errno.EIO, "Input/output error", "x")],
+    ids=["C++", "Python"],
 )
 def test_arrays_that_cannot_be_read_now_are_not_said_to_be_of_another_version(
     error, tmp_path, monkeypatch
@@ -212,7 +240,9 @@ def test_ls_shows_a_step_that_it_cannot_read(run, capsys):
 
 
 @pytest.mark.parametrize("command", [["show"], ["diff"]])
-def test_other_commands_end_with_1_at_a_step_that_they_cannot_read(command, run, capsys):
+def test_other_commands_end_with_1_at_a_step_that_they_cannot_read(
+    command, run, capsys
+):
     step = str(run / "checkpoints" / "3")
     with refusing("open", f"3/{steps.MANIFEST}", errno.EIO):
         assert main([*command, *[step] * (2 if command == ["diff"] else 1)]) == 1

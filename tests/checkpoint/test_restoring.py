@@ -8,13 +8,27 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from checkpoint_runs import ODD, build_for, config, numbered, opened, program, restored, saved
+from checkpoint_runs import (
+    ODD,
+    build_for,
+    config,
+    numbered,
+    opened,
+    program,
+    restored,
+    saved,
+)
 from refusals import tells
 
 from meshtrain.checkpoint import digests, steps
 from meshtrain.checkpoint.global_arrays import GlobalArrays
 from meshtrain.checkpoint.manifest import StepManifest
-from meshtrain.checkpoint.restoring import check_keys, compare, compare_data, compare_versions
+from meshtrain.checkpoint.restoring import (
+    check_keys,
+    compare,
+    compare_data,
+    compare_versions,
+)
 from meshtrain.config import Config, ConfigError
 from meshtrain.config.key import keys
 from meshtrain.run.versions import versions
@@ -53,9 +67,9 @@ def test_what_must_not_change_is_refused_with_both_values(section, key, old, new
 def test_all_that_must_not_change_is_in_one_sentence():
     with pytest.raises(ConfigError) as refused:
         reported(config(run={"seed": 1}, model={"layers": 6}))
-    assert "run.seed is 1 but was 0" in str(refused.value) and "model.layers is 6 but was 5" in str(
+    assert "run.seed is 1 but was 0" in str(
         refused.value
-    )
+    ) and "model.layers is 6 but was 5" in str(refused.value)
 
 
 def changed(key: str, before: int, now: int) -> str:
@@ -75,9 +89,9 @@ def test_what_may_change_is_reported():
 
 def test_a_key_of_an_inner_section_goes_by_its_line_too():
     old = {"parallel": {"reduce": {"compression": "int8"}}}
-    assert reported(config(parallel={"reduce": {"compression": "int8", "block": 64}}), **old) == [
-        changed("parallel.reduce.block", 256, 64)
-    ]
+    assert reported(
+        config(parallel={"reduce": {"compression": "int8", "block": 64}}), **old
+    ) == [changed("parallel.reduce.block", 256, 64)]
     with pytest.raises(ConfigError, match=r"parallel\.sync\.every is 5 but was 0"):
         mesh = {"data": 4, "islands": 2}
         reported(config(mesh=mesh, parallel={"sync": {"every": 5}}), mesh=mesh)
@@ -92,11 +106,19 @@ def test_a_key_that_the_old_config_did_not_know_is_not_compared():
     before = dataclasses.asdict(config())
     del before["run"]["seed"], before["eval"]
     assert (
-        compare(before, config(run={"seed": 1}, eval={"batches": 3}), "x", weights_only=False) == []
+        compare(
+            before,
+            config(run={"seed": 1}, eval={"batches": 3}),
+            "x",
+            weights_only=False,
+        )
+        == []
     )
 
 
-@pytest.mark.parametrize("layout", ["one device", "data 8, ZeRO-3", "data 2, tensor 2, ZeRO-2"])
+@pytest.mark.parametrize(
+    "layout", ["one device", "data 8, ZeRO-3", "data 2, tensor 2, ZeRO-2"]
+)
 def test_a_checkpoint_that_holds_null_for_what_follows_fits_the_same_config(layout):
     new = config(layout=layout, model={"kv_heads": None, "d_ff": None})
     before = dataclasses.asdict(new)
@@ -115,7 +137,11 @@ def test_what_follows_from_a_key_that_changed_is_no_change_of_its_own():
     """The rows of a batch were not given, before or now."""
     allow = {"allow": ["train.global_batch_size"]}
     said = reported(
-        config(layout="data 2, tensor 2, ZeRO-2", train={"global_batch_size": 16}, checkpoint=allow)
+        config(
+            layout="data 2, tensor 2, ZeRO-2",
+            train={"global_batch_size": 16},
+            checkpoint=allow,
+        )
     )
     assert changed("train.global_batch_size", 8, 16) in said
     assert not any("rows_multiple" in sentence for sentence in said)
@@ -131,8 +157,15 @@ def test_what_was_given_and_followed_before_is_a_change():
 
 
 def test_weights_alone_may_go_to_another_run_but_not_to_another_model():
-    another = {"run": {"seed": 1}, "data": {"source": "stdlib"}, "optimizer": {"name": "lion"}}
-    assert reported(config(**another, train={"global_batch_size": 16}), weights_only=True) == []
+    another = {
+        "run": {"seed": 1},
+        "data": {"source": "stdlib"},
+        "optimizer": {"name": "lion"},
+    }
+    assert (
+        reported(config(**another, train={"global_batch_size": 16}), weights_only=True)
+        == []
+    )
     fits = r"model.layers is 6 .* 5; .*: \[model.layers\]"
     with pytest.raises(ConfigError, match=fits):
         reported(config(model={"layers": 6}), weights_only=True)
@@ -200,7 +233,13 @@ TEXT = {"data": {"source": "/text"}}
 )
 def test_data_that_changed_are_refused_with_the_ways_out(data, digest, was, says):
     with pytest.raises(ConfigError, match=says):
-        of_data(config(data=data), {"digest": digest}, {"digest": was}, python="2.7.18", data=data)
+        of_data(
+            config(data=data),
+            {"digest": digest},
+            {"digest": was},
+            python="2.7.18",
+            data=data,
+        )
 
 
 def test_data_that_changed_and_are_allowed_to_or_are_held_out_are_reported():
@@ -213,14 +252,22 @@ def test_data_that_changed_and_are_allowed_to_or_are_held_out_are_reported():
     assert of_data(config(**held), was, was, **held) == []
     said = of_data(config(**held), was | {"validation_digest": "cc"}, was, **held)
     (sentence,) = said
-    assert tells(sentence, "data.validation_source /held", "other tokens", "from here on.")
+    assert tells(
+        sentence, "data.validation_source /held", "other tokens", "from here on."
+    )
 
 
 @pytest.mark.parametrize(
     "digest, was",
-    [({"digest": "aa"}, {}), ({}, {"digest": "aa"}), ({"digest": "a"}, {"digest": "a"})],
+    [
+        ({"digest": "aa"}, {}),
+        ({}, {"digest": "aa"}),
+        ({"digest": "a"}, {"digest": "a"}),
+    ],
 )
-def test_data_that_are_the_same_or_that_one_side_does_not_know_are_passed_over(digest, was):
+def test_data_that_are_the_same_or_that_one_side_does_not_know_are_passed_over(
+    digest, was
+):
     assert of_data(config(**TEXT), digest, was, **TEXT) == []
 
 
@@ -235,7 +282,8 @@ def test_adapters_that_a_checkpoint_has_not_are_refused_with_a_way_that_is_legal
     name, old = f"lora.{next(iter(lora))}", {"rank": 2} if "targets" in lora else {}
     new = config(lora=old | lora, checkpoint={"allow": [name]})
     with pytest.raises(
-        ConfigError, match=rf"checkpoint\.allow has {name}, .* give another run\.directory"
+        ConfigError,
+        match=rf"checkpoint\.allow has {name}, .* give another run\.directory",
     ):
         check_keys(new)
     ways_out = rf"does not fit this config: {name} is .*; set it back, or"
@@ -268,20 +316,30 @@ def start(settings):
         state,
         step,
         said,
-        {n: np.asarray(x) for n, x in GlobalArrays(build_for(settings)).arrays(state).items()},
+        {
+            n: np.asarray(x)
+            for n, x in GlobalArrays(build_for(settings)).arrays(state).items()
+        },
     )
 
 
 def source():
     names = (entry.name for entry in GlobalArrays(program()).entries)
-    return dict(zip(names, map(np.asarray, jax.tree.leaves(numbered(program(), 1))), strict=True))
+    return dict(
+        zip(
+            names, map(np.asarray, jax.tree.leaves(numbered(program(), 1))), strict=True
+        )
+    )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("layout", ["one device", INTERLEAVED])
 def test_weights_alone_start_a_new_run_with_a_fresh_optimizer(one, tmp_path, layout):
     settings = config(
-        tmp_path, layout, checkpoint={"resume": str(one), "weights_only": True}, run={"seed": 5}
+        tmp_path,
+        layout,
+        checkpoint={"resume": str(one), "weights_only": True},
+        run={"seed": 5},
     )
     _, step, said, found = start(settings)
     assert step == 0 and found["step"] == 0
@@ -305,10 +363,17 @@ def test_a_run_that_began_with_weights_goes_on_with_all_of_its_own(one, tmp_path
     assert step == 4 and found["optimizer.mu.head.weight"].any()
 
 
-def test_another_number_of_layers_or_rows_is_refused_unless_asked_for_by_name(one, tmp_path):
+def test_another_number_of_layers_or_rows_is_refused_unless_asked_for_by_name(
+    one, tmp_path
+):
     keys = {"resume": str(one), "weights_only": True}
-    for size, name in (({"layers": 7}, "model.layers"), ({"vocab_size": 300}, "model.vocab_size")):
-        fits = rf"{name} is \d+ but was \d+; checkpoint.allow: \[{name}\] takes what fits"
+    for size, name in (
+        ({"layers": 7}, "model.layers"),
+        ({"vocab_size": 300}, "model.vocab_size"),
+    ):
+        fits = (
+            rf"{name} is \d+ but was \d+; checkpoint.allow: \[{name}\] takes what fits"
+        )
         with pytest.raises(ConfigError, match=fits):
             start(config(tmp_path, model=size, checkpoint=keys))
     for size in ({"layers": 7}, {"vocab_size": 300}):
@@ -326,22 +391,36 @@ def test_another_number_of_layers_or_rows_is_refused_unless_asked_for_by_name(on
         pytest.param("one device", {"layers": 4, "vocab_size": 200}, id="fewer"),
     ],
 )
-def test_asked_for_what_fits_is_taken_and_the_rest_is_as_initialised(one, tmp_path, layout, size):
-    keys = {"resume": str(one), "weights_only": True, "allow": ["model.layers", "model.vocab_size"]}
+def test_asked_for_what_fits_is_taken_and_the_rest_is_as_initialised(
+    one, tmp_path, layout, size
+):
+    keys = {
+        "resume": str(one),
+        "weights_only": True,
+        "allow": ["model.layers", "model.vocab_size"],
+    }
     settings = config(tmp_path, layout, model=size, checkpoint=keys)
     _, step, said, found = start(settings)
     fresh = build_for(settings)
-    initial = {n: np.asarray(x) for n, x in GlobalArrays(fresh).arrays(fresh.init()).items()}
-    assert step == 0 and any("params.embedding.tokens is" in sentence for sentence in said)
+    initial = {
+        n: np.asarray(x) for n, x in GlobalArrays(fresh).arrays(fresh.init()).items()
+    }
+    assert step == 0 and any(
+        "params.embedding.tokens is" in sentence for sentence in said
+    )
     for name, old in source().items():
         if name.startswith("params."):
             common = tuple(
-                slice(min(n, m)) for n, m in zip(old.shape, found[name].shape, strict=True)
+                slice(min(n, m))
+                for n, m in zip(old.shape, found[name].shape, strict=True)
             )
             expected = initial[name].copy()
             expected[common] = old[common]
             assert np.array_equal(found[name], expected), name
-    layers = found["params.blocks.mlp.gate"].shape[0], found["params.embedding.tokens"].shape[0]
+    layers = (
+        found["params.blocks.mlp.gate"].shape[0],
+        found["params.embedding.tokens"].shape[0],
+    )
     assert layers == (size["layers"], size["vocab_size"])
 
 
@@ -351,14 +430,20 @@ def test_a_change_of_another_axis_is_refused_even_if_layers_may_change(one, tmp_
         start(config(tmp_path, model={"layers": 7, "d_ff": 60}, checkpoint=keys))
 
 
-def test_a_leaf_with_another_number_of_axes_is_named_even_if_its_axes_may_change(one, tmp_path):
+def test_a_leaf_with_another_number_of_axes_is_named_even_if_its_axes_may_change(
+    one, tmp_path
+):
     directory = shutil.copytree(one / "checkpoints" / "1", tmp_path / "1")
     manifest = json.loads((directory / steps.MANIFEST).read_text())
     manifest["leaves"]["params.head.weight"]["shape"] = [24]
     (directory / steps.MANIFEST).write_text(json.dumps(manifest))
     digests.write(directory)
     steps.commit(directory)
-    keys = {"resume": str(directory), "weights_only": True, "allow": ["model.vocab_size"]}
+    keys = {
+        "resume": str(directory),
+        "weights_only": True,
+        "allow": ["model.vocab_size"],
+    }
     with pytest.raises(
         ConfigError,
         match=r"params.head.weight is float32\[24, 257\], .* float32\[24\]",
@@ -397,7 +482,9 @@ def test_a_leaf_that_does_not_fit_is_named_before_orbax_would_cast_it(
         start(config(tmp_path))
 
 
-def test_the_state_before_and_the_one_restored_are_never_both_there(one, tmp_path, monkeypatch):
+def test_the_state_before_and_the_one_restored_are_never_both_there(
+    one, tmp_path, monkeypatch
+):
     """A run that restores never initialises."""
     settings = config(one)
     built = build_for(settings)
@@ -410,7 +497,15 @@ def test_the_state_before_and_the_one_restored_are_never_both_there(one, tmp_pat
 def test_the_manifest_says_what_a_run_needs_to_know(one):
     manifest = json.loads((one / "checkpoints" / "1" / steps.MANIFEST).read_text())
     assert (manifest["step"], manifest["loss"], manifest["eval_loss"]) == (1, 1.0, None)
-    assert manifest["data"] == {"batches": 1} and manifest["rng"] == {"seed": 0, "step": 1}
+    assert manifest["data"] == {"batches": 1} and manifest["rng"] == {
+        "seed": 0,
+        "step": 1,
+    }
     assert manifest["config"]["model"]["layers"] == ODD["layers"]
-    assert {"python", "jax", "jaxlib", "optax", "orbax-checkpoint"} <= manifest["versions"].keys()
-    assert manifest["leaves"]["params.embedding.tokens"] == {"shape": [257, 24], "dtype": "float32"}
+    assert {"python", "jax", "jaxlib", "optax", "orbax-checkpoint"} <= manifest[
+        "versions"
+    ].keys()
+    assert manifest["leaves"]["params.embedding.tokens"] == {
+        "shape": [257, 24],
+        "dtype": "float32",
+    }

@@ -30,7 +30,9 @@ def open_run(tmp_path):
 def gate(monkeypatch):
     """Commits wait until the gate is set."""
     gate, commit = threading.Event(), steps.commit
-    monkeypatch.setattr(steps, "commit", lambda directory: (gate.wait(30), commit(directory)))
+    monkeypatch.setattr(
+        steps, "commit", lambda directory: (gate.wait(30), commit(directory))
+    )
     yield gate
     gate.set()
 
@@ -46,7 +48,9 @@ def save(checkpointer, *steps):
 
 
 @pytest.mark.thorough
-def test_what_was_saved_is_the_state_even_if_the_next_step_takes_its_memory(tmp_path, open_run):
+def test_what_was_saved_is_the_state_even_if_the_next_step_takes_its_memory(
+    tmp_path, open_run
+):
     checkpointer, _ = open_run()
     state, _ = checkpointer.restore_or_init()
     state, loss = take(program(), state, 1)
@@ -65,7 +69,9 @@ def test_a_second_save_waits_for_the_first(tmp_path, gate, open_run):
     checkpointer.save(1, numbered(program()), 1.0)
     # It returns while the step is being written.
     assert committed(tmp_path) == [] and checkpointer.metrics() == {}
-    second = threading.Thread(target=checkpointer.save, args=(2, numbered(program()), 1.0))
+    second = threading.Thread(
+        target=checkpointer.save, args=(2, numbered(program()), 1.0)
+    )
     second.start()
     second.join(0.3)
     assert second.is_alive() and not (tmp_path / "checkpoints" / "2.writing").exists()
@@ -106,7 +112,12 @@ def test_retention_removes_what_it_need_not_keep(tmp_path, open_run):
     for step, eval_loss in enumerate([5.0, 1.0, None, 3.0, 4.0, 2.0, 6.0], start=1):
         checkpointer.save(step, numbered(program()), 1.0, eval_loss)
     checkpointer.wait()
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["2", "4", "6", "7"]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
+        "2",
+        "4",
+        "6",
+        "7",
+    ]
 
 
 def test_a_step_that_is_on_disk_is_not_saved_again(tmp_path, open_run):
@@ -118,7 +129,9 @@ def test_a_step_that_is_on_disk_is_not_saved_again(tmp_path, open_run):
 
 
 @pytest.mark.thorough
-def test_a_step_with_a_damaged_manifest_is_left_alone_and_reported_once(tmp_path, open_run):
+def test_a_step_with_a_damaged_manifest_is_left_alone_and_reported_once(
+    tmp_path, open_run
+):
     checkpointer, said = open_run(keep=1, keep_best=0)
     save(checkpointer, 1)
     manifest = tmp_path / "checkpoints" / "1" / steps.MANIFEST
@@ -141,7 +154,9 @@ def test_a_step_that_cannot_be_removed_is_reported_and_the_save_has_not_failed(
     save(checkpointer, 1, 2)
     assert committed(tmp_path) == [1, 2]
     (sentence,) = said
-    assert tells(sentence, f"{tmp_path}/checkpoints/1", "cannot be removed: permission denied.")
+    assert tells(
+        sentence, f"{tmp_path}/checkpoints/1", "cannot be removed: permission denied."
+    )
 
 
 @pytest.fixture
@@ -157,13 +172,13 @@ def full_at_step_2(monkeypatch):
     monkeypatch.setattr(digests, "write", failing)
 
 
-SENTENCE = (
-    "the checkpoint of step 2 could not be written: no space left on device; step 1 is intact."
-)
+SENTENCE = "the checkpoint of step 2 could not be written: no space left on device; step 1 is intact."
 
 
 @pytest.mark.thorough
-def test_a_failed_save_is_reported_and_training_goes_on(tmp_path, full_at_step_2, open_run):
+def test_a_failed_save_is_reported_and_training_goes_on(
+    tmp_path, full_at_step_2, open_run
+):
     checkpointer, said = open_run()
     save(checkpointer, 1, 2, 3)
     assert said == [SENTENCE]
@@ -171,7 +186,9 @@ def test_a_failed_save_is_reported_and_training_goes_on(tmp_path, full_at_step_2
 
 
 @pytest.mark.parametrize(("free", "inodes"), [(0, 9), (9, 0)])
-def test_what_is_not_found_since_the_disk_is_full_is_said_so(open_run, monkeypatch, free, inodes):
+def test_what_is_not_found_since_the_disk_is_full_is_said_so(
+    open_run, monkeypatch, free, inodes
+):
     def lost(directory, *_):
         raise FileNotFoundError(
             errno.ENOENT, "No such file or directory", "array_metadatas/process_0"
@@ -184,7 +201,9 @@ def test_what_is_not_found_since_the_disk_is_full_is_said_so(open_run, monkeypat
     checkpointer.save(2, numbered(program()), 1.0)
     checkpointer.close()
     (sentence,) = said
-    assert tells(sentence, "step 2 could not be written: ", "no space", "none before it.")
+    assert tells(
+        sentence, "step 2 could not be written: ", "no space", "none before it."
+    )
 
 
 def test_a_failed_save_stops_the_run_if_it_is_to_and_is_no_good_end(
@@ -226,13 +245,17 @@ def test_a_process_does_not_wait_for_another_that_has_given_a_save_up(
 ):
     monkeypatch.setattr(saving, "POLL_EVERY", 0.05)
     monkeypatch.setattr(
-        arrays, "write", lambda directory, _: Unfinished(directory.parent, writes_on=writes_on)
+        arrays,
+        "write",
+        lambda directory, _: Unfinished(directory.parent, writes_on=writes_on),
     )
     checkpointer, said = open_run()
     checkpointer.save(2, numbered(program()), 1.0)
     checkpointer.close()
     (sentence,) = said
-    assert tells(sentence, "step 2 could not be written: ", "another process", "none before it.")
+    assert tells(
+        sentence, "step 2 could not be written: ", "another process", "none before it."
+    )
 
 
 def test_a_timeout_of_orbax_itself_is_a_failure(tmp_path, monkeypatch, open_run):
@@ -240,7 +263,9 @@ def test_a_timeout_of_orbax_itself_is_a_failure(tmp_path, monkeypatch, open_run)
         raise TimeoutError("a barrier timed out")
 
     monkeypatch.setattr(Unfinished, "result", late)
-    monkeypatch.setattr(arrays, "write", lambda directory, _: Unfinished(directory.parent))
+    monkeypatch.setattr(
+        arrays, "write", lambda directory, _: Unfinished(directory.parent)
+    )
     checkpointer, said = open_run()
     checkpointer.save(2, numbered(program()), 1.0)
     checkpointer.close()
@@ -281,7 +306,9 @@ def test_what_stands_where_a_step_belongs_is_set_aside_and_the_save_succeeds(
     assert StepManifest.read(tmp_path / "checkpoints" / "2").step == 2
 
 
-def test_a_save_that_cannot_begin_removes_nothing_of_others(tmp_path, monkeypatch, open_run):
+def test_a_save_that_cannot_begin_removes_nothing_of_others(
+    tmp_path, monkeypatch, open_run
+):
     def refused(path):
         raise OSError(errno.EBUSY, "Device or resource busy")
 
@@ -295,7 +322,9 @@ def test_a_save_that_cannot_begin_removes_nothing_of_others(tmp_path, monkeypatc
 
 
 @pytest.mark.thorough
-def test_retention_neither_removes_nor_counts_a_link_or_a_renamed_step(tmp_path, open_run):
+def test_retention_neither_removes_nor_counts_a_link_or_a_renamed_step(
+    tmp_path, open_run
+):
     root, (checkpointer, said) = tmp_path / "checkpoints", open_run(keep=2, keep_best=0)
     save(checkpointer, 1)
     (root / "1").rename(tmp_path / "elsewhere")
@@ -350,7 +379,9 @@ def test_what_a_failed_save_could_not_remove_is_removed_before_the_next_one(
 
 
 @pytest.mark.thorough
-def test_what_a_failed_save_could_not_remove_is_removed_at_the_end(tmp_path, monkeypatch):
+def test_what_a_failed_save_could_not_remove_is_removed_at_the_end(
+    tmp_path, monkeypatch
+):
     failing_commit(monkeypatch, 1)
     refuse_removal(monkeypatch, 1)
     with opened(config(tmp_path), program()) as (checkpointer, _):

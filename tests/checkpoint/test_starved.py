@@ -40,7 +40,10 @@ def full_disk(directory):
     """Room for names, and not for a byte."""
     own_mounts()
     mount("tmpfs", directory, options="size=64k")
-    with contextlib.suppress(OSError), (directory / "filler").open("wb", buffering=0) as file:
+    with (
+        contextlib.suppress(OSError),
+        (directory / "filler").open("wb", buffering=0) as file,
+    ):
         while file.write(bytes(4096)):
             pass
 
@@ -50,7 +53,10 @@ def full_with_a_run(run, directory):
     own_mounts()
     mount("tmpfs", directory, options="size=4m")
     shutil.copytree(run, directory, dirs_exist_ok=True)
-    with contextlib.suppress(OSError), (directory / "filler").open("wb", buffering=0) as file:
+    with (
+        contextlib.suppress(OSError),
+        (directory / "filler").open("wb", buffering=0) as file,
+    ):
         while file.write(bytes(4096)):
             pass
 
@@ -76,22 +82,34 @@ def test_on_a_full_disk_training_goes_on_or_stops_and_the_last_step_stays_intact
         before=partial(small_disk, run),
         after=partial(shutil.copytree, run, tmp_path / "left"),
     )
-    assert trainer.end() == 1, trainer.log.read_text()  # without a checkpoint of its last step
+    # Without a checkpoint of its last step
+    assert trainer.end() == 1, trainer.log.read_text()
     left, said = tmp_path / "left", trainer.log.read_text()
     third = 3 * EVERY
     failed = f"step {third} could not be written: no space"
     assert tells(said, failed, f"step {2 * EVERY} is intact.")
     assert committed(left) == [EVERY, 2 * EVERY] and newest_is_intact(left)
-    assert sorted(p.name for p in (left / "checkpoints").iterdir()) == [str(EVERY), str(2 * EVERY)]
+    assert sorted(p.name for p in (left / "checkpoints").iterdir()) == [
+        str(EVERY),
+        str(2 * EVERY),
+    ]
     found = {row["step"]: row["loss"] for row in rows(left)}
-    assert len(found) == len(rows(left)) == (STEPS if policy == "continue" else third + EVERY)
+    assert (
+        len(found)
+        == len(rows(left))
+        == (STEPS if policy == "continue" else third + EVERY)
+    )
     assert all(undisturbed[step] == loss for step, loss in found.items())
 
 
 @pytest.mark.thorough
-def test_a_disk_that_is_full_from_the_start_is_reported_in_one_sentence(tmp_path, mounts):
+def test_a_disk_that_is_full_from_the_start_is_reported_in_one_sentence(
+    tmp_path, mounts
+):
     (tmp_path / "run").mkdir()
-    trainer = Trainer(settings(tmp_path, STEPS, EVERY), before=partial(full_disk, tmp_path / "run"))
+    trainer = Trainer(
+        settings(tmp_path, STEPS, EVERY), before=partial(full_disk, tmp_path / "run")
+    )
     assert trainer.end() == 2, trainer.log.read_text()
     said = trainer.log.read_text()
     assert said.count("\n") == 1 and "cannot be used: no space" in said
@@ -106,7 +124,9 @@ def test_a_run_that_would_go_on_on_a_full_disk_is_refused_and_keeps_its_rows_and
     steps.remove(
         run / "checkpoints" / str(2 * EVERY)
     )  # as if it had been killed before: rows are to be dropped
-    before = {name: (run / name).read_bytes() for name in ("metrics.jsonl", "config.yaml")}
+    before = {
+        name: (run / name).read_bytes() for name in ("metrics.jsonl", "config.yaml")
+    }
     run.rename(tmp_path / "made")
     run.mkdir()
     trainer = Trainer(
@@ -124,7 +144,10 @@ def test_a_run_that_would_go_on_on_a_full_disk_is_refused_and_keeps_its_rows_and
 def test_checkpoints_that_cannot_be_written_are_reported_and_the_run_does_not_end_well(
     tmp_path, undisturbed, mounts
 ):
-    config, checkpoints = settings(tmp_path, STEPS, EVERY), tmp_path / "run" / "checkpoints"
+    config, checkpoints = (
+        settings(tmp_path, STEPS, EVERY),
+        tmp_path / "run" / "checkpoints",
+    )
     checkpoints.mkdir(parents=True)
     trainer = Trainer(config, before=partial(read_only, checkpoints))
     assert trainer.end() == 1
@@ -136,7 +159,9 @@ def test_checkpoints_that_cannot_be_written_are_reported_and_the_run_does_not_en
 
 def test_a_read_only_run_directory_is_refused_in_one_sentence(tmp_path, mounts):
     (tmp_path / "run").mkdir()
-    trainer = Trainer(settings(tmp_path, STEPS, EVERY), before=partial(read_only, tmp_path / "run"))
+    trainer = Trainer(
+        settings(tmp_path, STEPS, EVERY), before=partial(read_only, tmp_path / "run")
+    )
     assert trainer.end() == 2
     said = trainer.log.read_text()
     assert said.count("\n") == 1 and "cannot be written: read-only" in said

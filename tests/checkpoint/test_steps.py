@@ -40,9 +40,18 @@ def mark(step, head):
 
 @pytest.mark.parametrize(
     "first",
-    [b"format x", b"format 0", b"format -1", b"format 1e9", "format １".encode(), b"\xff\xfe 2"],
+    [
+        b"format x",
+        b"format 0",
+        b"format -1",
+        b"format 1e9",
+        "format １".encode(),
+        b"\xff\xfe 2",
+    ],
 )
-def test_a_marker_with_another_number_is_damaged_even_if_its_digest_is_right(first, step):
+def test_a_marker_with_another_number_is_damaged_even_if_its_digest_is_right(
+    first, step
+):
     head = (
         b"meshtrain checkpoint, "
         + first
@@ -104,7 +113,9 @@ def test_leftovers_of_killed_processes_are_removed(tmp_path):
     assert (tmp_path / "9" / "arrays").is_dir()
 
 
-def test_a_leftover_that_cannot_be_removed_is_reported_and_no_reason_to_stop(tmp_path, monkeypatch):
+def test_a_leftover_that_cannot_be_removed_is_reported_and_no_reason_to_stop(
+    tmp_path, monkeypatch
+):
     def refused(path):
         raise OSError(errno.EACCES, "Permission denied")
 
@@ -114,7 +125,9 @@ def test_a_leftover_that_cannot_be_removed_is_reported_and_no_reason_to_stop(tmp
     assert tells(sentence, "30.writing", "cannot be removed: permission denied.")
 
 
-def test_a_step_is_removed_even_if_its_last_removal_was_cut_short_or_the_name_is_taken(tmp_path):
+def test_a_step_is_removed_even_if_its_last_removal_was_cut_short_or_the_name_is_taken(
+    tmp_path,
+):
     for leave in (
         lambda path: (path / "arrays").mkdir(parents=True),
         lambda path: path.write_text("mine"),

@@ -47,7 +47,10 @@ class Stored:
         return config(directory, layout, checkpoint=given)
 
     def save(self, directory, numbers, **checkpoint):
-        with opened(self.settings(directory, **checkpoint), program()) as (checkpointer, said):
+        with opened(self.settings(directory, **checkpoint), program()) as (
+            checkpointer,
+            said,
+        ):
             checkpointer.restore_or_init()
             for step in numbers:
                 checkpointer.save(step, numbered(program(), step), loss=1.0)
@@ -57,7 +60,11 @@ class Stored:
     def there(self):
         """The steps that the store has, each with whether it is committed."""
         names = stores.listing(self.root)
-        return {n.split("/")[0]: f"{n.split('/')[0]}/COMMIT" in names for n in names if "/" in n}
+        return {
+            n.split("/")[0]: f"{n.split('/')[0]}/COMMIT" in names
+            for n in names
+            if "/" in n
+        }
 
 
 @pytest.fixture
@@ -65,7 +72,9 @@ def stored(root):
     return Stored(root)
 
 
-def test_steps_go_to_the_store_and_come_back_without_the_run_directory(stored: Stored, tmp_path):
+def test_steps_go_to_the_store_and_come_back_without_the_run_directory(
+    stored: Stored, tmp_path
+):
     stored.save(tmp_path / "run", [1, 2, 3])
     assert stored.there() == {"2": True, "3": True}
     assert not list((tmp_path / "run").rglob("arrays"))
@@ -83,13 +92,19 @@ def test_the_commit_is_written_last_and_removed_first(
     server.asked.clear()
     stored.save(tmp_path / "run", [3])
     paths = [path for method, path in server.asked if method == "PUT" and "/3/" in path]
-    assert paths[-1].endswith("/3/COMMIT") and sum("COMMIT" in path for path in paths) == 1
-    removed = [path for method, path in server.asked if method == "DELETE" and "/1/" in path]
+    assert (
+        paths[-1].endswith("/3/COMMIT") and sum("COMMIT" in path for path in paths) == 1
+    )
+    removed = [
+        path for method, path in server.asked if method == "DELETE" and "/1/" in path
+    ]
     assert removed[0].endswith("/1/COMMIT") and len(removed) > 3
 
 
 @pytest.mark.parametrize("fault", ["busy", "cut"])
-def test_faults_that_pass_cost_nothing(stored: Stored, tmp_path, server: StoreServer, fault):
+def test_faults_that_pass_cost_nothing(
+    stored: Stored, tmp_path, server: StoreServer, fault
+):
     server.fail(2, fault, "", "/1/")
     stored.save(tmp_path / "run", [1])
     server.fail(2, fault, "GET", "/1/arrays")
@@ -139,7 +154,9 @@ def test_a_store_that_does_not_answer_is_no_finding_about_a_step(
 
 def test_a_damaged_step_is_passed_over_and_written_anew(stored: Stored, tmp_path):
     stored.save(tmp_path / "run", [1, 2])
-    name = max((n for n in stores.listing(stored.root) if n.startswith("2/arrays")), key=len)
+    name = max(
+        (n for n in stores.listing(stored.root) if n.startswith("2/arrays")), key=len
+    )
     content = stores.read(f"{stored.root}/{name}")
     stores.write(f"{stored.root}/{name}", content[:-1] + bytes([content[-1] ^ 1]))
     assert main(["verify", stored.root, "--step", "2"]) == 1
@@ -151,7 +168,9 @@ def test_a_damaged_step_is_passed_over_and_written_anew(stored: Stored, tmp_path
 
 def test_an_object_that_is_missing_or_short_is_damage(stored: Stored, tmp_path):
     stored.save(tmp_path / "run", [1, 2])
-    name = max((n for n in stores.listing(stored.root) if n.startswith("2/arrays")), key=len)
+    name = max(
+        (n for n in stores.listing(stored.root) if n.startswith("2/arrays")), key=len
+    )
     stores.write(f"{stored.root}/{name}", stores.read(f"{stored.root}/{name}")[:-1])
     _, step, said = restored(stored.settings(tmp_path / "run"), program())
     assert step == 1 and "bytes instead of" in said[0]
@@ -170,14 +189,18 @@ def test_two_runs_do_not_share_an_address(stored: Stored, tmp_path):
 def test_another_run_starts_from_an_address(stored: Stored, tmp_path):
     stored.save(tmp_path / "run", [1, 2])
     for address in (stored.root, f"{stored.root}/2"):
-        other = config(tmp_path / f"other{len(address)}", checkpoint={"resume": address})
+        other = config(
+            tmp_path / f"other{len(address)}", checkpoint={"resume": address}
+        )
         state, step, _ = restored(other, program())
         assert step == 2 and same(state, numbered(program(), 2))
 
 
 def test_a_step_is_restored_onto_another_mesh(stored: Stored, tmp_path):
     stored.save(tmp_path / "run", [1])
-    state, step, _ = restored(stored.settings(tmp_path / "run", "tensor 2, pipeline 2, V"))
+    state, step, _ = restored(
+        stored.settings(tmp_path / "run", "tensor 2, pipeline 2, V")
+    )
     assert step == 1
     assert len(jax.tree.leaves(state.params)[0].sharding.device_set) == 4
 

@@ -35,7 +35,9 @@ def server(scheme):
         yield server
 
 
-def start(run: Path, source: object, mesh: tuple[str, ...], *more: str) -> subprocess.Popen:
+def start(
+    run: Path, source: object, mesh: tuple[str, ...], *more: str
+) -> subprocess.Popen:
     given = small_runs.overrides(run, STEPS) + [
         word
         for each in (
@@ -47,13 +49,21 @@ def start(run: Path, source: object, mesh: tuple[str, ...], *more: str) -> subpr
         )
         for word in ("--set", each)
     ]
-    command = [sys.executable, "-m", "meshtrain.train", "--config", "configs/quickstart.yaml"]
+    command = [
+        sys.executable,
+        "-m",
+        "meshtrain.train",
+        "--config",
+        "configs/quickstart.yaml",
+    ]
     log = (run.parent / f"{run.name}.log").open("ab")
     return subprocess.Popen([*command, *given], stdout=log, stderr=log)
 
 
 def finish(run: Path, *how) -> None:
-    assert start(run, *how).wait(300) == 0, (run.parent / f"{run.name}.log").read_text()[-2000:]
+    assert start(run, *how).wait(300) == 0, (
+        run.parent / f"{run.name}.log"
+    ).read_text()[-2000:]
 
 
 @pytest.mark.thorough
@@ -61,7 +71,9 @@ def test_a_run_killed_twice_resumes_on_another_mesh_to_the_bit(
     tmp_path, server: StoreServer, scheme
 ):
     root = f"{scheme}://{BUCKET}/run"
-    (tmp_path / "text.txt").write_text("".join(f"line {i} of the text\n" for i in range(9000)))
+    (tmp_path / "text.txt").write_text(
+        "".join(f"line {i} of the text\n" for i in range(9000))
+    )
     prepare(
         find([str(tmp_path / "text.txt")]).files,
         tmp_path / "shards",
@@ -69,7 +81,9 @@ def test_a_run_killed_twice_resumes_on_another_mesh_to_the_bit(
     )
     for path in (tmp_path / "shards").rglob("*"):
         if path.is_file() and not path.name.startswith("."):
-            stores.upload(path, f"{root}/shards/{path.relative_to(tmp_path / 'shards')}")
+            stores.upload(
+                path, f"{root}/shards/{path.relative_to(tmp_path / 'shards')}"
+            )
     run = tmp_path / "run"
     stored = f"checkpoint.directory={root}/checkpoints"
     for step in (6, 9):
@@ -87,18 +101,25 @@ def test_a_run_killed_twice_resumes_on_another_mesh_to_the_bit(
         assert killed.wait(300) == -signal.SIGKILL
         server.fault = lambda method, path: None
         names = stores.listing(f"{root}/checkpoints")
-        assert [n for n in names if n.startswith(f"{step}/")] and f"{step}/COMMIT" not in names
+        assert [
+            n for n in names if n.startswith(f"{step}/")
+        ] and f"{step}/COMMIT" not in names
         assert f"{step - 3}/COMMIT" in names
         time.sleep(0.1)
     finish(run, f"{root}/shards", OTHER_MESH, stored, "data.verify=false")
     log = (tmp_path / "run.log").read_text()
-    assert f"removed {root}/checkpoints/9, which a save or a removal left unfinished" in log
+    assert (
+        f"removed {root}/checkpoints/9, which a save or a removal left unfinished"
+        in log
+    )
     assert f"{STEPS}/COMMIT" in stores.listing(f"{root}/checkpoints")
 
     undisturbed = tmp_path / "undisturbed"
     finish(undisturbed, tmp_path / "shards", ONE_MESH, "checkpoint.keep=100")
     there = undisturbed / "checkpoints" / "6"
-    finish(tmp_path / "on", tmp_path / "shards", OTHER_MESH, f"checkpoint.resume={there}")
+    finish(
+        tmp_path / "on", tmp_path / "shards", OTHER_MESH, f"checkpoint.resume={there}"
+    )
     expected = small_runs.losses(undisturbed)[:6]
     expected += [row["loss"] for row in small_runs.rows(tmp_path / "on")]
     assert small_runs.losses(run) == expected

@@ -37,10 +37,16 @@ def test_the_metrics_have_every_save_although_few_steps_are_logged(tmp_path, cap
     said = next(line for line in printed if line.startswith("last save: "))
     looks = [
         f"  meshtrain {words}"
-        for words in (f"report {run}", f"checkpoint ls {run}", f"generate {run} --prompt TEXT")
+        for words in (
+            f"report {run}",
+            f"checkpoint ls {run}",
+            f"generate {run} --prompt TEXT",
+        )
     ]
     assert printed[-4:] == [f"the run is in {run}", *looks]
-    saved = [digests.total_bytes(run / "checkpoints" / str(step)) for step in (2, 4, 6, 8, 9)]
+    saved = [
+        digests.total_bytes(run / "checkpoints" / str(step)) for step in (2, 4, 6, 8, 9)
+    ]
     assert [row["step"] for row in rows(run)] == [4, 8, 9]
     unlogged = [
         k for k in range(1, 4) if logged == sum(saved[:-k])
@@ -48,7 +54,10 @@ def test_the_metrics_have_every_save_although_few_steps_are_logged(tmp_path, cap
     assert len(unlogged) == 1
     assert said.startswith(f"last save: {sum(saved[-unlogged[0] :]) / 1e6:.1f} MB in ")
     logged = [row for row in rows(run) if "checkpoint_bytes" in row]
-    assert all(0 < row["checkpoint_blocked_seconds"] <= row["checkpoint_seconds"] for row in logged)
+    assert all(
+        0 < row["checkpoint_blocked_seconds"] <= row["checkpoint_seconds"]
+        for row in logged
+    )
 
 
 @pytest.mark.thorough
@@ -76,7 +85,11 @@ def test_on_all_three_axes_a_resumed_run_has_the_same_bits_with_dropout_and_a_lo
     """The random numbers, the data and the loss scale with its count of good steps go on where they were."""
     sections = {
         "model": {"dropout": 0.2},
-        "precision": {"compute": "float16", "loss_scale": 256.0, "loss_scale_window": 2},
+        "precision": {
+            "compute": "float16",
+            "loss_scale": 256.0,
+            "loss_scale_window": 2,
+        },
         "optimizer": {"learning_rate": 0.01},
     }
     run = train(tmp_path, 9, 3, CUBE, **sections)
@@ -105,7 +118,11 @@ def test_a_run_goes_on_on_another_mesh_with_the_same_batches(tmp_path, capsys):
     capsys.readouterr()
     moved = rows(train(tmp_path / "moves", 8, 4, CUBE, **text))
     assert tells(capsys.readouterr().err, "mesh.data was 1 and is 2")
-    assert [row["step"] for row in moved] == [row["step"] for row in stays] == list(range(1, 9))
+    assert (
+        [row["step"] for row in moved]
+        == [row["step"] for row in stays]
+        == list(range(1, 9))
+    )
     for row, expected in zip(moved, stays, strict=True):
         assert row["loss"] == pytest.approx(expected["loss"], rel=2e-6)
 
@@ -142,10 +159,14 @@ def test_a_run_whose_text_has_changed_goes_on_only_when_that_is_allowed(
     assert prepared.startswith(f"meshtrain: preparing {text} (2 files")
     assert tells(said, "checkpoints/2 does not fit", f"data.source {text}")
     assert said.endswith(" with checkpoint.allow: [data.source].")
-    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == kept
+    assert {
+        path.name: path.read_bytes() for path in run.iterdir() if path.is_file()
+    } == kept
     train(tmp_path, 4, 2, **sections, checkpoint={"allow": ["data.source"], "every": 2})
     assert "holds other tokens than it did" in capsys.readouterr().err
-    old, new = (StepManifest.read(run / "checkpoints" / str(step)).data for step in (2, 4))
+    old, new = (
+        StepManifest.read(run / "checkpoints" / str(step)).data for step in (2, 4)
+    )
     assert new["batches"] == 4 and old["digest"] != new["digest"]
     train(tmp_path, 5, 2, **sections)  # the change is the checkpoint's own by now
     assert "other tokens" not in capsys.readouterr().err
@@ -182,7 +203,9 @@ def test_a_run_directory_that_is_removed_while_the_run_goes_on_is_there_again_at
 
 
 @pytest.mark.thorough
-def test_a_run_of_islands_tells_when_they_met_and_goes_on_in_between_with_the_same_bits(tmp_path):
+def test_a_run_of_islands_tells_when_they_met_and_goes_on_in_between_with_the_same_bits(
+    tmp_path,
+):
     sections = {
         "mesh": {"data": 2, "islands": 2},
         "parallel": {"sync": {"every": 3, "start": 1}},

@@ -25,7 +25,10 @@ def flat(n, topology="fat_tree"):
 def two_levels(inside, nodes):
     return Group(
         inside * nodes,
-        (Hop("node", inside, ALPHA, 10 * RATE, 1), Hop("rail", nodes, ALPHA, RATE, inside)),
+        (
+            Hop("node", inside, ALPHA, 10 * RATE, 1),
+            Hop("rail", nodes, ALPHA, RATE, inside),
+        ),
     )
 
 
@@ -56,7 +59,9 @@ def test_a_butterfly_of_other_than_a_power_of_two_folds_what_is_beyond(n):
 
 
 def test_on_a_torus_an_edge_of_each_level_of_a_tree_shares_a_wire():
-    few, many = (ALGORITHMS["tree"](ALL_REDUCE, flat(64, "torus"), nbytes) for nbytes in (0, 1e8))
+    few, many = (
+        ALGORITHMS["tree"](ALL_REDUCE, flat(64, "torus"), nbytes) for nbytes in (0, 1e8)
+    )
     assert many - few == pytest.approx(2 * 6 * 1e8 / RATE)
     assert few == ALGORITHMS["tree"](ALL_REDUCE, flat(64), 0)
 
@@ -86,8 +91,12 @@ def test_hierarchical_sends_only_a_share_between_nodes():
     group, nbytes = two_levels(8, 16), 1e9
     inside = 2 * (min(7, 6) * ALPHA + 7 / 8 * nbytes / (10 * RATE))
     between = 2 * (min(15, 8) * ALPHA + 15 / 16 * nbytes / 8 / RATE)
-    assert ALGORITHMS["hierarchical"](ALL_REDUCE, group, nbytes) == pytest.approx(inside + between)
-    assert best(ALL_REDUCE, group, 1e5).seconds < ALGORITHMS["ring"](ALL_REDUCE, group, 1e5)
+    assert ALGORITHMS["hierarchical"](ALL_REDUCE, group, nbytes) == pytest.approx(
+        inside + between
+    )
+    assert best(ALL_REDUCE, group, 1e5).seconds < ALGORITHMS["ring"](
+        ALL_REDUCE, group, 1e5
+    )
 
 
 def test_the_best_is_the_cheapest_of_all():
@@ -104,8 +113,13 @@ def test_an_all_to_all_passes_each_part_over_the_levels_between_the_two_and_shar
         7 * ALPHA + 7 / 8 * nbytes / RATE
     )
     # Of 16 devices in two nodes 7 are near, and 8 beyond a link that is ten times as slow.
-    near, far = 7 * ALPHA + 7 / 16 * nbytes / (10 * RATE), 8 * ALPHA + 8 / 16 * nbytes / RATE
-    assert best(ALL_TO_ALL, two_levels(8, 2), nbytes).seconds == pytest.approx(near + far)
+    near, far = (
+        7 * ALPHA + 7 / 16 * nbytes / (10 * RATE),
+        8 * ALPHA + 8 / 16 * nbytes / RATE,
+    )
+    assert best(ALL_TO_ALL, two_levels(8, 2), nbytes).seconds == pytest.approx(
+        near + far
+    )
     # A ring leaves each node once for all its members.
     assert ALGORITHMS["ring"](REDUCE_SCATTER, two_levels(8, 2), nbytes) < far
     assert (

@@ -87,14 +87,18 @@ def test_a_good_description_is_read_with_the_data_sheet_filled_in(tmp_path):
         assert (cluster.name, cluster.devices) == ("mine", 32)
         assert cluster.accelerator == ACCELERATORS["h100"]
     for name in ("NVIDIA A100-SXM4-80GB", "NVIDIA H200"):
-        load_cluster(write(tmp_path / "mine.yaml", GOOD.replace("name: h100", f"name: {name}")))
+        load_cluster(
+            write(tmp_path / "mine.yaml", GOOD.replace("name: h100", f"name: {name}"))
+        )
 
 
 SHEET = ACCELERATORS["h100"]
 GIVEN = {
     "": SHEET,
     f"efficiency: {{matmul: {SHEET.efficiency.matmul}}}": SHEET,
-    "efficiency: {matmul: 0.75}": replace(SHEET, efficiency=replace(SHEET.efficiency, matmul=0.75)),
+    "efficiency: {matmul: 0.75}": replace(
+        SHEET, efficiency=replace(SHEET.efficiency, matmul=0.75)
+    ),
     "efficiency: {half_size: 0}": replace(
         SHEET, efficiency=replace(SHEET.efficiency, half_size=0.0)
     ),
@@ -111,7 +115,10 @@ def test_what_is_given_of_a_known_accelerator_is_taken_and_the_rest_is_the_data_
     tmp_path, text
 ):
     """The class's own defaults and zeros are given, too, where they stand in the file."""
-    path = write(tmp_path / "mine.yaml", GOOD.replace("{name: h100}", f"\n  name: h100\n  {text}"))
+    path = write(
+        tmp_path / "mine.yaml",
+        GOOD.replace("{name: h100}", f"\n  name: h100\n  {text}"),
+    )
     assert load_cluster(path).accelerator == GIVEN[text]
 
 
@@ -135,11 +142,15 @@ def test_a_bad_description_is_one_sentence_with_what_is_legal(tmp_path, change):
 def test_an_empty_description_is_told_what_it_needs_and_that_is_enough(tmp_path):
     for text in ("", "# nothing yet"):
         path = write(tmp_path / "empty.yaml", text)
-        with pytest.raises(ConfigError, match=r"empty\.yaml is empty; .* at least ") as caught:
+        with pytest.raises(
+            ConfigError, match=r"empty\.yaml is empty; .* at least "
+        ) as caught:
             load_cluster(path)
         needed = str(caught.value).split("'")[1::2]
         assert load_cluster(write(path, "\n".join(needed))).devices == 8
-    with pytest.raises(ConfigError, match=r"cluster description .* mapping .* not a list"):
+    with pytest.raises(
+        ConfigError, match=r"cluster description .* mapping .* not a list"
+    ):
         load_cluster(write(path, "[1]"))
 
 
@@ -160,10 +171,17 @@ def test_every_shipped_cluster_is_legal_and_is_as_large_as_the_mesh_asks(path):
 
 
 def test_every_accelerator_has_a_shipped_cluster():
-    shipped = {path.stem: load_cluster(path).accelerator for path in DIRECTORY.glob("*.yaml")}
-    assert {name: one for name, one in shipped.items() if name == one.name} == ACCELERATORS
+    shipped = {
+        path.stem: load_cluster(path).accelerator for path in DIRECTORY.glob("*.yaml")
+    }
+    assert {
+        name: one for name, one in shipped.items() if name == one.name
+    } == ACCELERATORS
     # an H800 is an H100 with slower links
-    assert shipped["h800"] == ACCELERATORS["h100"] and len(shipped) == len(ACCELERATORS) + 1
+    assert (
+        shipped["h800"] == ACCELERATORS["h100"]
+        and len(shipped) == len(ACCELERATORS) + 1
+    )
 
 
 def test_fake_devices_share_the_machine():
@@ -199,12 +217,23 @@ def test_axes_joined_by_a_sum_need_not_be_neighbours(tmp_path):
 
 
 def test_efficiencies_that_are_borrowed_are_said_to_be_until_all_are_given(tmp_path):
-    assert [name for name in ACCELERATORS if lender(ACCELERATORS[name])] == ["b200", "v100"]
-    mine = {key: value * 0.99 for key, value in asdict(ACCELERATORS["b200"].efficiency).items()}
+    assert [name for name in ACCELERATORS if lender(ACCELERATORS[name])] == [
+        "b200",
+        "v100",
+    ]
+    mine = {
+        key: value * 0.99
+        for key, value in asdict(ACCELERATORS["b200"].efficiency).items()
+    }
     some = dict(list(mine.items())[:-1])
     for given, said in ((mine, None), (some, "GB200"), ({}, "GB200")):
-        text = GOOD.replace("{name: h100}", f"{{name: b200, efficiency: {json.dumps(given)}}}")
-        assert lender(load_cluster(write(tmp_path / "mine.yaml", text)).accelerator) == said
+        text = GOOD.replace(
+            "{name: h100}", f"{{name: b200, efficiency: {json.dumps(given)}}}"
+        )
+        assert (
+            lender(load_cluster(write(tmp_path / "mine.yaml", text)).accelerator)
+            == said
+        )
     figures = "name: mine, memory: 80, bandwidth: 3000, peak: {float32: 400}"
     stranger = load_cluster(
         write(tmp_path / "mine.yaml", GOOD.replace("name: h100", figures))

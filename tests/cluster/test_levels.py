@@ -29,7 +29,10 @@ def matrix(sizes, links, seed, noise=0.2, shuffled=True, uneven=False):
     seconds *= 1 + factors
     seconds[:, np.eye(n, dtype=bool)] = np.nan
     blocks = [
-        {frozenset(np.flatnonzero(place // size == b).tolist()) for b in range(n // size)}
+        {
+            frozenset(np.flatnonzero(place // size == b).tolist())
+            for b in range(n // size)
+        }
         for size in sizes
     ]
     return seconds, blocks
@@ -59,10 +62,14 @@ def test_every_node_and_leaf_is_found_again_under_a_fifth_of_noise(case, uneven)
     for seed in range(20):
         seconds, blocks = matrix(sizes, links, seed, uneven=uneven)
         found = clustered(SIZES, seconds)
-        assert [set(map(frozenset, level.blocks)) for level in found.levels] == blocks, seed
+        assert [
+            set(map(frozenset, level.blocks)) for level in found.levels
+        ] == blocks, seed
         # Blocks of every level follow one another in the order.
         for size, level in zip(sizes, blocks, strict=True):
-            pieces = [frozenset(found.order[i : i + size]) for i in range(0, sizes[-1], size)]
+            pieces = [
+                frozenset(found.order[i : i + size]) for i in range(0, sizes[-1], size)
+            ]
             assert set(pieces) == level
         for level, (latency, bandwidth) in zip(found.levels, links, strict=True):
             assert level.latency == pytest.approx(latency, rel=0.25)
@@ -92,11 +99,14 @@ def test_blocks_of_several_sizes_are_no_level():
 
 
 MESH = MeshConfig(data=8, tensor=4, pipeline=2)
-WEIGHTS = {"data": 1.0, "tensor": 8.0, "pipeline": 0.3}  # bytes of a step, in those of data
+# Bytes of a step, in those of data
+WEIGHTS = {"data": 1.0, "tensor": 8.0, "pipeline": 0.3}
 
 
 @pytest.mark.parametrize("case", ["8 nodes of 8", "3 levels of 64"])
-def test_a_wrong_order_is_repaired_so_that_no_order_of_blocks_is_a_hundredth_faster(case):
+def test_a_wrong_order_is_repaired_so_that_no_order_of_blocks_is_a_hundredth_faster(
+    case,
+):
     sizes, links = CASES[case]
     true, _ = matrix(sizes, links, seed=0, noise=0.0, shuffled=False)
     best = cost(true[-1], range(64), MESH, WEIGHTS)
@@ -111,8 +121,14 @@ def test_a_wrong_order_is_repaired_so_that_no_order_of_blocks_is_a_hundredth_fas
 
 def test_what_an_order_costs_is_each_axis_slowest_neighbours():
     """Two nodes of 2: tensor inside, data between them, and the other way around."""
-    seconds, _ = matrix((2, 4), ((0.0, 100.0), (0.0, 10.0)), seed=0, noise=0.0, shuffled=False)
+    seconds, _ = matrix(
+        (2, 4), ((0.0, 100.0), (0.0, 10.0)), seed=0, noise=0.0, shuffled=False
+    )
     mesh, nbytes = MeshConfig(data=2, tensor=2), {"data": 1.0, "tensor": 5.0}
     fast, slow = SIZES[-1] / 100, SIZES[-1] / 10
-    assert cost(seconds[-1], [0, 1, 2, 3], mesh, nbytes) == pytest.approx(5 * fast + slow)
-    assert cost(seconds[-1], [0, 2, 1, 3], mesh, nbytes) == pytest.approx(5 * slow + fast)
+    assert cost(seconds[-1], [0, 1, 2, 3], mesh, nbytes) == pytest.approx(
+        5 * fast + slow
+    )
+    assert cost(seconds[-1], [0, 2, 1, 3], mesh, nbytes) == pytest.approx(
+        5 * slow + fast
+    )

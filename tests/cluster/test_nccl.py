@@ -5,7 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, all_of, best
+from meshtrain.cluster.algorithms import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    all_of,
+    best,
+)
 from meshtrain.cluster.nccl import PROTOCOLS
 from meshtrain.plan import named
 
@@ -77,7 +83,10 @@ CURVES = {
 
 def errors(name):
     group, kind, rows = CURVES[name]
-    return {size: best(kind, group, size).seconds * 1e6 / spent - 1 for size, spent in rows.items()}
+    return {
+        size: best(kind, group, size).seconds * 1e6 / spent - 1
+        for size, spent in rows.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -95,16 +104,31 @@ def test_seconds_by_size_are_those_of_nccl_tests(name, median, worst):
 
 
 def test_large_arrays_are_within_a_fifth_of_what_was_measured():
-    large = [error for name in CURVES for size, error in errors(name).items() if size >= 2**28]
-    assert len(large) >= 10 and np.median(np.abs(large)) < 0.12 and max(map(abs, large)) < 0.32
+    large = [
+        error
+        for name in CURVES
+        for size, error in errors(name).items()
+        if size >= 2**28
+    ]
+    assert (
+        len(large) >= 10
+        and np.median(np.abs(large)) < 0.12
+        and max(map(abs, large)) < 0.32
+    )
 
 
 def test_switches_that_sum_beat_a_ring_as_far_as_measured():
     """NVIDIA/nccl, issue 1455: rings of 2 to 8 H100 reach a busbw of 365 to 370 GB/s, NVLS 370 on 4 and 480 on 8."""
-    for ranks, algorithm, busbw in ((2, "ring Simple", 368), (4, "NVLS", 370), (8, "NVLS", 480)):
+    for ranks, algorithm, busbw in (
+        (2, "ring Simple", 368),
+        (4, "NVLS", 370),
+        (8, "NVLS", 480),
+    ):
         found, size = best(ALL_REDUCE, named("h100", 8).group(ranks, 1), 2**33), 2**33
         assert found.algorithm == algorithm
-        assert size / found.seconds * 2 * (ranks - 1) / ranks == pytest.approx(busbw * 1e9, rel=0.1)
+        assert size / found.seconds * 2 * (ranks - 1) / ranks == pytest.approx(
+            busbw * 1e9, rel=0.1
+        )
     assert "NVLS" not in all_of(ALL_REDUCE, named("a100-80", 8).group(8, 1), 2**20)
 
 
@@ -121,12 +145,16 @@ def test_on_fat_trees_the_way_changes_with_the_size(cluster, stride):
     assert (many[0], many[-1]) == ("tree LL", "ring Simple")
     for ways in (many, taken(ALL_GATHER, cluster, 64, stride)):
         order = [p.name for p in PROTOCOLS]
-        places = [order.index(way.split()[1]) for way in ways if not way.startswith("NVLS")]
+        places = [
+            order.index(way.split()[1]) for way in ways if not way.startswith("NVLS")
+        ]
         assert places == sorted(places) and set(places) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("cluster", ["a100-80", "h100"])
-def test_the_size_from_which_the_ring_is_ahead_of_the_tree_grows_with_the_ranks(cluster):
+def test_the_size_from_which_the_ring_is_ahead_of_the_tree_grows_with_the_ranks(
+    cluster,
+):
     firsts = [
         next(i for i, way in enumerate(ways) if way == "ring Simple")
         for ways in (taken(ALL_REDUCE, cluster, n, 8) for n in (8, 16, 32, 64))

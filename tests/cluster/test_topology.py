@@ -7,7 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from meshtrain.cluster.algorithms import ALGORITHMS, ALL_GATHER, ALL_REDUCE, KINDS, PERMUTE, best
+from meshtrain.cluster.algorithms import (
+    ALGORITHMS,
+    ALL_GATHER,
+    ALL_REDUCE,
+    KINDS,
+    PERMUTE,
+    best,
+)
 from meshtrain.cluster.topology import Torus
 from meshtrain.config import MeshConfig
 from meshtrain.plan import load_cluster
@@ -23,7 +30,10 @@ def neighbours(dimensions, place):
         for step in {1, -1} if length > 2 else {1} if length == 2 else set():
             there = list(coordinates)
             there[d] = (there[d] + step) % length
-            yield sum(x * math.prod(dimensions[i + 1 :]) for i, x in enumerate(there)), (d, step)
+            yield (
+                sum(x * math.prod(dimensions[i + 1 :]) for i, x in enumerate(there)),
+                (d, step),
+            )
 
 
 def distances(dimensions, start):
@@ -49,7 +59,8 @@ def test_hops_are_those_of_the_shortest_way(dimensions):
 
 
 @pytest.mark.parametrize(
-    ("dimensions", "links"), [((8,), 2), ((4, 2, 6), 16), ((2, 2, 2), 4), ((4, 4, 8), 32)]
+    ("dimensions", "links"),
+    [((8,), 2), ((4, 2, 6), 16), ((2, 2, 2), 4), ((4, 4, 8), 32)],
 )
 def test_bisection_is_the_links_that_the_halves_have(dimensions, links):
     """A ring is cut twice. 4 x 4 x 8: 16 rings of 8, each cut twice; a cube of 8: 4 edges."""
@@ -59,7 +70,9 @@ def test_bisection_is_the_links_that_the_halves_have(dimensions, links):
     assert (
         torus.bisection
         == links
-        == sum(there not in half for i in half for there, _ in neighbours(dimensions, i))
+        == sum(
+            there not in half for i in half for there, _ in neighbours(dimensions, i)
+        )
     )
 
 
@@ -83,24 +96,35 @@ def loads(length, messages):
     ("length", "members", "apart"),
     [(8, 8, 1), (8, 4, 2), (16, 4, 2), (16, 4, 1), (12, 4, 1), (8, 2, 1), (2, 2, 1)],
 )
-def test_messages_of_rings_and_butterflies_share_as_many_wires_as_counted(length, members, apart):
+def test_messages_of_rings_and_butterflies_share_as_many_wires_as_counted(
+    length, members, apart
+):
     (run,) = Torus((length,)).runs(members, apart)
     assert run == (members, apart, length)
     block = members * apart
-    firsts = [begin + i for begin in range(0, length - block + 1, block) for i in range(apart)]
+    firsts = [
+        begin + i for begin in range(0, length - block + 1, block) for i in range(apart)
+    ]
     groups = [[first + apart * m for m in range(members)] for first in firsts]
     # Out over every other member, and back over those between.
     rings = groups if run.closed else [g[::2] + g[1::2][::-1] for g in groups]
-    there = [(a, b) for ring in rings for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
+    there = [
+        (a, b)
+        for ring in rings
+        for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)
+    ]
     back = [(b, a) for a, b in there] if run.closed else []
     busiest, longest = loads(length, there + back)
     assert (2 if run.closed else 1) / busiest == run.links
     assert longest == run.ring_hops
-    for step, partners in zip(range(int(math.log2(members))), run.partners, strict=True):
+    for step, partners in zip(
+        range(int(math.log2(members))), run.partners, strict=True
+    ):
         assert (
-            loads(length, [(g[m], g[m ^ (1 << step)]) for g in groups for m in range(members)])[
-                ::-1
-            ]
+            loads(
+                length,
+                [(g[m], g[m ^ (1 << step)]) for g in groups for m in range(members)],
+            )[::-1]
             == partners
         )
 
@@ -109,7 +133,11 @@ def test_eight_places_of_a_cube_are_eight_hops_around_by_gray_code_and_fourteen_
     cube = Torus((2, 2, 2))
     for order, hops in (([i ^ (i >> 1) for i in range(8)], 8), (list(range(8)), 14)):
         assert (
-            sum(cube.hops(a, b) for a, b in zip(order, [*order[1:], order[0]], strict=True)) == hops
+            sum(
+                cube.hops(a, b)
+                for a, b in zip(order, [*order[1:], order[0]], strict=True)
+            )
+            == hops
         )
 
 
@@ -150,16 +178,22 @@ def torus(tmp_path):
         (128, 1, 6, 13),  # all links
     ],
 )
-def test_rings_on_a_torus_fill_the_links_of_their_dimensions(torus, size, stride, links, steps):
+def test_rings_on_a_torus_fill_the_links_of_their_dimensions(
+    torus, size, stride, links, steps
+):
     group, nbytes = torus.group(size, stride), 1e9
     expected = steps * LATENCY + nbytes * (size - 1) / size / (links * 100e9)
     assert ALGORITHMS["ring"](ALL_GATHER, group, nbytes) == pytest.approx(expected)
     assert ALGORITHMS["ring"](ALL_REDUCE, group, nbytes) == pytest.approx(2 * expected)
 
 
-def test_a_message_on_a_torus_has_one_link_and_shares_it_with_those_that_start_between(torus):
+def test_a_message_on_a_torus_has_one_link_and_shares_it_with_those_that_start_between(
+    torus,
+):
     """8 stages, 16 apart: each is one of 16 along the last two dimensions, so that a message takes one hop."""
-    assert best(PERMUTE, torus.group(4, 32), 1e9).seconds == pytest.approx(LATENCY + 1e9 / 100e9)
+    assert best(PERMUTE, torus.group(4, 32), 1e9).seconds == pytest.approx(
+        LATENCY + 1e9 / 100e9
+    )
     assert best(PERMUTE, torus.group(4, 2), 1e9).seconds == pytest.approx(
         2 * LATENCY + 2 * 1e9 / 100e9
     )
@@ -193,7 +227,9 @@ def test_on_a_hypercube_a_butterfly_takes_log_n_hops_and_all_links(cube):
 
 def test_a_torus_that_names_no_dimensions_gives_a_group_all_of_its_links(tmp_path):
     known = cluster(
-        tmp_path, f"node: {{devices: 128, latency: {LATENCY}, bandwidth: 600}}", "topology: torus"
+        tmp_path,
+        f"node: {{devices: 128, latency: {LATENCY}, bandwidth: 600}}",
+        "topology: torus",
     )
     assert known.group(8, 1).bytes_per_second == W
 
@@ -205,7 +241,10 @@ def test_a_torus_of_machines_joins_the_blocks_below_it(tmp_path):
         for n, rate in ((4, 300), (512, 60))
     )
     found = cluster(
-        tmp_path, f"node: {node}, rail: {rail}", "topology: torus\ndimensions: [4, 4, 8]", nodes=128
+        tmp_path,
+        f"node: {node}, rail: {rail}",
+        "topology: torus\ndimensions: [4, 4, 8]",
+        nodes=128,
     )
     assert found.group(4, 1).bytes_per_second == 300e9
     assert found.group(8, 4).bytes_per_second == 60e9 / 3
@@ -224,7 +263,9 @@ def gpus(path, more="", spine=""):
 
 def test_oversubscription_narrows_the_way_into_its_level_and_no_other(tmp_path):
     full, narrow = gpus(tmp_path), gpus(tmp_path, spine=", oversubscription: 7")
-    assert narrow.group(8, 8).bytes_per_second == full.group(8, 8).bytes_per_second == 50e9
+    assert (
+        narrow.group(8, 8).bytes_per_second == full.group(8, 8).bytes_per_second == 50e9
+    )
     # 8 of a rail's block share the way out
     assert narrow.group(64, 8).bytes_per_second == full.group(64, 8).bytes_per_second
     assert narrow.group(8, 64).bytes_per_second == pytest.approx(50e9 / 7)
@@ -237,7 +278,10 @@ def test_on_rails_a_message_to_another_number_goes_over_nvlink_first(tmp_path):
     tree, rails = gpus(tmp_path), gpus(tmp_path, "topology: rail_optimised")
     aligned, across = (lambda c: c.group(4, 16)), (lambda c: c.group(4, 4))
     assert best(PERMUTE, aligned(rails), 1e6) == best(PERMUTE, aligned(tree), 1e6)
-    extra = best(PERMUTE, across(rails), 1e6).seconds - best(PERMUTE, across(tree), 1e6).seconds
+    extra = (
+        best(PERMUTE, across(rails), 1e6).seconds
+        - best(PERMUTE, across(tree), 1e6).seconds
+    )
     assert extra == pytest.approx(3e-6)
     # rings enter a node on their rail
     assert best(ALL_REDUCE, across(rails), 1e6) == best(ALL_REDUCE, across(tree), 1e6)
@@ -245,22 +289,35 @@ def test_on_rails_a_message_to_another_number_goes_over_nvlink_first(tmp_path):
 
 def test_on_rails_without_a_way_through_the_node_it_goes_over_the_spine(tmp_path):
     rails = gpus(
-        tmp_path, "topology: rail_optimised\nbetween_rails: spine", ", oversubscription: 2"
+        tmp_path,
+        "topology: rail_optimised\nbetween_rails: spine",
+        ", oversubscription: 2",
     )
-    assert best(PERMUTE, rails.group(4, 4), 1e9).seconds == pytest.approx(1.2e-5 + 1e9 / 25e9)
-    assert best(PERMUTE, rails.group(4, 16), 1e9).seconds == pytest.approx(8e-6 + 1e9 / 50e9)
+    assert best(PERMUTE, rails.group(4, 4), 1e9).seconds == pytest.approx(
+        1.2e-5 + 1e9 / 25e9
+    )
+    assert best(PERMUTE, rails.group(4, 16), 1e9).seconds == pytest.approx(
+        8e-6 + 1e9 / 50e9
+    )
 
 
 def test_a_group_of_a_dragonfly_that_talks_to_one_other_has_half_of_its_links(tmp_path):
     tree, dragonfly = gpus(tmp_path), gpus(tmp_path, "topology: dragonfly")
     assert dragonfly.group(8, 8).bytes_per_second == tree.group(8, 8).bytes_per_second
-    assert dragonfly.group(8, 64).bytes_per_second == tree.group(8, 64).bytes_per_second / 2
+    assert (
+        dragonfly.group(8, 64).bytes_per_second
+        == tree.group(8, 64).bytes_per_second / 2
+    )
     # 8 groups of 64: of a group's links 4 in 7 lead to the other half.
     assert dragonfly.bisection == pytest.approx(256 * 50 * 4 / 7)
     two = replace(
-        dragonfly, links=replace(dragonfly.links, spine=replace(dragonfly.links.spine, devices=128))
+        dragonfly,
+        links=replace(
+            dragonfly.links, spine=replace(dragonfly.links.spine, devices=128)
+        ),
     )
-    assert two.group(2, 64).bytes_per_second == 50e9  # all links of two groups lead to each other
+    # All links of two groups lead to each other
+    assert two.group(2, 64).bytes_per_second == 50e9
 
 
 @pytest.mark.parametrize(
@@ -272,16 +329,23 @@ def test_more_bytes_and_narrower_links_are_never_faster_and_groups_never_slow_ea
     more = f"topology: {name}" + ("\ndimensions: [2, 4]" if name == "torus" else "")
     for accelerator in ("h100", "tpu-v5p"):
         described = cluster(tmp_path, GPU % "", more, 64, 8, accelerator)
-        narrow = cluster(tmp_path, GPU % ", oversubscription: 3", more, 64, 8, accelerator)
+        narrow = cluster(
+            tmp_path, GPU % ", oversubscription: 3", more, 64, 8, accelerator
+        )
         groups = [(2, 1), (8, 1), (8, 8), (4, 128), (64, 8), (512, 1), (6, 64)]
         for kind, (size, stride) in itertools.product(KINDS, groups):
             seconds = [
-                best(kind, described.group(size, stride), 4.0**e).seconds for e in range(0, 16)
+                best(kind, described.group(size, stride), 4.0**e).seconds
+                for e in range(0, 16)
             ]
             assert (
-                seconds == sorted(seconds) and seconds[0] > 0 and all(map(math.isfinite, seconds))
+                seconds == sorted(seconds)
+                and seconds[0] > 0
+                and all(map(math.isfinite, seconds))
             )
-            assert best(kind, narrow.group(size, stride), 4.0**15).seconds >= seconds[-1]
+            assert (
+                best(kind, narrow.group(size, stride), 4.0**15).seconds >= seconds[-1]
+            )
 
 
 def test_axes_whose_neighbours_are_far_apart_pass_the_wires_between(torus):

@@ -24,7 +24,9 @@ def rows_of(step, worker):
 
 
 def task(workers):
-    return servers.Task(squares, np.zeros(WIDE, np.float32), rows_of, rows_of(10_000, 0), workers)
+    return servers.Task(
+        squares, np.zeros(WIDE, np.float32), rows_of, rows_of(10_000, 0), workers
+    )
 
 
 def gradient(weights, x, y):
@@ -88,7 +90,9 @@ FAST = Network(0.0, 1e9)
 def test_servers_win_over_a_ring_once_they_are_somewhat_more_than_half_as_many(workers):
     ring = server_time.all_reduce(workers, 1e9, FAST)
     first = next(
-        s for s in range(1, workers + 1) if server_time.server(workers, 1e9, s, FAST) < ring
+        s
+        for s in range(1, workers + 1)
+        if server_time.server(workers, 1e9, s, FAST) < ring
     )
     assert first == workers**2 // (2 * (workers - 1)) + 1
     assert server_time.server(workers, 1e9, workers, FAST) == 1.0 and math.isclose(
@@ -97,9 +101,13 @@ def test_servers_win_over_a_ring_once_they_are_somewhat_more_than_half_as_many(w
 
 
 def test_one_server_takes_as_many_times_longer_as_there_are_workers():
-    assert server_time.server(16, 1e8, 1, FAST) == 16 * server_time.server(1, 1e8, 1, FAST)
+    assert server_time.server(16, 1e8, 1, FAST) == 16 * server_time.server(
+        1, 1e8, 1, FAST
+    )
 
 
 def test_small_messages_are_summed_faster_by_a_tree_than_by_a_port_that_takes_one_after_the_other():
     slow = Network(1e-4, 1e9)
-    assert server_time.server(64, 1e3, 64, slow) > 5 * server_time.all_reduce(64, 1e3, slow)
+    assert server_time.server(64, 1e3, 64, slow) > 5 * server_time.all_reduce(
+        64, 1e3, slow
+    )

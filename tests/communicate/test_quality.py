@@ -17,7 +17,9 @@ def write(work, name, losses, **more):
             {"step": 101, "loss": 3.0},
             {"step": STEPS, "eval_loss": loss, **more},
         ]
-        (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (directory / "metrics.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
 
 
 @pytest.fixture
@@ -33,7 +35,17 @@ def test_losses_are_compared_with_those_of_the_same_seed(work):
     row = next(line for line in lines if line.startswith("int8"))
     assert (
         row.split()[1:]
-        == ["2.5003", "+0.0003", "±", "0.0012", "0.01", "123", "+0.0010", "-0.0020", "+0.0020"]
+        == [
+            "2.5003",
+            "+0.0003",
+            "±",
+            "0.0012",
+            "0.01",
+            "123",
+            "+0.0010",
+            "-0.0020",
+            "+0.0020",
+        ]
         and not missed
     )
 
@@ -47,20 +59,29 @@ def test_a_goal_that_is_missed_is_told(work):
 def test_feedback_that_does_not_help_is_told(work):
     write(work, "top 1% with feedback", (2.3, 2.8, 3.3))
     write(work, "top 1% without", (2.2, 2.7, 3.2))
-    assert quality.table(work)[1] == ["top 1% with feedback is no better than top 1% without."]
+    assert quality.table(work)[1] == [
+        "top 1% with feedback is no better than top 1% without."
+    ]
 
 
 def test_a_run_that_was_stopped_is_none(work):
     directory = quality.directory(work, "int8", 0)
     directory.mkdir()
-    (directory / "metrics.jsonl").write_text(json.dumps({"step": 100, "eval_loss": 2.0}) + "\n")
-    assert quality.result(work, "int8", 0) is None and quality.differences(work, "int8") == []
+    (directory / "metrics.jsonl").write_text(
+        json.dumps({"step": 100, "eval_loss": 2.0}) + "\n"
+    )
+    assert (
+        quality.result(work, "int8", 0) is None
+        and quality.differences(work, "int8") == []
+    )
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_methods_differ_in_how_gradients_travel_alone(method, tmp_path):
     config, plain = method.config(1, tmp_path), METHODS[0].config(1, tmp_path)
     assert config.mesh.data == 4 and config.run.seed == 1
-    assert (config.run.directory == plain.run.directory) == (method.name == quality.PLAIN)
+    assert (config.run.directory == plain.run.directory) == (
+        method.name == quality.PLAIN
+    )
     for section in ("model", "data", "train", "optimizer", "precision", "eval"):
         assert getattr(config, section) == getattr(plain, section)

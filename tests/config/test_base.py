@@ -29,7 +29,9 @@ def chain(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_values_come_from_the_nearest_config_and_paths_count_from_their_own_folder(chain):
+def test_values_come_from_the_nearest_config_and_paths_count_from_their_own_folder(
+    chain,
+):
     config = mt.load("top.yaml", ["optimizer.learning_rate=0.5"])
     assert (config.train.steps, config.train.global_batch_size) == (7, 8)
     assert (config.model.moe.experts, config.model.moe.top_k) == (4, 1)
@@ -43,7 +45,14 @@ def test_values_come_from_the_nearest_config_and_paths_count_from_their_own_fold
 
 
 def test_print_config_shows_the_resolved_one_without_a_base(chain):
-    command = [sys.executable, "-m", "meshtrain.train", "--config", "top.yaml", "--print-config"]
+    command = [
+        sys.executable,
+        "-m",
+        "meshtrain.train",
+        "--config",
+        "top.yaml",
+        "--print-config",
+    ]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "base" not in yaml.safe_load(printed)
     (chain / "whole.yaml").write_text(printed)
@@ -75,7 +84,9 @@ def test_what_is_no_base_is_refused(text, sentence, chain):
 
 def test_a_circle_is_refused_wherever_it_closes(chain):
     (chain / "below" / "root.yaml").write_text("base: ../top.yaml")
-    with pytest.raises(mt.ConfigError, match=r"root.yaml, line 1: base is ../top.yaml, .*circle"):
+    with pytest.raises(
+        mt.ConfigError, match=r"root.yaml, line 1: base is ../top.yaml, .*circle"
+    ):
         mt.load("top.yaml")
     with pytest.raises(mt.ConfigError, match="circle"):
         config_files("top.yaml")
@@ -95,16 +106,23 @@ def test_imports_of_both_hold(chain):
     (chain / "below" / "root.yaml").write_text(
         "run: {imports: [lower.py]}\ntrain: {loss: 'lower:loss'}\n"
     )
-    (chain / "top.yaml").write_text("base: below/root.yaml\nrun: {imports: [upper.py]}\n")
+    (chain / "top.yaml").write_text(
+        "base: below/root.yaml\nrun: {imports: [upper.py]}\n"
+    )
     config = mt.load("top.yaml")
-    assert config.run.imports == (str(chain / "below" / "lower.py"), str(chain / "upper.py"))
+    assert config.run.imports == (
+        str(chain / "below" / "lower.py"),
+        str(chain / "upper.py"),
+    )
     assert config.train.loss == "lower:loss"
 
 
 def test_imports_of_a_strangers_base_are_left_out_where_a_command_only_reads(chain):
     run = chain / "run"
     (run / "checkpoints").mkdir(parents=True)
-    (run / "config.yaml").write_text("run: {imports: [bad.py]}\ntrain: {loss: 'bad:loss'}\n")
+    (run / "config.yaml").write_text(
+        "run: {imports: [bad.py]}\ntrain: {loss: 'bad:loss'}\n"
+    )
     (run / "bad.py").write_text("raise SystemExit('this ran')\n")
     (chain / "top.yaml").write_text("base: run/config.yaml\n")
     assert mt.load("top.yaml", reading=True).train.loss == "bad:loss"

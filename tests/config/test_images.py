@@ -20,7 +20,9 @@ LLAMA = {"model": {"family": "llama"}}
 def merged(changes: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The changes of a config of images; of one of text themselves."""
     base = {} if changes.get("model") == LLAMA["model"] else VIT
-    return {name: {**base.get(name, {}), **changes.get(name, {})} for name in base | changes}
+    return {
+        name: {**base.get(name, {}), **changes.get(name, {})} for name in base | changes
+    }
 
 
 def test_a_family_of_images_has_its_format_objective_positions_and_batching() -> None:
@@ -65,7 +67,10 @@ def test_a_family_of_images_has_its_format_objective_positions_and_batching() ->
         ({"data": {"batching": "packed"}}, "data.batching is packed, ... images"),
         ({"data": {"template": "x.jinja"}}, "data.template is x.jinja, ... images"),
         ({"data": {"tokenizer": "t.json"}}, "data.tokenizer is t.json, ... images"),
-        ({"data": {"source": "mixture", "mixture": ["a"], "weights": [1.0]}}, "data.mixture is"),
+        (
+            {"data": {"source": "mixture", "mixture": ["a"], "weights": [1.0]}},
+            "data.mixture is",
+        ),
         (
             {"model": {"patch_size": 3}},
             "patch_size 3 ... image_size 8; legal are 1, 2, 4, 8",
@@ -78,7 +83,10 @@ def test_a_family_of_images_has_its_format_objective_positions_and_batching() ->
             {"data": {"images": {"mean": [0.1, 0.2]}}},
             "data.images.mean has 2 ... channels is 1",
         ),
-        ({"data": {"images": {"std": [0.1, 0.2, 0.3]}}}, "data.images.std has 3 numbers"),
+        (
+            {"data": {"images": {"std": [0.1, 0.2, 0.3]}}},
+            "data.images.std has 3 numbers",
+        ),
         ({"data": {"images": {"shift": 8}}}, "data.images.shift is 8, which moves"),
         (
             {"model": {"channels": 2}, "data": {"images": {"policy": "randaugment"}}},

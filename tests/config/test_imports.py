@@ -54,7 +54,13 @@ def capped_loss(logits, labels, vocabulary):
 '''
 CONFIG = {
     "run": {"imports": ["mine.py"]},
-    "model": {"family": "toy", "layers": 2, "d_model": 16, "heads": 2, "vocab_size": 264}
+    "model": {
+        "family": "toy",
+        "layers": 2,
+        "d_model": 16,
+        "heads": 2,
+        "vocab_size": 264,
+    }
     | {"block": "mine:parallel_block"},
     "train": {
         "steps": 2,
@@ -83,9 +89,13 @@ def written(tmp_path, monkeypatch):
 
 def test_a_file_beside_the_config_is_imported_before_the_rest_is_read(written):
     config = mt.load(written)
-    assert (config.model.family, config.run.imports) == ("toy", (str(written.parent / "mine.py"),))
+    assert (config.model.family, config.run.imports) == (
+        "toy",
+        (str(written.parent / "mine.py"),),
+    )
     assert hooks(config)["loss"].__name__ == "capped_loss"
-    again = mt.load(config, ["train.loss=null"])  # of a config itself, and imported once alone
+    # Of a config itself, and imported once alone
+    again = mt.load(config, ["train.loss=null"])
     assert again.train.loss is None and hooks(again)["block"] is hooks(config)["block"]
 
 
@@ -94,7 +104,10 @@ def test_an_override_may_name_it_too_from_the_working_directory_and_a_module_by_
 ):
     monkeypatch.chdir(written.parent)
     assert (
-        mt.load(None, ["run.imports=[mine.py, json]", "model.family=toy"]).run.imports[1] == "json"
+        mt.load(None, ["run.imports=[mine.py, json]", "model.family=toy"]).run.imports[
+            1
+        ]
+        == "json"
     )
 
 
@@ -107,7 +120,9 @@ def test_of_a_run_its_copy_is_taken_wherever_the_file_has_gone(written):
     (run / "config.yaml").write_text(to_yaml(resolved))
     (written.parent / "mine.py").write_text("raise ValueError('not this one')")
     imports._TAKEN.clear()
-    assert mt.load(run / "config.yaml").run.imports == (str(run / imports.COPIES / "mine.py"),)
+    assert mt.load(run / "config.yaml").run.imports == (
+        str(run / imports.COPIES / "mine.py"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -174,7 +189,9 @@ def test_pods_get_the_file_beside_the_config(written, capsys):
     words = f"jobset --nodes 1 --image image --volume v --mount /runs --config {written} --set run.directory=/runs/x"
     assert launch(words.split()) == 0
     shipped = next(
-        d for d in yaml.safe_load_all(capsys.readouterr().out) if d["kind"] == "ConfigMap"
+        d
+        for d in yaml.safe_load_all(capsys.readouterr().out)
+        if d["kind"] == "ConfigMap"
     )["data"]
     assert shipped["mine.py"] == FILE
     pod = written.parent.parent / "pod"
@@ -189,7 +206,9 @@ def installed(directory: Path, value: str) -> None:
     """Puts a distribution whose plug-in is `value` where Python finds it, as pip would."""
     info = directory / "team_parts-1.2.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: team-parts\nVersion: 1.2\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: team-parts\nVersion: 1.2\n"
+    )
     (info / "entry_points.txt").write_text(f"[meshtrain.plugins]\nteam = {value}\n")
 
 
@@ -226,7 +245,9 @@ def test_a_plug_in_of_a_distribution_is_there_without_being_named(value, plugged
     assert (config.model.family, config.optimizer.schedule) == ("toy", "square")
     assert hooks(config)["loss"].__name__ == "capped_loss"
     assert len(sys.modules["team_plugin"].CALLS) == value.endswith(":register")
-    assert imports.plugins() == ("team of team-parts 1.2",) and "run.imports" in digests(config)
+    assert imports.plugins() == (
+        "team of team-parts 1.2",
+    ) and "run.imports" in digests(config)
 
 
 @pytest.mark.parametrize(
@@ -247,9 +268,7 @@ def test_a_plug_in_that_fails_is_one_sentence_that_names_its_distribution(
     plugged(value, text)
     with pytest.raises(mt.ConfigError) as refused:
         mt.load(None)
-    sentence = (
-        f"the plug-in team ({value}) of team-parts 1.2 cannot be loaded: {why}; ... uninstall it."
-    )
+    sentence = f"the plug-in team ({value}) of team-parts 1.2 cannot be loaded: {why}; ... uninstall it."
     assert re.fullmatch(pattern_of(sentence), str(refused.value))
 
 
@@ -273,8 +292,17 @@ def test_through_the_commands_it_trains_on_all_axes_goes_on_and_is_evaluated_rep
         assert done.returncode == 0, done.stderr
         return done.stdout + done.stderr
 
-    axes = ["mesh.data=2", "mesh.tensor=2", "mesh.pipeline=2", "parallel.microbatches=2"]
-    given = ["--config", "configs/x.yaml", *(word for axis in axes for word in ("--set", axis))]
+    axes = [
+        "mesh.data=2",
+        "mesh.tensor=2",
+        "mesh.pipeline=2",
+        "parallel.microbatches=2",
+    ]
+    given = [
+        "--config",
+        "configs/x.yaml",
+        *(word for axis in axes for word in ("--set", axis)),
+    ]
     run("train", *given, "--set", "run.directory=r")
     (written.parent / "mine.py").write_text(FILE + "\nCHANGED = True\n")
     assert "mine.py has changed since" in run(
@@ -286,15 +314,31 @@ def test_through_the_commands_it_trains_on_all_axes_goes_on_and_is_evaluated_rep
     environment["PYTHONPATH"] = f"{at / 'site'}:{path}"
     (written.parent / "p.yaml").write_text(yaml.safe_dump(CONFIG | {"run": {}}))
     plugged = (word for key in IN_PLUGIN for word in ("--set", key))
-    run("train", "--config", "configs/p.yaml", *given[2:], *plugged, "--set", "run.directory=p")
+    run(
+        "train",
+        "--config",
+        "configs/p.yaml",
+        *given[2:],
+        *plugged,
+        "--set",
+        "run.directory=p",
+    )
     environment["PYTHONPATH"] = path
     assert "eval loss" in run("evaluate", "r")
     assert "loss mine:capped_loss" in run("report", "r")
     (written.parent / "mine.py").write_text(FILE)
-    hurt = "--set run.directory=s --set survive.inject=[kill@1:0] --set checkpoint.every=1"
+    hurt = (
+        "--set run.directory=s --set survive.inject=[kill@1:0] --set checkpoint.every=1"
+    )
     run("survive", *given, *hurt.split())
-    rows = {name: (at / name / "metrics.jsonl").read_text().splitlines()[:2] for name in "rsp"}
-    losses = {name: [json.loads(line)["loss"] for line in lines] for name, lines in rows.items()}
+    rows = {
+        name: (at / name / "metrics.jsonl").read_text().splitlines()[:2]
+        for name in "rsp"
+    }
+    losses = {
+        name: [json.loads(line)["loss"] for line in lines]
+        for name, lines in rows.items()
+    }
     assert losses["s"] == losses["r"] == losses["p"]
 
 
@@ -357,18 +401,27 @@ def test_a_run_goes_on_with_another_function_and_with_the_built_in_part_where_th
         and "Traceback" not in said
     )
     code, said = go_on(2, f"{key}=mine:other_{kind}")
-    assert code == 0 and f"the {kind} was " in said and f"other_{kind} from here on" in said
+    assert (
+        code == 0
+        and f"the {kind} was " in said
+        and f"other_{kind} from here on" in said
+    )
     code, said = go_on(3, f"{key}=null", f"checkpoint.allow=[{key}]")
-    assert code == 0 and f"the {kind} was " in said and "is built in from here on" in said
+    assert (
+        code == 0 and f"the {kind} was " in said and "is built in from here on" in said
+    )
     code, said = go_on(4, f"{key}=null")
     assert code == 0 and f"the {kind} was" not in said
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("key", "other", "rule"), [("model.family", "llama", 2), ("optimizer.schedule", "cosine", 0)]
+    ("key", "other", "rule"),
+    [("model.family", "llama", 2), ("optimizer.schedule", "cosine", 0)],
 )
-def test_a_run_whose_code_is_gone_is_a_sentence_or_goes_on(key, other, rule, written, capsys):
+def test_a_run_whose_code_is_gone_is_a_sentence_or_goes_on(
+    key, other, rule, written, capsys
+):
     run = written.parent / "r"
     base = [
         "--config",
@@ -391,11 +444,17 @@ def test_a_run_whose_code_is_gone_is_a_sentence_or_goes_on(key, other, rule, wri
     plain["model"]["family"], plain["optimizer"]["schedule"] = "llama", "cosine"
     plain[section][name] = other
     if key != "model.family":
-        plain["model"]["family"], plain["run"]["imports"] = "toy", [str(written.parent / "mine.py")]
+        plain["model"]["family"], plain["run"]["imports"] = (
+            "toy",
+            [str(written.parent / "mine.py")],
+        )
     else:
         FAMILIES.forget("toy")
         LEARNING_RATES.forget("square")
     (written.parent / "plain.yaml").write_text(yaml.safe_dump(plain))
     capsys.readouterr()
-    code, said = train(["--config", str(written.parent / "plain.yaml")]), capsys.readouterr().err
+    code, said = (
+        train(["--config", str(written.parent / "plain.yaml")]),
+        capsys.readouterr().err,
+    )
     assert code == rule and key in said and "Traceback" not in said

@@ -29,10 +29,16 @@ class ToyConfig:
     shape: str = key("round", "what it is", one_of=SHAPES, resume=Resume.SHAPE)
     size: int = key(1, "how large it is", least=1, most=9, resume=Resume.SIZE)
     weight: int = key(
-        None, "what it weighs; null: ten times its size", least=1, follows=lambda c: 10 * c.toy.size
+        None,
+        "what it weighs; null: ten times its size",
+        least=1,
+        follows=lambda c: 10 * c.toy.size,
     )
     corners: int = key(
-        0, "of a square", resume=Resume.REFUSED, counts=lambda c: c.toy.shape == "square"
+        0,
+        "of a square",
+        resume=Resume.REFUSED,
+        counts=lambda c: c.toy.shape == "square",
     )
 
 
@@ -51,7 +57,9 @@ def changed(allow: str = "", weights_only: bool = False, **values) -> list[str]:
     settings = [f"toy.{name}={value}" for name, value in values.items()] + [
         f"checkpoint.allow=[{allow}]"
     ]
-    return compare(dataclasses.asdict(load(None)), load(None, settings), "x", weights_only)
+    return compare(
+        dataclasses.asdict(load(None)), load(None, settings), "x", weights_only
+    )
 
 
 def test_a_new_key_is_read_and_printed(tmp_path):
@@ -113,11 +121,14 @@ def test_a_resume_goes_by_the_rule_of_the_line():
         ("size", 2),
     ):
         with pytest.raises(
-            ConfigError, match=rf"^x does not fit this config: toy\.{name} is {value} but was "
+            ConfigError,
+            match=rf"^x does not fit this config: toy\.{name} is {value} but was ",
         ):
             changed(**{name: value})
     for name in ("refused", "content", "tokens"):
-        assert changed(f"toy.{name}", **{name: 2}) == [f"toy.{name} was 1 and is 2 from here on."]
+        assert changed(f"toy.{name}", **{name: 2}) == [
+            f"toy.{name} was 1 and is 2 from here on."
+        ]
 
 
 def test_weights_alone_go_by_it_too():
@@ -126,7 +137,9 @@ def test_weights_alone_go_by_it_too():
         with pytest.raises(ConfigError, match=rf"toy\.{name} is {value} but was "):
             changed(weights_only=True, **{name: value})
     assert changed("toy.size", weights_only=True, size=2) == []
-    with pytest.raises(ConfigError, match=r"only .*\.layers and .*\.vocab_size and .*\.size "):
+    with pytest.raises(
+        ConfigError, match=r"only .*\.layers and .*\.vocab_size and .*\.size "
+    ):
         check_keys(
             load(
                 None,
@@ -161,26 +174,38 @@ def test_a_section_may_have_sections():
         WithToy().parallel.sync,
         3,
     )
-    assert nested("parallel.reduce.block", 32) == {"parallel": {"reduce": {"block": 32}}}
+    assert nested("parallel.reduce.block", 32) == {
+        "parallel": {"reduce": {"block": 32}}
+    }
     assert value_of(config, "parallel.reduce.block") == 32
     again = replaced(resolve(config), parallel={"reduce": {"rank": 7}})
-    assert again.parallel.reduce == dataclasses.replace(resolve(config).parallel.reduce, rank=7)
+    assert again.parallel.reduce == dataclasses.replace(
+        resolve(config).parallel.reduce, rank=7
+    )
 
 
 def test_what_null_stands_for_in_an_inner_section_follows_too():
     chosen = load(None, ["parallel.reduce.compression=powersgd"])
     assert chosen.parallel.reduce.feedback is True
     assert (
-        replaced(chosen, parallel={"reduce": {"compression": "int8"}}).parallel.reduce.feedback
+        replaced(
+            chosen, parallel={"reduce": {"compression": "int8"}}
+        ).parallel.reduce.feedback
         is False
     )
-    given = load(None, ["parallel.reduce.compression=int8", "parallel.reduce.feedback=true"])
-    assert replaced(given, parallel={"reduce": {"block": 64}}).parallel.reduce.feedback is True
+    given = load(
+        None, ["parallel.reduce.compression=int8", "parallel.reduce.feedback=true"]
+    )
+    assert (
+        replaced(given, parallel={"reduce": {"block": 64}}).parallel.reduce.feedback
+        is True
+    )
 
 
 def test_differences_name_a_key_of_an_inner_section_by_its_path():
     old, new = (
-        dataclasses.asdict(load(None, [f"parallel.reduce.block={block}"])) for block in (32, 64)
+        dataclasses.asdict(load(None, [f"parallel.reduce.block={block}"]))
+        for block in (32, 64)
     )
     assert list(differences(old, new)) == [("parallel.reduce.block", 32, 64)]
     del old["parallel"]["reduce"]["block"]
@@ -192,7 +217,10 @@ def test_differences_name_a_key_of_an_inner_section_by_its_path():
 def test_what_another_version_has_is_known_at_every_depth():
     parallel = {"reduce": {"block": 32, "gone": 2}, "gone": {"a": 1}}
     theirs = {"mesh": {"data": 2, "gone": 1}, "parallel": parallel, "gone": {}}
-    assert known(theirs, Config) == {"mesh": {"data": 2}, "parallel": {"reduce": {"block": 32}}}
+    assert known(theirs, Config) == {
+        "mesh": {"data": 2},
+        "parallel": {"reduce": {"block": 32}},
+    }
 
 
 def test_no_key_is_left_to_follow():

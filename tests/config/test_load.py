@@ -34,14 +34,17 @@ def test_keys_left_out_keep_their_defaults(read):
 
 def test_sections_of_sections_are_read_overridden_and_printed(read):
     config = read(
-        "parallel:\n  zero_stage: 2\n  reduce:\n    ratio: 1e-3\n", "parallel.reduce.block=32"
+        "parallel:\n  zero_stage: 2\n  reduce:\n    ratio: 1e-3\n",
+        "parallel.reduce.block=32",
     )
     assert (
         config.parallel.reduce.ratio,
         config.parallel.reduce.block,
         config.parallel.zero_stage,
     ) == (0.001, 32, 2)
-    assert config == load({"parallel": {"zero_stage": 2, "reduce": {"ratio": 0.001, "block": 32}}})
+    assert config == load(
+        {"parallel": {"zero_stage": 2, "reduce": {"ratio": 0.001, "block": 32}}}
+    )
     assert read(to_yaml(config)) == config
     assert read("parallel: {reduce: }").parallel.reduce == load(None).parallel.reduce
     assert yaml.safe_load(to_yaml(config))["parallel"]["reduce"]["block"] == 32
@@ -59,7 +62,9 @@ def test_sections_of_sections_are_read_overridden_and_printed(read):
         ("+2", 2.0),
     ],
 )
-def test_numbers_are_decoded_by_the_declared_type_whatever_yaml_thinks_they_are(text, value, read):
+def test_numbers_are_decoded_by_the_declared_type_whatever_yaml_thinks_they_are(
+    text, value, read
+):
     rate = read(f"optimizer: {{learning_rate: {text}}}").optimizer.learning_rate
     assert rate == value and isinstance(rate, float)
 
@@ -83,8 +88,15 @@ def test_null_stands_for_what_follows_from_other_keys(read):
     model = read(
         "model: {family: llama, d_model: 96, heads: 6, kv_heads: null, d_ff: ~, head_dim:}"
     ).model
-    assert (model.kv_heads, model.head_dim, model.d_ff, model.tied_head) == (6, 16, 256, False)
-    model = read("model: {family: gpt2, d_model: 96, heads: 6}\ntrain: {sequence_length: 40}").model
+    assert (model.kv_heads, model.head_dim, model.d_ff, model.tied_head) == (
+        6,
+        16,
+        256,
+        False,
+    )
+    model = read(
+        "model: {family: gpt2, d_model: 96, heads: 6}\ntrain: {sequence_length: 40}"
+    ).model
     assert (model.d_ff, model.tied_head, model.max_positions) == (384, True, 40)
     config = read(
         "parallel: {virtual_stages: 1, microbatches: 2, schedule: v_1f1b}\ndata: {rows_multiple: ~}"
@@ -92,7 +104,9 @@ def test_null_stands_for_what_follows_from_other_keys(read):
     assert (config.parallel.virtual_stages, config.data.rows_multiple) == (2, 16)
 
 
-def test_overrides_are_read_like_values_of_the_file_come_after_it_and_the_last_one_wins(read):
+def test_overrides_are_read_like_values_of_the_file_come_after_it_and_the_last_one_wins(
+    read,
+):
     config = read(
         "model: {layers: 5}",
         "parallel.layer_split=[2, 3]",
@@ -103,13 +117,30 @@ def test_overrides_are_read_like_values_of_the_file_come_after_it_and_the_last_o
         "model.kv_heads=null",
         "run.directory=a b",
     )
-    assert (config.parallel.layer_split, config.optimizer.learning_rate) == ((2, 3), 0.001)
+    assert (config.parallel.layer_split, config.optimizer.learning_rate) == (
+        (2, 3),
+        0.001,
+    )
     assert (config.run.directory, config.model.kv_heads) == ("a b", config.model.heads)
 
 
 @pytest.mark.parametrize(
     "text",
-    ["a #b", "#b", "a: b", "@a", "&a", "*a", "!a", "it's", "'it", "- a", "a]", "%a", "2024-01-01"],
+    [
+        "a #b",
+        "#b",
+        "a: b",
+        "@a",
+        "&a",
+        "*a",
+        "!a",
+        "it's",
+        "'it",
+        "- a",
+        "a]",
+        "%a",
+        "2024-01-01",
+    ],
 )
 def test_an_overridden_text_is_what_stands_there(text, read):
     config = read("model: {layers: 5}", f"data.source={text}")
@@ -119,7 +150,10 @@ def test_an_overridden_text_is_what_stands_there(text, read):
 
 def test_an_overridden_text_may_be_quoted(read):
     assert read("model: {layers: 5}", "data.source='no'").data.source == "no"
-    assert read("model: {layers: 5}", "data.validation_source=null").data.validation_source is None
+    assert (
+        read("model: {layers: 5}", "data.validation_source=null").data.validation_source
+        is None
+    )
 
 
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
@@ -139,7 +173,15 @@ def test_an_alias_stands_for_what_it_names_and_a_bomb_of_them_takes_no_room(read
 
 def test_what_yaml_has_no_word_for_is_refused_when_given_from_python():
     with pytest.raises(ConfigError, match=r"^the given values hold Path\('x'\)"):
-        load({"run": {"directory": type("Path", (), {"__repr__": lambda self: "Path('x')"})()}})
+        load(
+            {
+                "run": {
+                    "directory": type(
+                        "Path", (), {"__repr__": lambda self: "Path('x')"}
+                    )()
+                }
+            }
+        )
 
 
 @pytest.mark.parametrize(
@@ -158,7 +200,9 @@ def test_what_yaml_has_no_word_for_is_refused_when_given_from_python():
     ids=repr,
 )
 def test_overrides_of_another_shape_are_told_how_they_are_written(overrides):
-    shown = pattern_of(f"the overrides are {overrides!r}; ... list of texts, ... ['mesh.data=2'].")
+    shown = pattern_of(
+        f"the overrides are {overrides!r}; ... list of texts, ... ['mesh.data=2']."
+    )
     with pytest.raises(ConfigError, match=f"^{shown}$"):
         load({}, overrides)
 
@@ -170,17 +214,35 @@ def itself() -> list:
     return found
 
 
-NO_VALUES = [itself(), len, 1 + 2j, "a\0b", [b"a"], iter(()), object(), {"a": {"b": 1}}, b"run"]
+NO_VALUES = [
+    itself(),
+    len,
+    1 + 2j,
+    "a\0b",
+    [b"a"],
+    iter(()),
+    object(),
+    {"a": {"b": 1}},
+    b"run",
+]
 NO_NUMBERS = [float("nan"), datetime.date(2024, 1, 1), fractions.Fraction(1, 3)]
 
 
-@pytest.mark.parametrize("section", [field.name for field in dataclasses.fields(Config)])
+@pytest.mark.parametrize(
+    "section", [field.name for field in dataclasses.fields(Config)]
+)
 def test_no_key_takes_what_no_yaml_file_can_hold(section):
     for key, rules in keys(type(getattr(Config(), section))).items():
         counts = isinstance(rules.default, int | float)
         for value in NO_VALUES + NO_NUMBERS * counts:
             with pytest.raises(ConfigError) as error:
-                load({section: functools.reduce(_within, reversed(key.split(".")), value)})
+                load(
+                    {
+                        section: functools.reduce(
+                            _within, reversed(key.split(".")), value
+                        )
+                    }
+                )
             assert "\n" not in str(error.value) and str(error.value).isprintable()
 
 
@@ -190,7 +252,9 @@ def _within(value, name):
 
 @pytest.mark.parametrize("source", [3, b"config.yaml", [{"run": {}}]], ids=repr)
 def test_what_is_no_config_at_all_is_told_what_may_be(source):
-    shown = pattern_of(f"the config is {source!r}; ... file, nested dicts, a config or None.")
+    shown = pattern_of(
+        f"the config is {source!r}; ... file, nested dicts, a config or None."
+    )
     with pytest.raises(ConfigError, match=f"^{shown}$"):
         load(source)
 
@@ -221,7 +285,12 @@ def test_paths_and_numpys_numbers_may_be_given_from_python():
 def test_a_table_itself_is_told_to_be_written_to_a_file(tmp_path, monkeypatch):
     table = make_table("1f1b", 2, 2)
     with pytest.raises(ConfigError) as refused:
-        load({"mesh": {"pipeline": 2}, "parallel": {"schedule": table, "microbatches": 2}})
+        load(
+            {
+                "mesh": {"pipeline": 2},
+                "parallel": {"schedule": table, "microbatches": 2},
+            }
+        )
     sentence = str(refused.value)
     written = (
         r"^the given values .* table 1f1b .* file, with "
@@ -229,7 +298,12 @@ def test_a_table_itself_is_told_to_be_written_to_a_file(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     exec(re.match(written, sentence)[1], {"Path": Path, "table": table})
-    load({"mesh": {"pipeline": 2}, "parallel": {"schedule": Path("mine.csv"), "microbatches": 2}})
+    load(
+        {
+            "mesh": {"pipeline": 2},
+            "parallel": {"schedule": Path("mine.csv"), "microbatches": 2},
+        }
+    )
 
 
 def test_printed_config_is_whole_and_loads_to_an_equal_one(read, tmp_path):
@@ -242,7 +316,9 @@ def test_printed_config_is_whole_and_loads_to_an_equal_one(read, tmp_path):
         name: {field.name for field in dataclasses.fields(kind)}
         for name, kind in typing.get_type_hints(Config).items()
     }
-    assert {name: set(section) for name, section in yaml.safe_load(printed).items()} == whole
+    assert {
+        name: set(section) for name, section in yaml.safe_load(printed).items()
+    } == whole
 
 
 def test_every_key_is_documented():
@@ -260,7 +336,9 @@ def test_every_config_that_ships_is_legal(path):
 
 
 def test_another_config_is_loaded_with_overrides_and_what_followed_follows_again(read):
-    one = read("train: {steps: 200}\nmodel: {d_model: 64}\noptimizer: {warmup_steps: 7}")
+    one = read(
+        "train: {steps: 200}\nmodel: {d_model: 64}\noptimizer: {warmup_steps: 7}"
+    )
     assert load(one) == one
     changed = load(one, ["model.d_model=128", "train.steps=300"])
     assert changed == read(

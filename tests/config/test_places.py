@@ -61,7 +61,11 @@ def test_a_path_counts_from_the_folder_of_its_file_and_else_from_the_working_dir
 
 def test_every_path_of_a_file_does_so(written):
     mesh, parallel = {"pipeline": 2}, {"schedule": "mine.csv", "microbatches": 2}
-    data = {"source": "mixture", "mixture": ["beside", "here", "stdlib"], "weights": [1, 1, 1]}
+    data = {
+        "source": "mixture",
+        "mixture": ["beside", "here", "stdlib"],
+        "weights": [1, 1, 1],
+    }
     config = mt.load(written(mesh=mesh, parallel=parallel, data=data))
     assert config.parallel.schedule == "configs/mine.csv"
     assert config.data.mixture == ("configs/beside", "here", "stdlib")
@@ -92,7 +96,9 @@ def test_a_list_of_jobs_names_configs_from_its_folder(written, tmp_path):
 def test_a_config_that_comes_along_is_taken_by_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert mt.load("quickstart", ["mesh.tensor=1"]).run.directory == "runs/quickstart"
-    with pytest.raises(mt.ConfigError, match=r"config quickstrt; did you mean quickstart\?"):
+    with pytest.raises(
+        mt.ConfigError, match=r"config quickstrt; did you mean quickstart\?"
+    ):
         mt.load("quickstrt")
     names = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
     with pytest.raises(mt.ConfigError, match=rf"no config x; .*YAML file, .*{names}\."):

@@ -22,7 +22,12 @@ def test_compression_over_data_needs_shards_to_scatter_to():
     assert re.search(r"parallel\.zero_stage is 0; .* 1, 2 or 3\.", str(refused.value))
     with pytest.raises(ConfigError, match=r"or parallel\.reduce\.over to islands"):
         asked("mesh.data=4", "mesh.islands=2", "parallel.zero_stage=0")
-    asked("mesh.data=4", "mesh.islands=2", "parallel.zero_stage=0", "parallel.reduce.over=islands")
+    asked(
+        "mesh.data=4",
+        "mesh.islands=2",
+        "parallel.zero_stage=0",
+        "parallel.reduce.over=islands",
+    )
     asked("mesh.data=1", "parallel.zero_stage=0")
     for stage, hold in itertools.product((1, 2, 3), ("true", "false")):
         asked(
@@ -50,7 +55,9 @@ def test_compression_that_compresses_nothing_is_said(changes, said):
     assert [tells(note, said) for note in found] == [True] * bool(said)
 
 
-@pytest.mark.parametrize("given", ["block=8", "block=100000", "compression=int7", "over=rack"])
+@pytest.mark.parametrize(
+    "given", ["block=8", "block=100000", "compression=int7", "over=rack"]
+)
 def test_other_values_are_refused_with_what_is_legal(given):
     with pytest.raises(ConfigError, match=given.split("=")[0]):
         asked(f"parallel.reduce.{given}")

@@ -15,9 +15,16 @@ Sections = dict[str, dict[str, Any]]
 def sections_of(more: Sections) -> Sections:
     given: Sections = {
         "train": {"objective": "grpo", "global_batch_size": 16, "sequence_length": 64},
-        "rl": {"prompts": "prompts.jsonl", "reward": "exact", "group": 4, "answers": 16},
+        "rl": {
+            "prompts": "prompts.jsonl",
+            "reward": "exact",
+            "group": 4,
+            "answers": 16,
+        },
     }
-    return {name: {**given.get(name, {}), **more.get(name, {})} for name in given | more}
+    return {
+        name: {**given.get(name, {}), **more.get(name, {})} for name in given | more
+    }
 
 
 @pytest.mark.parametrize(
@@ -26,13 +33,19 @@ def sections_of(more: Sections) -> Sections:
         ({"rl": {"prompts": None}}, ("rl.prompts", "null", "JSON Lines")),
         ({"rl": {"reward": None}}, ("rl.reward", "MODULE:NAME", "rl.teacher")),
         ({"rl": {"reward": "exact + "}}, ("rl.reward", "exact + ", "MODULE:NAME")),
-        ({"rl": {"reward": "exact + twice mine:brief"}}, ("rl.reward", "twice", "weights")),
+        (
+            {"rl": {"reward": "exact + twice mine:brief"}},
+            ("rl.reward", "twice", "weights"),
+        ),
         ({"rl": {"group": 5}}, ("rl.group", "5", "16", "legal are 2, 4, 8, 16")),
         ({"rl": {"group": 1}}, ("rl.group", "1", "2")),
         ({"rl": {"answers": 64}}, ("rl.answers", "64", "train.sequence_length", "64")),
         ({"rl": {"clip": [0.2]}}, ("rl.clip", "two numbers")),
         ({"rl": {"beta": 0.1}}, ("rl.beta", "0.1", "lora.rank", "0")),
-        ({"rl": {"reward": "exact, mine:brief"}}, ("rl.reward", "exact, mine:brief", "weights")),
+        (
+            {"rl": {"reward": "exact, mine:brief"}},
+            ("rl.reward", "exact, mine:brief", "weights"),
+        ),
         ({"rl": {"reward": "nan exact"}}, ("rl.reward", "nan exact", "weights")),
         ({"rl": {"reward": "exact + inf mine:brief"}}, ("rl.reward", "inf", "weights")),
         ({"rl": {"reward": "1e400 exact"}}, ("rl.reward", "1e400", "weights")),
@@ -44,7 +57,10 @@ def sections_of(more: Sections) -> Sections:
         ({"rl": {"gap_limit": 0}}, ("rl.gap_limit", "0")),
         ({"rl": {"reward_seconds": 0}}, ("rl.reward_seconds", "0")),
         ({"rl": {"scale": "std"}}, ("rl.scale", "std", "group, none")),
-        ({"rl": {"average": "mean"}}, ("rl.average", "mean", "token, sequence, constant")),
+        (
+            {"rl": {"average": "mean"}},
+            ("rl.average", "mean", "token, sequence, constant"),
+        ),
         ({"rl": {"temprature": 1}}, ("rl.temprature", "temperature")),
         ({"train": {"objective": "rl"}}, ("train.objective", "rl", "grpo")),
         ({"rl": {"loss": "grpo"}}, ("rl.loss", "grpo", "ppo_clip")),
@@ -58,7 +74,9 @@ def sections_of(more: Sections) -> Sections:
         ({"mesh": {"data": 2, "islands": 2}}, ("mesh.islands", "2")),
     ],
 )
-def test_a_section_that_cannot_be_meant_is_refused(more: Sections, parts: tuple[str, ...]) -> None:
+def test_a_section_that_cannot_be_meant_is_refused(
+    more: Sections, parts: tuple[str, ...]
+) -> None:
     with pytest.raises(ConfigError) as refused:
         mt.load(sections_of(more))
     assert tells(str(refused.value), *parts), refused.value
@@ -82,7 +100,13 @@ def test_what_can_be_meant_is_taken(more: Sections) -> None:
 
 def test_a_sum_of_rewards_has_a_weight_each() -> None:
     assert reward_terms("mine:score") == (("mine:score", 1.0),)
-    assert reward_terms("exact + 0.2 mine:brief") == (("exact", 1.0), ("mine:brief", 0.2))
-    assert reward_terms("exact - 0.2 mine:brief") == (("exact", 1.0), ("mine:brief", -0.2))
+    assert reward_terms("exact + 0.2 mine:brief") == (
+        ("exact", 1.0),
+        ("mine:brief", 0.2),
+    )
+    assert reward_terms("exact - 0.2 mine:brief") == (
+        ("exact", 1.0),
+        ("mine:brief", -0.2),
+    )
     assert reward_terms("exact - mine:brief") == (("exact", 1.0), ("mine:brief", -1.0))
     assert reward_terms(None) == ()

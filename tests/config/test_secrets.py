@@ -69,7 +69,12 @@ PLAIN = [
 
 @pytest.mark.parametrize("alert", ALERTS)
 def test_an_alerts_place_that_holds_a_secret_is_refused_without_it(alert, capsys):
-    words = ["--config", "quickstart", "--set", f"telemetry.alerts={json.dumps([alert])}"]
+    words = [
+        "--config",
+        "quickstart",
+        "--set",
+        f"telemetry.alerts={json.dumps([alert])}",
+    ]
     for main in (train, plan, lambda given: launch(["slurm", *given])):
         assert main(words) == 2
         said = capsys.readouterr()
@@ -83,9 +88,9 @@ def test_an_alerts_place_that_holds_a_secret_is_refused_without_it(alert, capsys
 
 @pytest.mark.parametrize("alert", PLAIN)
 def test_an_alerts_place_without_one_is_taken(alert):
-    assert mt.load("quickstart", [f"telemetry.alerts={json.dumps([alert])}"]).telemetry.alerts == (
-        alert,
-    )
+    assert mt.load(
+        "quickstart", [f"telemetry.alerts={json.dumps([alert])}"]
+    ).telemetry.alerts == (alert,)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +104,9 @@ def test_an_alerts_place_without_one_is_taken(alert):
     ],
 )
 def test_any_key_that_holds_a_secret_is_refused(key, value):
-    with pytest.raises(mt.ConfigError, match=rf"{key} holds a secret, .*environment") as refused:
+    with pytest.raises(
+        mt.ConfigError, match=rf"{key} holds a secret, .*environment"
+    ) as refused:
         mt.load("quickstart", [f"{key}={value.format(WORD)}"])
     assert WORD not in str(refused.value) and "abcdefghij" not in str(refused.value)
 
@@ -141,16 +148,20 @@ def test_a_key_of_a_secrets_name_is_refused_with_the_way_that_there_is(
     ):
         assert train(words) == 2
         said = capsys.readouterr().err
-        assert f"{section}.{name}" in said and "environment" in said and WORD not in said
+        assert (
+            f"{section}.{name}" in said and "environment" in said and WORD not in said
+        )
 
 
-@pytest.mark.parametrize("name", ["pad_token", "eos_token", "tokens", "tokenizer_path", "sort_key"])
+@pytest.mark.parametrize(
+    "name", ["pad_token", "eos_token", "tokens", "tokenizer_path", "sort_key"]
+)
 def test_another_unknown_key_is_refused_as_ever(name):
     with pytest.raises(mt.ConfigError) as refused:
         mt.load({"data": {name: "x"}})
-    assert f"there is no key data.{name}" in str(refused.value) and "environment" not in str(
+    assert f"there is no key data.{name}" in str(
         refused.value
-    )
+    ) and "environment" not in str(refused.value)
 
 
 @pytest.mark.parametrize("alert", ALERTS[:11])
@@ -196,7 +207,9 @@ def server():
             pass
 
     with HTTPServer(("127.0.0.1", 0), Keeps) as one:
-        thread = threading.Thread(target=one.serve_forever, kwargs={"poll_interval": 0.01})
+        thread = threading.Thread(
+            target=one.serve_forever, kwargs={"poll_interval": 0.01}
+        )
         thread.start()
         yield f"http://127.0.0.1:{one.server_port}/services/{WORD}", paths
         one.shutdown()
@@ -242,23 +255,40 @@ def test_a_variable_that_holds_no_address_is_said_without_what_it_holds(
     monkeypatch.setattr("meshtrain.telemetry.sinks.PAUSES", ())
     send("webhook:$ALERTS_URL", tmp_path)
     said = capsys.readouterr().err
-    assert "alerts are not delivered by webhook:$ALERTS_URL" in said and WORD not in said
+    assert (
+        "alerts are not delivered by webhook:$ALERTS_URL" in said and WORD not in said
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["webhook:$", "webhook:$1", "webhook:$A B", "webhook:https://x.org/$A", "webhook:${A}x"]
+    "text",
+    [
+        "webhook:$",
+        "webhook:$1",
+        "webhook:$A B",
+        "webhook:https://x.org/$A",
+        "webhook:${A}x",
+    ],
 )
 def test_a_variable_stands_alone(text):
     with pytest.raises(mt.ConfigError, match=r"webhook:\$VARIABLE"):
         alert_target(text)
 
 
-def test_a_run_of_an_older_version_whose_config_holds_one_is_still_read(tmp_path, capsys):
+def test_a_run_of_an_older_version_whose_config_holds_one_is_still_read(
+    tmp_path, capsys
+):
     run = tmp_path / "run"
     run.mkdir()
     text = mt.config.to_yaml(mt.load("quickstart", ["telemetry.alerts=[webhook:$X]"]))
     (run / "config.yaml").write_text(text.replace("webhook:$X", ALERTS[0]))
-    row = {"step": 1, "loss": 5.0, "tokens": 10, "tokens_per_second": 1.0, "step_seconds": 1.0}
+    row = {
+        "step": 1,
+        "loss": 5.0,
+        "tokens": 10,
+        "tokens_per_second": 1.0,
+        "step_seconds": 1.0,
+    }
     (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     assert report([str(run)]) == 0
     assert WORD not in capsys.readouterr().out
@@ -288,7 +318,9 @@ def test_no_file_of_a_run_holds_the_address_that_its_variable_has(tmp_path):
             )  # fmt: skip
             assert ended.returncode == 0 and WORD not in ended.stdout + ended.stderr
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(files) > 10 and not [path for path in files if WORD.encode() in path.read_bytes()]
+    assert len(files) > 10 and not [
+        path for path in files if WORD.encode() in path.read_bytes()
+    ]
     assert "$ALERTS_URL" in (tmp_path / "train/config.yaml").read_text()
 
 

@@ -35,7 +35,9 @@ def test_of_a_run_by_epochs_no_step_is_known_to_be_too_late():
 
 
 def test_trackers_are_those_that_there_are():
-    with pytest.raises(ConfigError, match=r"tensorboard, wandb, mlflow; .* tensorboard"):
+    with pytest.raises(
+        ConfigError, match=r"tensorboard, wandb, mlflow; .* tensorboard"
+    ):
         load("configs/quickstart.yaml", ["telemetry.trackers=[tensorbord]"])
 
 

@@ -24,7 +24,13 @@ from meshtrain.survive.__main__ import main as survive
 from meshtrain.train import main as train
 
 SMALL = {
-    "model": {"family": "llama", "layers": 2, "d_model": 16, "heads": 2, "vocab_size": 264},
+    "model": {
+        "family": "llama",
+        "layers": 2,
+        "d_model": 16,
+        "heads": 2,
+        "vocab_size": 264,
+    },
     "train": {"steps": 2, "global_batch_size": 8, "sequence_length": 16},
     "data": {"source": "synthetic"},
 }
@@ -115,14 +121,18 @@ def own_by(path: Path, user: int) -> None:
 READING = {
     "report": lambda run: report([str(run)]),
     "report --json": lambda run: report([str(run), "--json"]),
-    "report --html": lambda run: report([str(run), "--html", str(run.parent / "page.html")]),
+    "report --html": lambda run: report(
+        [str(run), "--html", str(run.parent / "page.html")]
+    ),
     "report of two": lambda run: report([str(run), str(run)]),
     "monitor": lambda run: monitor([str(run), "--once"]),
     "plan": lambda run: plan(["--config", str(run / "config.yaml")]),
     "plan --search": lambda run: plan(
         ["--config", str(run / "config.yaml"), "--search", "--devices", "2"]
     ),
-    "print-config": lambda run: train(["--config", str(run / "config.yaml"), "--print-config"]),
+    "print-config": lambda run: train(
+        ["--config", str(run / "config.yaml"), "--print-config"]
+    ),
     "survive status": lambda run: survive(["status", str(run)]),
     "survive stats": lambda run: survive(["stats", str(run)]),
 }
@@ -130,7 +140,9 @@ READING = {
 
 @pytest.mark.parametrize("owner", [None, OTHER])
 @pytest.mark.parametrize("command", READING)
-def test_a_command_that_reads_a_run_runs_no_code_of_it(command, owner, trapped, marker, capsys):
+def test_a_command_that_reads_a_run_runs_no_code_of_it(
+    command, owner, trapped, marker, capsys
+):
     run = trapped({"model.family": "toy", "train.loss": "x:loss"})
     if owner is not None:
         own_by(run, owner)
@@ -164,7 +176,8 @@ def test_wherever_a_run_has_its_code_reading_leaves_it_alone(
 ):
     run = trapped(entry=entry, place=place)
     monkeypatch.chdir(run)
-    monkeypatch.syspath_prepend(run)  # as `python -m meshtrain` has the working directory
+    # As `python -m meshtrain` has the working directory
+    monkeypatch.syspath_prepend(run)
     assert READING[command](run) == 0, capsys.readouterr().err
     assert not marker.exists()
 
@@ -183,12 +196,18 @@ def test_a_config_within_a_run_under_another_name_is_the_runs(trapped, marker):
     inner.mkdir(parents=True)
     shutil.copy(run / "config.yaml", inner / "config.1.n0.yaml")
     (inner / "x.py").write_text((run / "imports/x.py").read_text())
-    assert plan(["--config", str(inner / "config.1.n0.yaml")]) == 0 and not marker.exists()
+    assert (
+        plan(["--config", str(inner / "config.1.n0.yaml")]) == 0 and not marker.exists()
+    )
 
 
 @pytest.mark.parametrize("kind", BROUGHT)
-@pytest.mark.parametrize("command", ["report", "report --json", "monitor", "print-config"])
-def test_names_that_a_plug_in_brings_are_read_as_they_are(command, kind, trapped, marker, capsys):
+@pytest.mark.parametrize(
+    "command", ["report", "report --json", "monitor", "print-config"]
+)
+def test_names_that_a_plug_in_brings_are_read_as_they_are(
+    command, kind, trapped, marker, capsys
+):
     run = trapped(BROUGHT[kind] | MESH.get(kind, {}))
     assert READING[command](run) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
@@ -202,7 +221,9 @@ def test_names_that_a_plug_in_brings_are_read_as_they_are(command, kind, trapped
 
 
 @pytest.mark.parametrize("kind", BROUGHT)
-def test_a_plan_needs_of_a_plug_in_what_it_counts_with_and_says_so(kind, trapped, marker, capsys):
+def test_a_plan_needs_of_a_plug_in_what_it_counts_with_and_says_so(
+    kind, trapped, marker, capsys
+):
     run = trapped(BROUGHT[kind] | MESH.get(kind, {}))
     code = READING["plan"](run)
     said = capsys.readouterr()
@@ -210,7 +231,9 @@ def test_a_plan_needs_of_a_plug_in_what_it_counts_with_and_says_so(kind, trapped
     assert code in (0, 2)
     if code == 2:
         assert "--trust" in said.err and next(iter(BROUGHT[kind])) in said.err
-    assert (code == 2) == (kind in ("family", "optimizer", "schedule", "compression", "algorithm"))
+    assert (code == 2) == (
+        kind in ("family", "optimizer", "schedule", "compression", "algorithm")
+    )
 
 
 @pytest.mark.parametrize("command", READING)
@@ -219,7 +242,10 @@ def test_a_run_that_is_trusted_is_read_with_its_code(command, trapped, marker, c
     own_by(run, OTHER) if os.geteuid() == 0 else None
     words = {
         "plan": (plan, ["--config", str(run / "config.yaml")]),
-        "print-config": (train, ["--config", str(run / "config.yaml"), "--print-config"]),
+        "print-config": (
+            train,
+            ["--config", str(run / "config.yaml"), "--print-config"],
+        ),
         "report": (report, [str(run)]),
         "monitor": (monitor, [str(run), "--once"]),
     }
@@ -256,7 +282,9 @@ def test_trust_takes_a_directory(folder, capsys):
 
 RUNNING = {
     "train": lambda run, *words: train(["--config", str(run / "config.yaml"), *words]),
-    "survive": lambda run, *words: survive(["--config", str(run / "config.yaml"), *words]),
+    "survive": lambda run, *words: survive(
+        ["--config", str(run / "config.yaml"), *words]
+    ),
     "launch slurm": lambda run, *words: launch(
         ["slurm", "--config", str(run / "config.yaml"), *words]
     ),
@@ -268,9 +296,14 @@ RUNNING = {
 
 @pytest.mark.parametrize("given", ["all", "config.yaml", "imports", "imports/x.py"])
 @pytest.mark.parametrize("command", RUNNING)
-def test_a_command_that_runs_a_strangers_config_is_refused(command, given, trapped, marker, capsys):
+def test_a_command_that_runs_a_strangers_config_is_refused(
+    command, given, trapped, marker, capsys
+):
     run = trapped({"model.family": "toy"})
-    own_by(run, OTHER) if given == "all" else (own_by(run, 0), os.chown(run / given, OTHER, OTHER))
+    own_by(run, OTHER) if given == "all" else (
+        own_by(run, 0),
+        os.chown(run / given, OTHER, OTHER),
+    )
     assert RUNNING[command](run) == 2
     said = capsys.readouterr().err
     assert (
@@ -293,7 +326,11 @@ def own_file(folder: Path, marker: Path) -> Path:
     (folder / "x.py").write_text(TRAP.format(marker=str(marker)))
     (folder / "mine.yaml").write_text(
         yaml.safe_dump(
-            SMALL | {"run": {"imports": ["x.py"]}, "model": SMALL["model"] | {"family": "toy"}}
+            SMALL
+            | {
+                "run": {"imports": ["x.py"]},
+                "model": SMALL["model"] | {"family": "toy"},
+            }
         )
     )
     return folder / "mine.yaml"
@@ -316,7 +353,10 @@ FAULTS = {
     "config for everyone": lambda d: (d / "mine.yaml").chmod(0o666),
     "folder for everyone": lambda d: d.chmod(0o777),
     "folder above for everyone": lambda d: d.parent.chmod(0o777),
-    "file of a group": lambda d: (os.chown(d / "x.py", -1, 1), (d / "x.py").chmod(0o664)),
+    "file of a group": lambda d: (
+        os.chown(d / "x.py", -1, 1),
+        (d / "x.py").chmod(0o664),
+    ),
     "folder of a group": lambda d: (os.chown(d, -1, 1), d.chmod(0o775)),
     "a link to a file of another": lambda d: (
         os.chown((d / "x.py").rename(d.parent / "y.py"), OTHER, -1),
@@ -342,7 +382,9 @@ def test_code_that_others_may_have_written_is_refused_until_it_is_trusted(
     if os.geteuid() != 0 and ("of" in fault or "group" in fault):
         pytest.skip("only root can chown")
     FAULTS[fault](path.parent)
-    with pytest.raises(mt.ConfigError, match=r"run\.imports: .*(another|everyone|group).*--trust"):
+    with pytest.raises(
+        mt.ConfigError, match=r"run\.imports: .*(another|everyone|group).*--trust"
+    ):
         mt.load(path)
     assert not marker.exists()
     monkeypatch.setenv(TRUST, str(tmp_path / "up"))
@@ -378,7 +420,9 @@ def test_trusting_a_run_is_no_trust_in_what_its_links_lead_to(
     assert not marker.exists()
 
 
-def test_a_module_beside_the_config_is_code_of_others_too(tmp_path, marker, monkeypatch):
+def test_a_module_beside_the_config_is_code_of_others_too(
+    tmp_path, marker, monkeypatch
+):
     path = own_file(tmp_path / "configs", marker)
     (path.parent / "trap_beside.py").write_text(TRAP.format(marker=str(marker)))
     (path.parent / "trap_beside.py").chmod(0o666)
@@ -414,7 +458,9 @@ def test_pods_trust_the_folder_that_brings_their_files(tmp_path, marker, capsys)
 # --- which file is taken
 
 
-def test_an_absolute_path_is_that_file_whatever_lies_beside_the_config(tmp_path, marker):
+def test_an_absolute_path_is_that_file_whatever_lies_beside_the_config(
+    tmp_path, marker
+):
     path = own_file(tmp_path / "configs", marker)
     elsewhere = tmp_path / "elsewhere" / "x.py"
     elsewhere.parent.mkdir()
@@ -423,16 +469,22 @@ def test_an_absolute_path_is_that_file_whatever_lies_beside_the_config(tmp_path,
     shutil.copy(path.parent / "x.py", path.parent / "imports/x.py")
     for name in ("mine.yaml", "config.yaml"):
         imports._TAKEN.clear()
-        (path.parent / name).write_text(path.read_text().replace("- x.py", f"- {elsewhere}"))
+        (path.parent / name).write_text(
+            path.read_text().replace("- x.py", f"- {elsewhere}")
+        )
         assert mt.load(path.parent / name).run.imports == (str(elsewhere),)
     assert not marker.exists() and (tmp_path / "elsewhere-ran").exists()
     missing = path.parent / "missing.yaml"
-    missing.write_text(path.read_text().replace(str(elsewhere), str(tmp_path / "nowhere/x.py")))
+    missing.write_text(
+        path.read_text().replace(str(elsewhere), str(tmp_path / "nowhere/x.py"))
+    )
     with pytest.raises(mt.ConfigError, match=r"no Python file .*nowhere/x\.py"):
         mt.load(missing)
 
 
-def test_a_relative_path_counts_from_the_config_and_is_not_guessed(tmp_path, marker, monkeypatch):
+def test_a_relative_path_counts_from_the_config_and_is_not_guessed(
+    tmp_path, marker, monkeypatch
+):
     path = own_file(tmp_path / "configs", marker)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -463,7 +515,9 @@ def test_an_override_counts_from_the_working_directory_and_takes_no_copy_of_a_ru
     config = mt.load(run / "config.yaml", ["run.imports=[]"])
     assert config.run.imports == ()
     imports._TAKEN.clear()
-    assert mt.load(SMALL, ["run.imports=[x.py]"]).run.imports == (str(tmp_path / "x.py"),)
+    assert mt.load(SMALL, ["run.imports=[x.py]"]).run.imports == (
+        str(tmp_path / "x.py"),
+    )
 
 
 # --- how code ends
@@ -483,22 +537,43 @@ RAISES = {
 
 
 @pytest.mark.parametrize("text", RAISES)
-def test_an_import_that_ends_the_process_is_a_sentence_and_exit_code_2(text, tmp_path, capsys):
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(SMALL | {"run": {"imports": ["ends.py"]}}))
+def test_an_import_that_ends_the_process_is_a_sentence_and_exit_code_2(
+    text, tmp_path, capsys
+):
+    (tmp_path / "mine.yaml").write_text(
+        yaml.safe_dump(SMALL | {"run": {"imports": ["ends.py"]}})
+    )
     (tmp_path / "ends.py").write_text(f"import sys\n{text}\n")
     assert train(["--config", str(tmp_path / "mine.yaml")]) == 2
     said = capsys.readouterr().err
-    assert f"run.imports: ends.py, line 2: {RAISES[text]}" in said and "Traceback" not in said
+    assert (
+        f"run.imports: ends.py, line 2: {RAISES[text]}" in said
+        and "Traceback" not in said
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["raise KeyboardInterrupt", "class Mine(KeyboardInterrupt): pass\nraise Mine"]
+    "text",
+    ["raise KeyboardInterrupt", "class Mine(KeyboardInterrupt): pass\nraise Mine"],
 )
-def test_an_import_that_raises_what_ctrl_c_does_is_not_taken_for_it_by_a_command(text, tmp_path):
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(SMALL | {"run": {"imports": ["ends.py"]}}))
+def test_an_import_that_raises_what_ctrl_c_does_is_not_taken_for_it_by_a_command(
+    text, tmp_path
+):
+    (tmp_path / "mine.yaml").write_text(
+        yaml.safe_dump(SMALL | {"run": {"imports": ["ends.py"]}})
+    )
     (tmp_path / "ends.py").write_text(f"{text}\n")
-    words = [sys.executable, "-m", "meshtrain", "plan", "--config", str(tmp_path / "mine.yaml")]
-    ended = subprocess.run(words, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    words = [
+        sys.executable,
+        "-m",
+        "meshtrain",
+        "plan",
+        "--config",
+        str(tmp_path / "mine.yaml"),
+    ]
+    ended = subprocess.run(
+        words, capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
     assert (
         ended.returncode == 2
         and "run.imports: ends.py" in ended.stderr

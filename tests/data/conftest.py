@@ -38,7 +38,9 @@ def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     read = Descriptor.read
     monkeypatch.setattr(
-        Descriptor, "read", lambda file, size, at: sizes.append(size) or read(file, size, at)
+        Descriptor,
+        "read",
+        lambda file, size, at: sizes.append(size) or read(file, size, at),
     )
     return sizes
 
@@ -47,7 +49,9 @@ def write_documents(folder: Path, count: int, mean: float, seed: int) -> None:
     """Text files of log-normal length, some far longer than a row."""
     draw = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
-    for number, words in enumerate(np.ceil(draw.lognormal(np.log(mean), 1.2, count)).astype(int)):
+    for number, words in enumerate(
+        np.ceil(draw.lognormal(np.log(mean), 1.2, count)).astype(int)
+    ):
         text = " ".join(WORDS[i] for i in draw.integers(0, len(WORDS), words))
         (folder / f"{number:04d}.txt").write_text(f"{number} {text}")
 

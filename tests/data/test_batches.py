@@ -22,8 +22,12 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def stream(directory: Path) -> np.ndarray:
     """All tokens: each shard begins with the end that the one before ended with."""
-    parts = [np.fromfile(path, "<u2") for path in sorted(directory.glob("train-*.tokens"))]
-    return np.concatenate([parts[0], *(part[1:] for part in parts[1:])]).astype(np.int32)
+    parts = [
+        np.fromfile(path, "<u2") for path in sorted(directory.glob("train-*.tokens"))
+    ]
+    return np.concatenate([parts[0], *(part[1:] for part in parts[1:])]).astype(
+        np.int32
+    )
 
 
 def slowly(train: TextBatches, directory: Path, k: int) -> dict[str, np.ndarray]:
@@ -37,7 +41,10 @@ def slowly(train: TextBatches, directory: Path, k: int) -> dict[str, np.ndarray]
     }
     batch["weights"] = np.zeros((rows, length), np.float32)
     for row in range(min(rows, rows_of.count - index * rows)):
-        places, at = rows_of.locate(np.array([epoch * rows_of.count + index * rows + row])), 0
+        places, at = (
+            rows_of.locate(np.array([epoch * rows_of.count + index * rows + row])),
+            0,
+        )
         for segment, (first, n) in enumerate(
             zip(places.first.tolist(), places.lengths.tolist(), strict=True), start=1
         ):
@@ -58,7 +65,9 @@ def slowly(train: TextBatches, directory: Path, k: int) -> dict[str, np.ndarray]
 
 @pytest.mark.parametrize("batching", ["window", "packed"])
 @pytest.mark.parametrize(("length", "size"), [(64, 3), (257, 2)])
-def test_a_batch_is_what_lies_where_its_rows_say_a_label_at_a_time(batching, length, size, shards):
+def test_a_batch_is_what_lies_where_its_rows_say_a_label_at_a_time(
+    batching, length, size, shards
+):
     settings = config(
         shards, length=length, batch=size, batching=batching, last="pad", verify=False
     )
@@ -67,7 +76,9 @@ def test_a_batch_is_what_lies_where_its_rows_say_a_label_at_a_time(batching, len
     for k in (0, 1, last, last + 1, 5 * last):
         found, expected = train.batch(k), slowly(train, shards, k)
         for name, x in found.items():
-            assert x.dtype == expected[name].dtype and np.array_equal(x, expected[name]), (name, k)
+            assert x.dtype == expected[name].dtype and np.array_equal(
+                x, expected[name]
+            ), (name, k)
 
 
 def small(batching: str, text: Path, other_text: Path) -> Config:
@@ -97,14 +108,21 @@ def test_a_batch_is_the_same_whatever_was_asked_for_before(batching, text, other
         for rows in (slice(None), slice(1, None, 2), slice(0, 0)):
             found = fresh.batch(k, rows)
             assert found.keys() == expected[k].keys()
-            assert all(np.array_equal(x, expected[k][name][rows]) for name, x in found.items())
+            assert all(
+                np.array_equal(x, expected[k][name][rows]) for name, x in found.items()
+            )
 
 
 def test_rows_are_filled_up_behind_their_stretches_and_empty_stretches_dropped():
-    rows = arrange_rows(6, np.array([2, 1, 1]), np.array([10, 20, 0, 30]), np.array([4, 1, 0, 6]))
+    rows = arrange_rows(
+        6, np.array([2, 1, 1]), np.array([10, 20, 0, 30]), np.array([4, 1, 0, 6])
+    )
     assert rows.first.tolist() == [10, 20, PADDING, PADDING, 30]
     assert rows.lengths.tolist() == [4, 1, 1, 6, 6]
     assert rows.segments.tolist() == [1, 2, 0, 0, 1]
     assert rows.edges.tolist() == [0, 3, 4, 5]
-    assert (rows[1:].first.tolist(), rows[1:].edges.tolist()) == ([PADDING, 30], [0, 1, 2])
+    assert (rows[1:].first.tolist(), rows[1:].edges.tolist()) == (
+        [PADDING, 30],
+        [0, 1, 2],
+    )
     assert rows[3:].edges.tolist() == [0]

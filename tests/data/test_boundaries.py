@@ -34,7 +34,9 @@ def test_the_end_of_deepseeks_documents_is_the_token_that_its_files_name(tmp_pat
     assert tokenizer.boundaries.bos.id == 301 and tokenizer.begin == ()
 
 
-def test_training_is_not_refused_where_the_vocabulary_is_the_tokenizers(tmp_path, monkeypatch):
+def test_training_is_not_refused_where_the_vocabulary_is_the_tokenizers(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = written(tmp_path / "t", config={"eos_token_id": 300})
     (tmp_path / "text").mkdir()
@@ -42,7 +44,12 @@ def test_training_is_not_refused_where_the_vocabulary_is_the_tokenizers(tmp_path
     data = {"tokenizer": str(path), "source": str(tmp_path / "text"), "validation": 0.0}
     train = {"sequence_length": 16, "global_batch_size": 2}
     config = mt.load(
-        {"data": data, "train": train, "model": {"vocab_size": 302}, "eval": {"every": 0}}
+        {
+            "data": data,
+            "train": train,
+            "model": {"vocab_size": 302},
+            "eval": {"every": 0},
+        }
     )
     batches, _ = mt.open_data(config)
     assert batches.tokenizer.end_of_document == 300
@@ -73,16 +80,30 @@ E_NAMED, E_OTHER = {"eos_token": DEEPSEEK_END}, {"eos_token": DEEPSEEK_BEGIN}
             "special_tokens_map.json",
         ),
         (
-            {"config": {"eos_token_id": [301, 300]}, "generation_config": {"eos_token_id": 300}},
+            {
+                "config": {"eos_token_id": [301, 300]},
+                "generation_config": {"eos_token_id": 300},
+            },
             301,
             "config.json",
         ),
         ({"hf_config": {"eos_token_id": 301}}, 301, "hf_config.json"),
-        ({"generation_config": {"eos_token_id": [300, 301]}}, 300, "generation_config.json"),
-        ({"processor": f"$A {DEEPSEEK_BEGIN}"}, 301, "the post-processor of tokenizer.json"),
+        (
+            {"generation_config": {"eos_token_id": [300, 301]}},
+            300,
+            "generation_config.json",
+        ),
+        (
+            {"processor": f"$A {DEEPSEEK_BEGIN}"},
+            301,
+            "the post-processor of tokenizer.json",
+        ),
         # a later file counts where an earlier one names what is no token
         (
-            {"tokenizer_config": {"eos_token": "<gone>"}, "config": {"eos_token_id": 300}},
+            {
+                "tokenizer_config": {"eos_token": "<gone>"},
+                "config": {"eos_token_id": 300},
+            },
             300,
             "config.json",
         ),
@@ -93,17 +114,25 @@ def test_the_first_file_that_names_an_end_counts(tmp_path, files, end, source):
     assert (mark.id, mark.source) == (end, source)
 
 
-def test_a_usual_name_counts_where_no_file_says_it_and_else_one_id_more_is_told(tmp_path):
+def test_a_usual_name_counts_where_no_file_says_it_and_else_one_id_more_is_told(
+    tmp_path,
+):
     usual = boundaries(written(tmp_path / "usual", special=("<eos>", "<x>")))
     assert (usual.end.text, usual.notes) == ("<eos>", ())
     nothing = boundaries(written(tmp_path / "nothing", special=("<x>",)))
-    assert nothing.end.id == 301 and tells(nothing.notes[0], "one more ... tokenizer has; data.end")
+    assert nothing.end.id == 301 and tells(
+        nothing.notes[0], "one more ... tokenizer has; data.end"
+    )
 
 
 @pytest.mark.parametrize("value", ["x", -1, 10**30, True, 1.5, {"a": 1}, [300, "x"]])
 def test_an_id_that_is_none_is_left_out_with_a_sentence(tmp_path, value):
     found = boundaries(
-        written(tmp_path, special=("<eos>", "<x>"), generation_config={"eos_token_id": value})
+        written(
+            tmp_path,
+            special=("<eos>", "<x>"),
+            generation_config={"eos_token_id": value},
+        )
     )
     assert found.end.text == "<eos>"
     assert (
@@ -123,11 +152,22 @@ def test_a_file_beside_that_is_no_json_object_says_nothing_but_that(tmp_path, co
     [
         ({"processor": f"{DEEPSEEK_BEGIN} $A"}, (301,), ""),
         ({"processor": f"{DEEPSEEK_BEGIN} {DEEPSEEK_END} $A"}, (301, 300), ""),
-        ({"tokenizer_config": {"bos_token": DEEPSEEK_BEGIN, "add_bos_token": True}}, (301,), ""),
-        ({"tokenizer_config": {"bos_token": DEEPSEEK_BEGIN, "add_bos_token": False}}, (), ""),
+        (
+            {"tokenizer_config": {"bos_token": DEEPSEEK_BEGIN, "add_bos_token": True}},
+            (301,),
+            "",
+        ),
+        (
+            {"tokenizer_config": {"bos_token": DEEPSEEK_BEGIN, "add_bos_token": False}},
+            (),
+            "",
+        ),
         ({"tokenizer_config": {"bos_token": DEEPSEEK_BEGIN}}, (), ""),
         (
-            {"tokenizer_config": {"add_bos_token": True}, "config": {"bos_token_id": 301}},
+            {
+                "tokenizer_config": {"add_bos_token": True},
+                "config": {"bos_token_id": 301},
+            },
             (301,),
             "",
         ),
@@ -135,27 +175,40 @@ def test_a_file_beside_that_is_no_json_object_says_nothing_but_that(tmp_path, co
         (
             {
                 "processor": f"{DEEPSEEK_BEGIN} $A",
-                "tokenizer_config": {"bos_token": DEEPSEEK_BEGIN, "add_bos_token": False},
+                "tokenizer_config": {
+                    "bos_token": DEEPSEEK_BEGIN,
+                    "add_bos_token": False,
+                },
             },
             (301,),
             "add_bos_token false ... post-processor",
         ),
     ],
 )
-def test_a_text_begins_as_the_post_processor_or_add_bos_token_has_it(tmp_path, files, begin, noted):
+def test_a_text_begins_as_the_post_processor_or_add_bos_token_has_it(
+    tmp_path, files, begin, noted
+):
     tokenizer = load_tokenizer(str(written(tmp_path, **files)))
     assert tokenizer.begin == begin
     assert text_tokens(tokenizer, "a")[: len(begin)].tolist() == list(begin)
     notes = tokenizer.boundaries.notes
-    assert tells(" ".join(notes), noted) if noted else not any("add_bos" in n for n in notes)
+    assert (
+        tells(" ".join(notes), noted)
+        if noted
+        else not any("add_bos" in n for n in notes)
+    )
 
 
 def test_keys_name_other_tokens_and_what_is_none_is_refused(tmp_path):
-    path = written(tmp_path, processor=f"{DEEPSEEK_BEGIN} $A", config={"eos_token_id": 300})
+    path = written(
+        tmp_path, processor=f"{DEEPSEEK_BEGIN} $A", config={"eos_token_id": 300}
+    )
     none = load_tokenizer(str(path), begin="none", end=DEEPSEEK_BEGIN)
     assert (none.begin, none.end_of_document) == ((), 301)
     assert tells(none.boundaries.notes[0], "data.begin is none ... other programs")
-    with pytest.raises(ConfigError, match=r"data\.end is '<\|end\|>', .* data\.tokenizer"):
+    with pytest.raises(
+        ConfigError, match=r"data\.end is '<\|end\|>', .* data\.tokenizer"
+    ):
         load_tokenizer(str(path), end="<|end|>")
     with pytest.raises(ConfigError, match=r"data\.begin is .*give none, .* mean"):
         load_tokenizer(str(path), begin="<｜begin▁of▁sentence>")
@@ -184,7 +237,9 @@ def prepared(folder: Path, path: Path, name: str = "shards", *options: str) -> P
     return output
 
 
-@pytest.mark.parametrize(("processor", "begin"), [("<s> $A", (301,)), ("<g> <s> $A", (302, 301))])
+@pytest.mark.parametrize(
+    ("processor", "begin"), [("<s> $A", (301,)), ("<g> <s> $A", (302, 301))]
+)
 def test_documents_are_prepared_as_prompts_begin(tmp_path, processor, begin, capsys):
     path = written(tmp_path, ("</s>", "<s>", "<g>"), processor)
     shards = prepared(tmp_path, path)
@@ -193,7 +248,9 @@ def test_documents_are_prepared_as_prompts_begin(tmp_path, processor, begin, cap
     tokens = np.fromfile(next(shards.glob("*.tokens")), manifest.dtype)
     tokenizer = load_tokenizer(str(path))
     expected = [
-        x for n in range(3) for x in (*begin, *tokenizer.encode([f"document {n}"])[0].tolist(), 300)
+        x
+        for n in range(3)
+        for x in (*begin, *tokenizer.encode([f"document {n}"])[0].tolist(), 300)
     ]
     assert tokens.tolist() == [*expected, begin[0]]
     offsets = np.fromfile(next(shards.glob("*.offsets")), "<u8")
@@ -201,14 +258,24 @@ def test_documents_are_prepared_as_prompts_begin(tmp_path, processor, begin, cap
     assert [tokens[at - 1] for at in offsets[:-1]] == [begin[0]] * 3
     assert "a text begins with " in capsys.readouterr().out
     # the copy beside the shards says the same
-    assert load_tokenizer(str(shards / "tokenizer.json")).boundaries == tokenizer.boundaries
+    assert (
+        load_tokenizer(str(shards / "tokenizer.json")).boundaries
+        == tokenizer.boundaries
+    )
 
 
 def opened(path: Path, shards: Path, **data):
     data = {"tokenizer": str(path), "source": str(shards), **data}
     train = {"sequence_length": 4, "global_batch_size": 2}
     return mt.open_data(
-        mt.load({"data": data, "train": train, "model": {"vocab_size": 400}, "eval": {"every": 0}})
+        mt.load(
+            {
+                "data": data,
+                "train": train,
+                "model": {"vocab_size": 400},
+                "eval": {"every": 0},
+            }
+        )
     )[0]
 
 
@@ -254,7 +321,12 @@ def test_show_tells_how_texts_and_answers_begin_and_end(tmp_path, capsys):
     )
     (tmp_path / "c.jsonl").write_text(
         json.dumps(
-            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": "b"},
+                ]
+            }
         )
         + "\n"
     )
@@ -265,16 +337,24 @@ def test_show_tells_how_texts_and_answers_begin_and_end(tmp_path, capsys):
     assert tells(shown, "answer ends with <|im_end|> (303)")
     assert main([*arguments, "--json", "--begin", "none"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert shown["begins"] == [] and shown["ends"]["id"] == 300 and shown["turn"]["id"] == 303
+    assert (
+        shown["begins"] == []
+        and shown["ends"]["id"] == 300
+        and shown["turn"]["id"] == 303
+    )
 
 
 def test_the_tokenizers_end_makes_no_difference_to_what_a_preparation_is_called_where_it_is_the_usual_one(
     tmp_path,
 ):
     """So that what earlier versions have prepared is found again."""
-    path = written(tmp_path, ("<|endoftext|>",), tokenizer_config={"eos_token": "<|endoftext|>"})
+    path = written(
+        tmp_path, ("<|endoftext|>",), tokenizer_config={"eos_token": "<|endoftext|>"}
+    )
     shards = prepared(tmp_path, path)
-    assert "beginning and end of documents" not in json.loads((shards / "plan.json").read_text())
+    assert "beginning and end of documents" not in json.loads(
+        (shards / "plan.json").read_text()
+    )
 
 
 def test_a_resume_of_an_older_version_is_told_how_its_text_was_prepared():
@@ -283,9 +363,13 @@ def test_a_resume_of_an_older_version_is_told_how_its_text_was_prepared():
     from meshtrain.checkpoint.restoring import _other_content
 
     config = mt.load({"data": {"tokenizer": "t/tokenizer.json", "source": "text"}})
-    older = SimpleNamespace(config={"data": {"source": "text"}}, data={"digest": "a"}, versions={})
+    older = SimpleNamespace(
+        config={"data": {"source": "text"}}, data={"digest": "a"}, versions={}
+    )
     newer = SimpleNamespace(
-        config={"data": {"source": "text", "begin": None}}, data={"digest": "a"}, versions={}
+        config={"data": {"source": "text", "begin": None}},
+        data={"digest": "a"},
+        versions={},
     )
     assert "data.begin=none" in _other_content(older, config, "b")
     assert "data.begin" not in _other_content(newer, config, "b")

@@ -52,15 +52,25 @@ def test_without_xdg_the_cache_lies_in_the_home_directory(monkeypatch, tmp_path)
 def test_a_cache_that_cannot_be_written_is_reported(text, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match="set XDG_CACHE_HOME to a directory with room"):
+    with pytest.raises(
+        ConfigError, match="set XDG_CACHE_HOME to a directory with room"
+    ):
         open_data(config(text))
 
 
 @pytest.mark.thorough
 def test_processes_that_start_at_once_share_one_preparation(own_cache):
     imports = "from meshtrain.config import load; from meshtrain.data import open_data"
-    command = [sys.executable, "-c", f"{imports}; print(open_data(load({{}}))[0].digest)"]
-    how = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}, "stdout": subprocess.PIPE, "text": True}
+    command = [
+        sys.executable,
+        "-c",
+        f"{imports}; print(open_data(load({{}}))[0].digest)",
+    ]
+    how = {
+        "env": {**os.environ, "PYTHONPATH": str(ROOT)},
+        "stdout": subprocess.PIPE,
+        "text": True,
+    }
     processes = [subprocess.Popen(command, **how) for _ in range(3)]
     outputs = [process.communicate(timeout=60)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0]
@@ -78,11 +88,16 @@ def test_skipped_documents_are_named_in_a_log(tmp_path, own_cache, caplog):
         open_data(config(tmp_path / "text", validation=0.0))
     assert "1 skipped: 1 not UTF-8" in caplog.text
     (log,) = own_cache.glob("*/skipped.log")
-    assert log.read_text() == "text/bad.txt\tnot UTF-8 at byte 0\n" and str(log) in caplog.text
+    assert (
+        log.read_text() == "text/bad.txt\tnot UTF-8 at byte 0\n"
+        and str(log) in caplog.text
+    )
 
 
 @pytest.mark.thorough
-def test_preparing_text_is_logged_with_how_far_it_is(tmp_path, own_cache, caplog, monkeypatch):
+def test_preparing_text_is_logged_with_how_far_it_is(
+    tmp_path, own_cache, caplog, monkeypatch
+):
     # Two units of 4 MiB.
     (tmp_path / "text.jsonl").write_text(f'{{"text": "{"." * 100}"}}\n' * 50_000)
     monkeypatch.setattr(user_cache, "SILENCE", 0)
@@ -114,8 +129,12 @@ def damage(directory: Path, how: str) -> None:
         tokens.unlink()
 
 
-@pytest.mark.parametrize("how", ["missing", "truncated", "altered", "offsets", "manifest", "note"])
-def test_cached_shards_that_are_damaged_are_reported_and_made_again(how, text, own_cache, caplog):
+@pytest.mark.parametrize(
+    "how", ["missing", "truncated", "altered", "offsets", "manifest", "note"]
+)
+def test_cached_shards_that_are_damaged_are_reported_and_made_again(
+    how, text, own_cache, caplog
+):
     before = open_data(config(text))[0]
     rows = [before.batch(k)["tokens"].tobytes() for k in range(3)]
     (directory,) = (p.parent for p in own_cache.glob("*/manifest.json"))
@@ -140,7 +159,9 @@ def test_a_folder_of_text_may_hold_a_manifest_of_somebody_elses(tmp_path, own_ca
 def test_a_user_without_a_home_hears_of_the_cache(text, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(
-        Path, "home", classmethod(lambda cls: (_ for _ in ()).throw(RuntimeError("no home")))
+        Path,
+        "home",
+        classmethod(lambda cls: (_ for _ in ()).throw(RuntimeError("no home"))),
     )
     with pytest.raises(ConfigError, match="no home directory; set XDG_CACHE_HOME"):
         open_data(config(text))
@@ -159,7 +180,9 @@ def test_a_source_that_cannot_be_read_is_reported_in_a_sentence(source, said):
         open_data(config(source))
 
 
-def test_what_is_left_out_of_text_is_reported_when_it_is_prepared(tmp_path, own_cache, caplog):
+def test_what_is_left_out_of_text_is_reported_when_it_is_prepared(
+    tmp_path, own_cache, caplog
+):
     (tmp_path / "a.txt").write_text("words " * 1000)
     (tmp_path / "loop").symlink_to(tmp_path)
     open_data(config(tmp_path, validation=0.0))

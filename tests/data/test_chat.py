@@ -35,7 +35,9 @@ BOTH: dict[str, dict[str, Any]] = {
             *LAST,
         ]
     },
-    "conversations": {"conversations": [{"from": "system", "value": "Be brief."}, *SHAREGPT]},
+    "conversations": {
+        "conversations": [{"from": "system", "value": "Be brief."}, *SHAREGPT]
+    },
     "conversation": {"conversation": [BRIEF, *ASKED, *LAST]},
     "dialogue": {"dialogue": [BRIEF, *ASKED, *LAST]},
     "system beside": {"system": "Be brief.", "conversations": SHAREGPT},
@@ -55,7 +57,10 @@ BOTH: dict[str, dict[str, Any]] = {
     },
     "Capybara": {
         "system": "Be brief.",
-        "conversation": [{"input": "2+2?", "output": "4"}, {"input": "And\n3+3?", "output": "6"}],
+        "conversation": [
+            {"input": "2+2?", "output": "4"},
+            {"input": "And\n3+3?", "output": "6"},
+        ],
     },
     "UltraChat": {"system": "Be brief.", "data": ["2+2?", "4", "And\n3+3?", "6"]},
 }
@@ -97,7 +102,9 @@ def test_shapes_of_a_question_are_one_conversation(shape):
 
 
 def test_each_row_of_the_table_of_shapes_is_tried():
-    tried = [record for records in (BOTH, ONE, {"xLAM": XLAM}) for record in records.values()]
+    tried = [
+        record for records in (BOTH, ONE, {"xLAM": XLAM}) for record in records.values()
+    ]
     assert all(any(shape.fits(record) for record in tried) for shape in CHATS)
 
 
@@ -106,9 +113,9 @@ def test_of_a_prompt_and_its_completion_only_the_completion_is_learned():
     assert list(found.messages) == [*ASKED, *LAST] and found.learned == (3,)
     whole = conversation({"prompt": [*ASKED, LAST[0]], "completion": [*ASKED, *LAST]})
     assert [m["content"] for m in whole.messages] == ["2+2?", "4", "And\n3+3?", "6"]
-    assert conversation({"system": "Be brief.", "prompt": "2+2?", "completion": "4"}).learned == (
-        2,
-    )
+    assert conversation(
+        {"system": "Be brief.", "prompt": "2+2?", "completion": "4"}
+    ).learned == (2,)
 
 
 def test_the_shapes_on_the_page_are_read():
@@ -124,28 +131,54 @@ def test_the_shapes_on_the_page_are_read():
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
-XLAM = {"query": "2+2?", "tools": json.dumps(TOOLS), "answers": json.dumps([CALLED, CALLED])}
+XLAM = {
+    "query": "2+2?",
+    "tools": json.dumps(TOOLS),
+    "answers": json.dumps([CALLED, CALLED]),
+}
 
 
 @pytest.mark.parametrize(
     ("turns", "calls"),
     [
         ([{"role": "assistant", "content": None, "tool_calls": [CALL]}], [CALL]),
-        ([{"role": "assistant", "content": None, "tool_calls": [TEXT_CALL]}], [TEXT_CALL]),
-        ([{"role": "assistant", "content": "", "tool_calls": [CALLED, CALLED]}], [CALLED, CALLED]),
-        ([{"role": "assistant", "tool_calls": json.dumps([CALL])}], [CALL]),
-        ([{"role": "assistant", "content": None, "function_call": CALLED}], [CALL]),
         (
-            [{"role": "assistant", "content": None, "function_call": TEXT_CALL["function"]}],
+            [{"role": "assistant", "content": None, "tool_calls": [TEXT_CALL]}],
             [TEXT_CALL],
         ),
         (
-            [{"role": "assistant", "content": None, "function_call": CALLED, "tool_calls": [CALL]}],
+            [{"role": "assistant", "content": "", "tool_calls": [CALLED, CALLED]}],
+            [CALLED, CALLED],
+        ),
+        ([{"role": "assistant", "tool_calls": json.dumps([CALL])}], [CALL]),
+        ([{"role": "assistant", "content": None, "function_call": CALLED}], [CALL]),
+        (
+            [
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "function_call": TEXT_CALL["function"],
+                }
+            ],
+            [TEXT_CALL],
+        ),
+        (
+            [
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "function_call": CALLED,
+                    "tool_calls": [CALL],
+                }
+            ],
             [CALL],
         ),
         ([{"from": "function_call", "value": json.dumps(CALLED)}], [CALL]),
         ([{"from": "function_call", "value": CALLED}], [CALL]),
-        ([{"from": "function_call", "value": json.dumps([CALLED, CALLED])}], [CALL, CALL]),
+        (
+            [{"from": "function_call", "value": json.dumps([CALLED, CALLED])}],
+            [CALL, CALL],
+        ),
         ([{"from": "function_call", "value": json.dumps(CALLED)}] * 2, [CALL, CALL]),
         ([{"role": "tool_call", "content": json.dumps(CALLED)}], [CALL]),
     ],
@@ -153,7 +186,12 @@ XLAM = {"query": "2+2?", "tools": json.dumps(TOOLS), "answers": json.dumps([CALL
 def test_calls_are_read_as_they_stand_in_each_spelling(turns, calls):
     answered = [{"role": "tool", "content": "4"}, ASKED[1]]
     found = conversation({"conversations": [ASKED[0], *turns, *answered]})
-    assert [m["role"] for m in found.messages] == ["user", "assistant", "tool", "assistant"]
+    assert [m["role"] for m in found.messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     assert found.messages[1]["tool_calls"] == calls and not found.messages[1]["content"]
     assert "function_call" not in found.messages[1] and found.learned == (1, 3)
 
@@ -161,7 +199,8 @@ def test_calls_are_read_as_they_stand_in_each_spelling(turns, calls):
 def test_a_question_with_calls_in_place_of_an_answer_is_one_message_that_calls():
     found = conversation(XLAM)
     assert (
-        found.messages[1] == {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]}
+        found.messages[1]
+        == {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]}
         and found.tools == TOOLS
     )
 
@@ -178,7 +217,10 @@ def test_what_a_tool_says_is_a_tool_s_in_each_word_and_keeps_its_fields(role):
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), [json.dumps(TOOLS[0])]])
 def test_tools_are_a_list_or_json(tools):
     assert conversation({"messages": ASKED, "tools": tools}).tools == TOOLS
-    assert pair({"prompt": "x", "chosen": "y", "rejected": "z", "tools": tools})[0].tools == TOOLS
+    assert (
+        pair({"prompt": "x", "chosen": "y", "rejected": "z", "tools": tools})[0].tools
+        == TOOLS
+    )
 
 
 @pytest.mark.parametrize("tools", [None, [], "", "[]", " "])
@@ -189,13 +231,21 @@ def test_no_tools_are_none(tools):
 def test_functions_of_the_legacy_spelling_are_tools():
     functions = [TOOLS[0]["function"]]
     assert conversation({"messages": ASKED, "functions": functions}).tools == TOOLS
-    assert conversation({"messages": ASKED, "functions": functions, "tools": TOOLS}).tools == TOOLS
+    assert (
+        conversation({"messages": ASKED, "functions": functions, "tools": TOOLS}).tools
+        == TOOLS
+    )
 
 
 def test_tools_that_the_system_s_text_has_already_are_read_once():
-    system = {"from": "system", "value": f"You may call <tools>{json.dumps(TOOLS)}</tools>"}
+    system = {
+        "from": "system",
+        "value": f"You may call <tools>{json.dumps(TOOLS)}</tools>",
+    }
     assert (
-        conversation({"conversations": [system, *SHAREGPT], "tools": json.dumps(TOOLS)}).tools
+        conversation(
+            {"conversations": [system, *SHAREGPT], "tools": json.dumps(TOOLS)}
+        ).tools
         is None
     )
 
@@ -207,9 +257,9 @@ def test_nothing_that_a_message_says_is_dropped():
         assert found.messages[1] == {"role": "assistant", "content": "4", **extra}
     parts = [{"type": "text", "text": "2+2"}, {"type": "text", "text": "?"}]
     assert (
-        conversation({"messages": [{"role": "user", "content": parts}, ASKED[1]]}).messages[0][
-            "content"
-        ]
+        conversation(
+            {"messages": [{"role": "user", "content": parts}, ASKED[1]]}
+        ).messages[0]["content"]
         == parts
     )
 
@@ -220,7 +270,10 @@ def test_documents_and_the_values_of_a_template_come_with_the_conversation():
         "documents": [{"title": "a"}],
         "chat_template_kwargs": {"enable_thinking": False},
     }
-    assert conversation(record).values == {"documents": [{"title": "a"}], "enable_thinking": False}
+    assert conversation(record).values == {
+        "documents": [{"title": "a"}],
+        "enable_thinking": False,
+    }
 
 
 # --- what is learned
@@ -233,7 +286,9 @@ def test_an_answer_that_is_marked_as_context_is_not_learned(mark, spelt, no, yes
     turns = [dict(turn) for turn in ([*ASKED, *LAST] if spelt == "role" else SHAREGPT)]
     turns[0][mark], turns[1][mark], turns[3][mark] = no, no, yes
     found = conversation({"conversations": turns})
-    assert found.learned == (3,) and not any(mark in message for message in found.messages)
+    assert found.learned == (3,) and not any(
+        mark in message for message in found.messages
+    )
     assert list(found.messages) == [*ASKED, *LAST]
 
 
@@ -266,7 +321,10 @@ def test_a_mark_that_is_no_yes_or_no_is_refused_by_name(mark):
 # --- pairs
 
 
-CHOSEN, REJECTED = {"role": "assistant", "content": "6"}, {"role": "assistant", "content": "5"}
+CHOSEN, REJECTED = (
+    {"role": "assistant", "content": "6"},
+    {"role": "assistant", "content": "5"},
+)
 GPT = [{"from": "gpt", "value": "6"}, {"from": "gpt", "value": "5"}]
 QUESTION = LAST[0]
 WHOLE = {"chosen": [QUESTION, CHOSEN], "rejected": [QUESTION, REJECTED]}
@@ -285,7 +343,11 @@ PAIRS: dict[str, dict[str, Any]] = {
         "rejected": [REJECTED],
     },
     "prompt as messages, sides as text": {"prompt": [QUESTION], **TEXTS},
-    "sides as one message": {"prompt": "And\n3+3?", "chosen": CHOSEN, "rejected": REJECTED},
+    "sides as one message": {
+        "prompt": "And\n3+3?",
+        "chosen": CHOSEN,
+        "rejected": REJECTED,
+    },
     "whole": WHOLE,
     "whole, prompt as text": {"prompt": "And\n3+3?", **WHOLE},
     "whole, prompt as messages": {"prompt": [QUESTION], **WHOLE},
@@ -317,7 +379,11 @@ PAIRS: dict[str, dict[str, Any]] = {
     },
     "HH, prompt and wholes": {"prompt": "\n\nHuman: And\n3+3?\n\nAssistant:", **HH},
     "Alpaca": {"instruction": "And", "input": "3+3?", **TEXTS},
-    "argilla": {"instruction": "And\n3+3?", "chosen_response": "6", "rejected_response": "5"},
+    "argilla": {
+        "instruction": "And\n3+3?",
+        "chosen_response": "6",
+        "rejected_response": "5",
+    },
     "orca, question": {"system": "", "question": "And\n3+3?", **TEXTS},
     "orca, input": {"system": "", "input": "And\n3+3?", **TEXTS},
 }
@@ -359,13 +425,19 @@ def test_a_pair_s_system_prompt_stands_once_before_both(record):
 
 def test_answers_that_repeat_a_long_prompt_have_it_once():
     prompt = "What is three and three, please?"
-    record = {"prompt": prompt, "chosen": f"{prompt} It is 6", "rejected": f"{prompt} It is 5"}
+    record = {
+        "prompt": prompt,
+        "chosen": f"{prompt} It is 6",
+        "rejected": f"{prompt} It is 5",
+    }
     assert [[m["content"] for m in side.messages] for side in pair(record)] == [
         [prompt, "It is 6"],
         [prompt, "It is 5"],
     ]
     assert (
-        pair({"prompt": "A", "chosen": "Apple", "rejected": "Ant"})[0].messages[1]["content"]
+        pair({"prompt": "A", "chosen": "Apple", "rejected": "Ant"})[0].messages[1][
+            "content"
+        ]
         == "Apple"
     )
 
@@ -373,7 +445,9 @@ def test_answers_that_repeat_a_long_prompt_have_it_once():
 def test_dialogues_that_part_early_learn_all_answers_from_there():
     chosen = "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d"
     rejected = "\n\nHuman: a\n\nAssistant: B\n\nHuman: e\n\nAssistant: f"
-    assert [side.learned for side in pair({"chosen": chosen, "rejected": rejected})] == [
+    assert [
+        side.learned for side in pair({"chosen": chosen, "rejected": rejected})
+    ] == [
         (1, 3),
         (1, 3),
     ]
@@ -396,7 +470,11 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
         ({"messages": [ASKED]}, "no conversation", "not a JSON object"),
         ({"messages": [{"content": "x"}]}, "no conversation", "whose it is"),
         ({"messages": [{"role": 3, "content": "x"}]}, "no conversation", "whose it is"),
-        ({"messages": [{"role": "user", "content": 3}]}, "no conversation", "of user is not text"),
+        (
+            {"messages": [{"role": "user", "content": 3}]},
+            "no conversation",
+            "of user is not text",
+        ),
         (
             {"messages": [{"role": "user", "content": True}]},
             "no conversation",
@@ -407,7 +485,11 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
             "no conversation",
             "of user is not text",
         ),
-        ({"messages": [{"role": "user", "content": []}]}, "no conversation", "of user is not text"),
+        (
+            {"messages": [{"role": "user", "content": []}]},
+            "no conversation",
+            "of user is not text",
+        ),
         (
             {"messages": [{"role": "user", "content": ["x"]}]},
             "no conversation",
@@ -428,7 +510,10 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
                 "messages": [
                     {
                         "role": "user",
-                        "content": [{"type": "text", "text": "x"}, {"type": "image_url"}],
+                        "content": [
+                            {"type": "text", "text": "x"},
+                            {"type": "image_url"},
+                        ],
                     }
                 ]
             },
@@ -450,14 +535,28 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
             "ambiguous",
             "content and value",
         ),
-        ({"conversations": [{"from": "nobody", "value": "x"}]}, "no conversation", "'nobody'"),
         (
-            {"conversations": [SHAREGPT[0], {"from": "function_call", "value": "add(2)"}]},
+            {"conversations": [{"from": "nobody", "value": "x"}]},
+            "no conversation",
+            "'nobody'",
+        ),
+        (
+            {
+                "conversations": [
+                    SHAREGPT[0],
+                    {"from": "function_call", "value": "add(2)"},
+                ]
+            },
             "no conversation",
             "not JSON",
         ),
         (
-            {"conversations": [SHAREGPT[0], {"from": "function_call", "value": '{"name": "add"}'}]},
+            {
+                "conversations": [
+                    SHAREGPT[0],
+                    {"from": "function_call", "value": '{"name": "add"}'},
+                ]
+            },
             "no conversation",
             "name and arguments",
         ),
@@ -470,7 +569,11 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
             {
                 "messages": [
                     ASKED[0],
-                    {"role": "assistant", "content": None, "tool_calls": [{"arguments": {}}]},
+                    {
+                        "role": "assistant",
+                        "content": None,
+                        "tool_calls": [{"arguments": {}}],
+                    },
                 ]
             },
             "no conversation",
@@ -492,15 +595,27 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
             "function_call",
         ),
         ({"messages": ASKED, "tools": "add"}, "no conversation", "tools is not JSON"),
-        ({"messages": ASKED, "tools": {"a": 1}}, "no conversation", "tools is not a list"),
+        (
+            {"messages": ASKED, "tools": {"a": 1}},
+            "no conversation",
+            "tools is not a list",
+        ),
         ({"messages": ASKED, "tools": [1]}, "no conversation", "not a list of objects"),
         (
             {"messages": ASKED, "tools": TOOLS, "functions": [{"name": "sub"}]},
             "ambiguous",
             "functions",
         ),
-        ({"instruction": "x", "output": "y", "history": [["q"]]}, "no conversation", "history"),
-        ({"instruction": "x", "output": ["y", "z"]}, "no conversation", "of assistant is not text"),
+        (
+            {"instruction": "x", "output": "y", "history": [["q"]]},
+            "no conversation",
+            "history",
+        ),
+        (
+            {"instruction": "x", "output": ["y", "z"]},
+            "no conversation",
+            "of assistant is not text",
+        ),
         ({"messages": [ASKED[0]]}, "without an answer", ""),
         ({"messages": [ASKED[0], {**ASKED[1], "weight": 0}]}, "without an answer", ""),
         (
@@ -509,7 +624,12 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
             "",
         ),
         (
-            {"messages": [ASKED[0], {"role": "assistant", "content": "", "tool_calls": []}]},
+            {
+                "messages": [
+                    ASKED[0],
+                    {"role": "assistant", "content": "", "tool_calls": []},
+                ]
+            },
             "with an empty answer",
             "",
         ),
@@ -520,7 +640,11 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
             "without a user's turn",
             "",
         ),
-        ({"system": "Be long.", "messages": [BRIEF, *ASKED]}, "ambiguous", "two system prompts"),
+        (
+            {"system": "Be long.", "messages": [BRIEF, *ASKED]},
+            "ambiguous",
+            "two system prompts",
+        ),
         (
             {"system": "a", "system_prompt": "b", "messages": ASKED},
             "ambiguous",
@@ -542,19 +666,31 @@ def test_dialogues_that_part_early_learn_all_answers_from_there():
         ({"messages": ASKED, "kto_tag": True}, "no conversation", "KTO"),
         ({"prompt": "x", "completion": "y", "label": False}, "no conversation", "KTO"),
         (WHOLE, "no conversation", "data.format pairs"),
-        ({"prompt": "x", "answers": [{"answer": "y", "rank": 1}]}, "no conversation", "ranked"),
+        (
+            {"prompt": "x", "answers": [{"answer": "y", "rank": 1}]},
+            "no conversation",
+            "ranked",
+        ),
         (
             {"history": "x", "human_ref_A": "y", "human_ref_B": "z", "labels": 1},
             "no conversation",
             "ranked",
         ),
-        ({"prompt": "x", "response_0": "y", "response_1": "z"}, "no conversation", "ranked"),
+        (
+            {"prompt": "x", "response_0": "y", "response_1": "z"},
+            "no conversation",
+            "ranked",
+        ),
         (
             {"conversation_a": ASKED, "conversation_b": ASKED, "winner": "a"},
             "no conversation",
             "ranked",
         ),
-        ({"instruction": "x", "completions": [{"response": "y"}]}, "no conversation", "ranked"),
+        (
+            {"instruction": "x", "completions": [{"response": "y"}]},
+            "no conversation",
+            "ranked",
+        ),
         (
             {"message_id": "1", "parent_id": "0", "text": "x", "role": "prompter"},
             "no conversation",
@@ -579,7 +715,11 @@ def test_a_record_that_is_no_conversation_says_why(record, kind, detail):
         ({"prompt": "x", "chosen": "y"}, "no pair", "no chosen and rejected"),
         ({"messages": ASKED}, "no pair", "data.format chat"),
         ({"prompt": "x", "chosen": "y", "rejected": "y"}, "no pair", "are the same"),
-        ({"chosen": "The sky is blue", "rejected": "The sky is green"}, "no pair", "no prompt"),
+        (
+            {"chosen": "The sky is blue", "rejected": "The sky is green"},
+            "no pair",
+            "no prompt",
+        ),
         ({"chosen": [CHOSEN], "rejected": [REJECTED]}, "no pair", "no prompt"),
         (
             {"prompt": [BRIEF], "chosen": [CHOSEN], "rejected": [REJECTED]},
@@ -591,7 +731,11 @@ def test_a_record_that_is_no_conversation_says_why(record, kind, detail):
             "no pair",
             "different prompts",
         ),
-        ({"chosen": [QUESTION, CHOSEN], "rejected": "5"}, "ambiguous", "whole conversation"),
+        (
+            {"chosen": [QUESTION, CHOSEN], "rejected": "5"},
+            "ambiguous",
+            "whole conversation",
+        ),
         ({"prompt": "1+1?", **WHOLE}, "ambiguous", "prompt"),
         ({"prompt": "And\n3+3?", **WHOLE, "messages": ASKED}, "ambiguous", "messages"),
         (
@@ -604,9 +748,17 @@ def test_a_record_that_is_no_conversation_says_why(record, kind, detail):
             "two system",
         ),
         ({"messages": ASKED, **TEXTS}, "ambiguous", "ends on an answer"),
-        ({"prompt": "1+1?", "conversations": [QUESTION], **TEXTS}, "ambiguous", "prompt"),
+        (
+            {"prompt": "1+1?", "conversations": [QUESTION], **TEXTS},
+            "ambiguous",
+            "prompt",
+        ),
         ({"prompt": "x", "chosen": " ", "rejected": "y"}, "with an empty answer", ""),
-        ({"prompt": "x", "chosen": 1, "rejected": 2}, "no conversation", "not a JSON object"),
+        (
+            {"prompt": "x", "chosen": 1, "rejected": 2},
+            "no conversation",
+            "not a JSON object",
+        ),
         (
             {"prompt": "x", "chosen": [QUESTION], "rejected": [REJECTED]},
             "without an answer",
@@ -614,7 +766,12 @@ def test_a_record_that_is_no_conversation_says_why(record, kind, detail):
         ),
         ({"prompt": "x", "answers": [{"answer": "y", "rank": 1}]}, "no pair", "ranked"),
         (
-            {"context": "x", "response1": "y", "response2": "z", "overall_preference": 1},
+            {
+                "context": "x",
+                "response1": "y",
+                "response2": "z",
+                "overall_preference": 1,
+            },
             "no pair",
             "ranked",
         ),
@@ -627,7 +784,9 @@ def test_a_record_that_is_no_pair_says_why(record, kind, detail):
     assert caught.value.kind == kind and detail in caught.value.detail
 
 
-@pytest.mark.parametrize("foreign", FOREIGN, ids=lambda foreign: " ".join(foreign.fields))
+@pytest.mark.parametrize(
+    "foreign", FOREIGN, ids=lambda foreign: " ".join(foreign.fields)
+)
 def test_each_public_shape_that_cannot_be_learned_is_refused_by_its_fields(foreign):
     record = dict.fromkeys(foreign.fields, "x")
     for read in (conversation, pair):

@@ -52,11 +52,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for n in range(COUNT)
     ]
     pairs = [
-        {"prompt": "U" * (n + 1), "chosen": f"C{n}", "rejected": f"R{n}" * 2} for n in range(COUNT)
+        {"prompt": "U" * (n + 1), "chosen": f"C{n}", "rejected": f"R{n}" * 2}
+        for n in range(COUNT)
     ]
-    (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    (folder / "chats.jsonl").write_text(
+        "".join(json.dumps(chat) + "\n" for chat in chats)
+    )
     (folder / "list.json").write_text(json.dumps(chats))
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (folder / "pairs.jsonl").write_text(
+        "".join(json.dumps(pair) + "\n" for pair in pairs)
+    )
     return folder
 
 
@@ -65,7 +70,12 @@ def say(role: str, content: str) -> dict[str, str]:
 
 
 def config(
-    folder: Path, source: str, *, length: int = 64, batch: int = 2, **sections: dict[str, Any]
+    folder: Path,
+    source: str,
+    *,
+    length: int = 64,
+    batch: int = 2,
+    **sections: dict[str, Any],
 ) -> Config:
     data = {
         "source": str(folder / source),
@@ -73,7 +83,11 @@ def config(
         "template": str(folder / "template.jinja"),
     }
     data |= {"validation": 0.0} | sections.pop("data", {})
-    train = {"sequence_length": length, "global_batch_size": batch, **sections.pop("train", {})}
+    train = {
+        "sequence_length": length,
+        "global_batch_size": batch,
+        **sections.pop("train", {}),
+    }
     if data["format"] == "pairs":
         sections["lora"] = {"rank": 1}
         train["objective"] = "dpo"
@@ -85,7 +99,8 @@ def epoch(batches: TextBatches) -> Iterator[dict[str, np.ndarray]]:
     for k in range(batches.batches_per_epoch):
         batch = batches.batch(k)
         yield from (
-            {name: x[row] for name, x in batch.items()} for row in range(len(batch["tokens"]))
+            {name: x[row] for name, x in batch.items()}
+            for row in range(len(batch["tokens"]))
         )
 
 
@@ -98,7 +113,10 @@ def examples(batches: TextBatches) -> list[tuple[str, str]]:
             assert (row["positions"][here] == np.arange(here.sum())).all()
             learned = row["labels"][here & (row["weights"] > 0)]
             found.append(
-                (batches.tokenizer.decode(row["tokens"][here]), batches.tokenizer.decode(learned))
+                (
+                    batches.tokenizer.decode(row["tokens"][here]),
+                    batches.tokenizer.decode(learned),
+                )
             )
     return sorted(found)
 
@@ -135,8 +153,12 @@ def test_few_conversations_can_be_learned_and_evaluated_as_the_readme_does(
     ]
     (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = {"format": kind, "validation": 0.01, "source": str(tmp_path / "few.jsonl")}
-    asked = config(folder, "", length=512, batch=128, data=data, eval={"every": 50, "patience": 3})
-    splits = open_data(asked if count > 1 else load(asked, ["eval.every=0", "eval.patience=0"]))
+    asked = config(
+        folder, "", length=512, batch=128, data=data, eval={"every": 50, "patience": 3}
+    )
+    splits = open_data(
+        asked if count > 1 else load(asked, ["eval.every=0", "eval.patience=0"])
+    )
     assert splits[0].batches_per_epoch == 1
     if count == 1:
         assert splits[1] is None
@@ -152,18 +174,24 @@ def test_few_conversations_can_be_learned_and_evaluated_as_the_readme_does(
         and sorted(prompts[0] + prompts[1]) == sorted(f"{n}" for n in range(count))
     )
     again = open_data(asked)
-    assert [split.digest for split in again if split] == [split.digest for split in splits if split]
+    assert [split.digest for split in again if split] == [
+        split.digest for split in splits if split
+    ]
 
 
 def test_conversations_of_parquet_are_those_of_json_lines(folder, tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
-    rows = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()
+    ]
     # So that every other message has a field that is null.
     rows[0]["messages"][1]["weight"] = 1
     importlib.import_module("pyarrow.parquet").write_table(
         pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet"
     )
-    train, _ = open_data(config(folder, "", data={"source": str(tmp_path), "last": "pad"}))
+    train, _ = open_data(
+        config(folder, "", data={"source": str(tmp_path), "last": "pad"})
+    )
     assert examples(train) == sorted(whole(n) for n in range(COUNT))
 
 
@@ -181,22 +209,31 @@ def test_what_is_longer_than_a_row_keeps_an_answer_or_is_left_out(folder):
     assert [text for text, _ in found] == sorted(text for text, _ in kept) and all(
         learned for _, learned in found
     )
-    cut = sum(len(text) - 1 > 12 for text, end in zip(texts, ends, strict=True) if end <= 12)
+    cut = sum(
+        len(text) - 1 > 12 for text, end in zip(texts, ends, strict=True) if end <= 12
+    )
     assert len(kept) < COUNT and cut
     said = train.describe()
     assert f"{cut} of 12 examples end at token 12" in said
-    assert tells(said, f"{COUNT - len(kept)} of 12 examples ... no answer ... first 12 tokens")
+    assert tells(
+        said, f"{COUNT - len(kept)} of 12 examples ... no answer ... first 12 tokens"
+    )
     with pytest.raises(ConfigError, match=r"learned answer .*train\.sequence_length 2"):
         open_data(config(folder, "chats.jsonl", length=2))
 
 
 def test_the_sides_of_a_pair_stand_side_by_side(folder):
     train, _ = open_data(
-        config(folder, "pairs.jsonl", length=40, data={"format": "pairs", "last": "pad"})
+        config(
+            folder, "pairs.jsonl", length=40, data={"format": "pairs", "last": "pad"}
+        )
     )
     found = []
     for row in epoch(train):
-        assert row["pairs"].dtype == np.int32 and (row["pairs"] == (row["segments"] + 1) // 2).all()
+        assert (
+            row["pairs"].dtype == np.int32
+            and (row["pairs"] == (row["segments"] + 1) // 2).all()
+        )
         for number in range(1, row["pairs"].max(initial=0) + 1):
             for side, weight in ((1, 1), (0, -1)):
                 here = row["segments"] == 2 * number - side
@@ -206,7 +243,9 @@ def test_the_sides_of_a_pair_stand_side_by_side(folder):
                     row["tokens"][here],
                     row["labels"][here & (row["weights"] == weight)],
                 )
-                found.append((train.tokenizer.decode(text), train.tokenizer.decode(learned)))
+                found.append(
+                    (train.tokenizer.decode(text), train.tokenizer.decode(learned))
+                )
     asked = [f"u{'U' * (n + 1)}.a" for n in range(COUNT)]
     chosen = [(f"{asked[n]}C{n}.", f"C{n}.") for n in range(COUNT)]
     rejected = [(f"{asked[n]}R{n}R{n}", f"R{n}R{n}.") for n in range(COUNT)]
@@ -221,7 +260,9 @@ def test_the_sides_of_a_pair_stand_side_by_side(folder):
         ("pairs.jsonl", {"format": "pairs", "batching": "grouped", "lengths": 1}),
     ],
 )
-def test_places_of_rows_of_conversations_are_those_of_the_whole(folder, file, data, bytes_read):
+def test_places_of_rows_of_conversations_are_those_of_the_whole(
+    folder, file, data, bytes_read
+):
     train, _ = open_data(config(folder, file, length=48, data={**data, "last": "pad"}))
     places = np.r_[6:12, 30:36]
     whole = train.batch(0)
@@ -237,7 +278,9 @@ def test_places_of_rows_of_conversations_are_those_of_the_whole(folder, file, da
 
 def test_a_pair_that_is_longer_than_a_row_is_left_out(folder):
     train, _ = open_data(
-        config(folder, "pairs.jsonl", length=24, data={"format": "pairs", "last": "pad"})
+        config(
+            folder, "pairs.jsonl", length=24, data={"format": "pairs", "last": "pad"}
+        )
     )
     lengths = [
         len(f"u{'U' * (n + 1)}.aC{n}.") + len(f"u{'U' * (n + 1)}.aR{n}R{n}.") - 1
@@ -245,7 +288,8 @@ def test_a_pair_that_is_longer_than_a_row_is_left_out(folder):
     ]
     left_out = sum(length > 24 for length in lengths)
     assert (
-        0 < left_out < COUNT and sum(row["pairs"].max() for row in epoch(train)) == COUNT - left_out
+        0 < left_out < COUNT
+        and sum(row["pairs"].max() for row in epoch(train)) == COUNT - left_out
     )
     assert tells(train.describe(), f"{left_out} of 12 examples ... longer than a row")
 
@@ -270,7 +314,9 @@ def test_packed_and_one_by_one_the_loss_is_the_same(folder):
         assert train.batches_per_epoch == 1
         program = Program(here, make_mesh(here))
         losses.append(
-            float(program.eval_step(program.init().params, program.place(train.batch(0))))
+            float(
+                program.eval_step(program.init().params, program.place(train.batch(0)))
+            )
         )
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
@@ -292,9 +338,9 @@ def test_shards_are_the_same_from_any_number_of_workers_and_notice_another_mask(
     assert len(made[0].shards["train"]) > 2
     tokens = tmp_path / "one" / "train-00000.tokens"
     data = {"source": str(tmp_path / "one"), "template": None}
-    assert examples(open_data(config(folder, "", data={**data, "last": "pad"}))[0]) == sorted(
-        map(whole, range(COUNT))
-    )
+    assert examples(
+        open_data(config(folder, "", data={**data, "last": "pad"}))[0]
+    ) == sorted(map(whole, range(COUNT)))
     altered = bytearray(tokens.read_bytes())
     # One token more is learned.
     altered[7] ^= 0x80
@@ -314,13 +360,17 @@ def test_shards_of_something_else_are_refused(folder, tmp_path):
     data = {"source": str(tmp_path / "shards"), "validation": None}
     open_data(
         config(
-            folder, "", data={**data, "template": str(tmp_path / "shards" / "chat_template.jinja")}
+            folder,
+            "",
+            data={**data, "template": str(tmp_path / "shards" / "chat_template.jinja")},
         )
     )
     with pytest.raises(ConfigError, match=r"data\.format is text; set .* chat"):
         open_data(config(folder, "", data={**data, "format": "text", "template": None}))
     with pytest.raises(ConfigError, match=r"another chat template than data\.template"):
-        open_data(config(folder, "", data={**data, "template": str(tmp_path / "other.jinja")}))
+        open_data(
+            config(folder, "", data={**data, "template": str(tmp_path / "other.jinja")})
+        )
 
 
 @pytest.mark.parametrize(
@@ -389,7 +439,9 @@ def test_a_source_of_no_conversations_is_refused(source, folder):
 
 def test_conversations_in_a_file_of_another_kind_are_refused(folder, tmp_path):
     (tmp_path / "chats.txt").write_text((folder / "chats.jsonl").read_text())
-    with pytest.raises(ConfigError, match=r"chats\.txt, .* conversation .*read from \.jsonl, "):
+    with pytest.raises(
+        ConfigError, match=r"chats\.txt, .* conversation .*read from \.jsonl, "
+    ):
         open_data(config(folder, "", data={"source": str(tmp_path / "chats.txt")}))
 
 
@@ -407,7 +459,9 @@ def test_steps_follow_from_epochs(folder):
 
 
 @pytest.mark.thorough
-def test_a_run_takes_the_steps_of_its_epochs_and_says_so_in_its_directory(folder, tmp_path):
+def test_a_run_takes_the_steps_of_its_epochs_and_says_so_in_its_directory(
+    folder, tmp_path
+):
     here = config(
         folder,
         "chats.jsonl",
@@ -432,7 +486,17 @@ def test_an_example_is_shown_with_what_is_learned_between_marks(folder, capsys):
         == "uUU.a[[A10.]]uUU.a[[A11.]]\nchats.jsonl#90: 18 tokens, 8 learned\n"
     )
     assert (
-        main([*arguments, str(folder / "chats.jsonl"), "--number", "2", "--json", "--length", "16"])
+        main(
+            [
+                *arguments,
+                str(folder / "chats.jsonl"),
+                "--number",
+                "2",
+                "--json",
+                "--length",
+                "16",
+            ]
+        )
         == 0
     )
     shown = json.loads(capsys.readouterr().out)
@@ -458,14 +522,19 @@ def test_on_a_terminal_what_is_learned_is_green_and_nothing_else_is_obeyed(monke
     monkeypatch.setenv("TERM", "xterm")
     tokens = np.frombuffer(b"u\x1b[2Ja", np.uint8).astype(np.uint32)
     tokens[-1] |= LEARNED
-    for no_color, shown in (("", "u\\x1b[2J\x1b[1;32ma\x1b[0m\n"), ("1", "u\\x1b[2J[[a]]\n")):
+    for no_color, shown in (
+        ("", "u\\x1b[2J\x1b[1;32ma\x1b[0m\n"),
+        ("1", "u\\x1b[2J[[a]]\n"),
+    ):
         monkeypatch.setenv("NO_COLOR", no_color)
         screen = Terminal()
         draw("x#0", tokens, load_tokenizer("byte"), None, screen)
         assert screen.getvalue() == shown + "x#0: 6 tokens, 1 learned\n"
 
 
-def test_what_the_template_leaves_out_is_said_once_with_its_count(folder, tmp_path, capsys):
+def test_what_the_template_leaves_out_is_said_once_with_its_count(
+    folder, tmp_path, capsys
+):
     tools = [{"type": "function", "function": {"name": "f"}}]
     records = [
         {
@@ -474,8 +543,12 @@ def test_what_the_template_leaves_out_is_said_once_with_its_count(folder, tmp_pa
         }
         for n in range(6)
     ]
-    (tmp_path / "tools.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    train, _ = open_data(config(folder, "", data={"source": str(tmp_path / "tools.jsonl")}))
+    (tmp_path / "tools.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records)
+    )
+    train, _ = open_data(
+        config(folder, "", data={"source": str(tmp_path / "tools.jsonl")})
+    )
     noted = r"3 conversations with tools, .* not read"
     assert len(re.findall(noted, train.describe())) == 1
     arguments = [
@@ -486,7 +559,10 @@ def test_what_the_template_leaves_out_is_said_once_with_its_count(folder, tmp_pa
         str(tmp_path / "tools.jsonl"),
         "--number",
     ]
-    assert main([*arguments, "2"]) == 0 and "1 conversations with tools" in capsys.readouterr().err
+    assert (
+        main([*arguments, "2"]) == 0
+        and "1 conversations with tools" in capsys.readouterr().err
+    )
     assert main([*arguments, "1"]) == 0 and "Note" not in capsys.readouterr().err
 
 
@@ -501,7 +577,9 @@ def test_shards_of_two_templates_keep_both(folder, tmp_path):
         f"{json.dumps(record)}\n{json.dumps({**record, 'tools': [{'name': 'add'}]})}\n"
     )
     options = PrepareOptions(
-        validation=0.0, contents="chat", template=str(tmp_path / "own" / "chat_template.jinja")
+        validation=0.0,
+        contents="chat",
+        template=str(tmp_path / "own" / "chat_template.jinja"),
     )
     prepare(find([str(tmp_path / "both.jsonl")]).files, tmp_path / "shards", options)
     data = {"source": str(tmp_path / "shards"), "validation": None, "last": "pad"}

@@ -24,7 +24,11 @@ def beside(folder: Path) -> Path:
         folder,
         ("<b>", "<e>", "<s>", "</s>"),
         first=260,
-        tokenizer_config={"eos_token": "<e>", "bos_token": "<b>", "add_bos_token": True},
+        tokenizer_config={
+            "eos_token": "<e>",
+            "bos_token": "<b>",
+            "add_bos_token": True,
+        },
         config={"eos_token_id": 261},
         generation_config={"eos_token_id": [261, 262]},
     )
@@ -45,11 +49,15 @@ def config(run: Path, tokenizer: str, **data):
     }
 
 
-def test_what_a_run_reads_texts_with_is_copied_and_a_change_is_told(tmp_path, monkeypatch, capsys):
+def test_what_a_run_reads_texts_with_is_copied_and_a_change_is_told(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     beside(tmp_path / "x")
     asked = mt.load(
-        config(tmp_path / "run", "x/tokenizer.json", format="chat", template="x/T.jinja")
+        config(
+            tmp_path / "run", "x/tokenizer.json", format="chat", template="x/T.jinja"
+        )
     )
     keep(asked, tmp_path / "run")
     copies = tmp_path / "run" / "tokenizer"
@@ -63,7 +71,9 @@ def test_what_a_run_reads_texts_with_is_copied_and_a_change_is_told(tmp_path, mo
     assert (copies / "chat_template.jinja").read_text() == TEMPLATE
     keep(asked, tmp_path / "run")
     assert capsys.readouterr().err == ""
-    (tmp_path / "x" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<s>"}))
+    (tmp_path / "x" / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<s>"})
+    )
     keep(asked, tmp_path / "run")
     assert "x/tokenizer_config.json has changed since" in capsys.readouterr().err
 
@@ -111,7 +121,11 @@ def test_a_run_is_used_from_another_directory_once_its_tokenizer_is_gone(
         )
     )
     values = config(
-        Path("run"), "x/tokenizer.json", format="chat", template="x/T.jinja", source="c.jsonl"
+        Path("run"),
+        "x/tokenizer.json",
+        format="chat",
+        template="x/T.jinja",
+        source="c.jsonl",
     )
     values["train"]["sequence_length"] = 32
     mt.train(mt.load(values))

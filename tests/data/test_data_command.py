@@ -44,7 +44,11 @@ def test_prepare_then_verify_then_damage(validation, text, tmp_path, capsys):
     capsys.readouterr()
     assert main(["verify", str(out), "--json"]) == 0
     verified = json.loads(capsys.readouterr().out)
-    assert verified["intact"] and verified["tokenizer"] == "byte" and len(verified["digest"]) == 64
+    assert (
+        verified["intact"]
+        and verified["tokenizer"] == "byte"
+        and len(verified["digest"]) == 64
+    )
     assert (
         verified["train"]["documents"] > 0
         and verified["train"]["tokens"] > verified["train"]["shards"] > 0
@@ -54,7 +58,9 @@ def test_prepare_then_verify_then_damage(validation, text, tmp_path, capsys):
     assert "has been altered" in refused(main, capsys, "verify", str(out))
 
 
-def test_prepare_of_documents_that_are_all_held_out_ends_with_a_sentence(tmp_path, capsys):
+def test_prepare_of_documents_that_are_all_held_out_ends_with_a_sentence(
+    tmp_path, capsys
+):
     (tmp_path / "d.txt").write_text("words")  # its name is in the half that is held out
     arguments = [
         "prepare",
@@ -94,7 +100,15 @@ def test_a_tokenizer_can_be_trained_and_used(text, tmp_path):
     file, out = tmp_path / "made" / "tokenizer.json", tmp_path / "shards"
     assert (
         main(
-            ["train-tokenizer", "--input", str(text), "--vocab-size", "300", "--output", str(file)]
+            [
+                "train-tokenizer",
+                "--input",
+                str(text),
+                "--vocab-size",
+                "300",
+                "--output",
+                str(file),
+            ]
         )
         == 0
     )
@@ -140,7 +154,10 @@ def test_a_tokenizer_can_be_trained_and_used(text, tmp_path):
         ),
         (["verify", "/no/such"], "holds no prepared shards"),
         (["prepare", "--input", "", "--output", "y"], "an argument is empty"),
-        (["prepare", "--input", "x", "--output="], "argument is empty; give --output a value"),
+        (
+            ["prepare", "--input", "x", "--output="],
+            "argument is empty; give --output a value",
+        ),
         (
             ["prepare", "--input", "/dev/null", "--output", "y"],
             "/dev/null is neither a file nor",
@@ -169,7 +186,9 @@ def test_a_signal_stops_it_with_exit_code_75_and_it_goes_on(how, tmp_path):
     words = ["prepare", "--input", str(big), "--output", str(out), "--workers"]
     command = [sys.executable, "-m", "meshtrain.data", *words, "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, env=environment, stderr=subprocess.PIPE, text=True
+    )
     while not (out / "plan.json").exists() and process.poll() is None:
         time.sleep(0.002)
     time.sleep(0.1)
@@ -182,7 +201,8 @@ def test_a_signal_stops_it_with_exit_code_75_and_it_goes_on(how, tmp_path):
     assert main([*words, "1"]) == 0
     manifest = read_manifest(out)
     assert (
-        manifest.count("train", "documents") + manifest.count("validation", "documents") == 42_000
+        manifest.count("train", "documents") + manifest.count("validation", "documents")
+        == 42_000
     )
 
 
@@ -213,7 +233,10 @@ def test_the_output_may_lie_in_the_input(tmp_path, monkeypatch, capsys):
     assert main(command) == 0
     again = capsys.readouterr()
     assert without_seconds(again.out) == first and "train: 1 documents" in again.out
-    assert f"Left out: directories of prepared shards: 1 ({tmp_path.name}/shards)" in again.err
+    assert (
+        f"Left out: directories of prepared shards: 1 ({tmp_path.name}/shards)"
+        in again.err
+    )
     (tmp_path / "c.txt").write_text("more")
     assert main(command) == 2 and "made from different input" in capsys.readouterr().err
 
@@ -244,7 +267,9 @@ def test_a_full_disk_is_reported_with_the_directory_and_leaves_no_halves(tmp_pat
 
     assert exit_code_of(on_a_small_disk) == 1
     (_, sentence) = said.read_text().splitlines()
-    assert tells(sentence, f"meshtrain: {out} cannot be written: no space ... --output.")
+    assert tells(
+        sentence, f"meshtrain: {out} cannot be written: no space ... --output."
+    )
 
 
 def test_a_tokenizer_that_cannot_be_written_is_reported(text, tmp_path, capsys):
@@ -282,7 +307,10 @@ def test_a_tokenizer_is_not_trained_on_nothing(tmp_path, capsys):
     (tmp_path / "b.txt").write_text("words")
     assert main([*command, "999999999"]) == 2
     assert tells(capsys.readouterr().err, "--vocab-size ... from 257, ... to 16777216")
-    assert main([*command, "300"]) == 0 and "1 skipped: 1 without text" in capsys.readouterr().err
+    assert (
+        main([*command, "300"]) == 0
+        and "1 skipped: 1 without text" in capsys.readouterr().err
+    )
 
 
 def test_standard_output_that_is_full_is_reported(text, tmp_path):

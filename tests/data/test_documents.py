@@ -30,7 +30,9 @@ def read_file(path: Path, field: str = "text") -> list[Document]:
         ("with a byte order mark.txt", "\ufeffwörds".encode()),
     ],
 )
-def test_a_file_named_itself_is_read_as_its_text_whatever_its_suffix(name, content, tmp_path):
+def test_a_file_named_itself_is_read_as_its_text_whatever_its_suffix(
+    name, content, tmp_path
+):
     (tmp_path / name).write_bytes(content)
     assert read_file(tmp_path / name) == [Document(name, "wörds")]
 
@@ -51,7 +53,11 @@ def test_json_lines_give_a_document_a_line_named_by_where_it_begins(tmp_path, zi
         ("a.txt", b"", "empty"),
         ("a.txt.gz", b"not gzip", "unreadable"),
         ("a.txt.gz", gzip.compress(b"cut off" * 99, mtime=0)[:-9], "unreadable"),
-        ("a.txt.gz", gzip.compress(b"altered" * 99, mtime=0)[:12] + b"\xff" * 9, "unreadable"),
+        (
+            "a.txt.gz",
+            gzip.compress(b"altered" * 99, mtime=0)[:12] + b"\xff" * 9,
+            "unreadable",
+        ),
         ("a.jsonl", b"{broken", "not JSON"),
         ("a.jsonl", b'{"text": "\xff"}', "not UTF-8"),
         ("a.jsonl", b'{"content": "x"}', "without text"),
@@ -77,7 +83,9 @@ def test_json_lines_give_a_document_a_line_named_by_where_it_begins(tmp_path, zi
 def test_a_bad_document_is_reported_by_name_and_kind(tmp_path, name, data, kind):
     (tmp_path / name).write_bytes(data)
     (document,) = read_file(tmp_path / name)
-    assert document.name.startswith(name) and document.text == "" and document.kind == kind
+    assert (
+        document.name.startswith(name) and document.text == "" and document.kind == kind
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +120,9 @@ def test_what_else_a_line_of_json_holds_does_no_harm(tmp_path, line, text):
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
 @pytest.mark.parametrize("how", ["flipped", "cut", "checksum", "followed by junk"])
 def test_of_a_damaged_compressed_file_no_line_is_taken(tmp_path, ending, how):
-    data = compress(ending, "".join(f'{{"text": "{i}"}}\n' for i in range(20_000)).encode())
+    data = compress(
+        ending, "".join(f'{{"text": "{i}"}}\n' for i in range(20_000)).encode()
+    )
     middle = len(data) // 2
     damaged = {
         "flipped": data[:middle] + bytes([data[middle] ^ 16]) + data[middle + 1 :],
@@ -127,11 +137,17 @@ def test_of_a_damaged_compressed_file_no_line_is_taken(tmp_path, ending, how):
     assert len(read_file(path)) == 20_000
     path.write_bytes(damaged[how])
     (document,) = read_file(path)
-    assert (document.name, document.text, document.kind) == (path.name, "", "unreadable")
+    assert (document.name, document.text, document.kind) == (
+        path.name,
+        "",
+        "unreadable",
+    )
 
 
 def test_a_long_look_for_damage_can_be_stopped(tmp_path):
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n' * 300_000, mtime=0))
+    (tmp_path / "a.jsonl.gz").write_bytes(
+        gzip.compress(b'{"text": "x"}\n' * 300_000, mtime=0)
+    )
     calls = []
 
     def check() -> None:
@@ -155,16 +171,24 @@ def test_compressed_files_in_several_pieces_are_read_whole(tmp_path, ending):
         "two",
     ]
     if ending == ".gz":
-        (tmp_path / "b.jsonl.gz").write_bytes(compress(ending, b"".join(pieces)) + bytes(100))
+        (tmp_path / "b.jsonl.gz").write_bytes(
+            compress(ending, b"".join(pieces)) + bytes(100)
+        )
         assert len(read_file(tmp_path / "b.jsonl.gz")) == 2, "zeros behind it"
-    (tmp_path / f"a.txt{ending}").write_bytes(b"".join(compress(ending, piece) for piece in pieces))
+    (tmp_path / f"a.txt{ending}").write_bytes(
+        b"".join(compress(ending, piece) for piece in pieces)
+    )
     assert read_file(tmp_path / f"a.txt{ending}")[0].text == b"".join(pieces).decode()
 
 
 def compress(ending: str, data: bytes) -> bytes:
     if ending == ".gz":
         return gzip.compress(data, mtime=0)
-    return pytest.importorskip("zstandard").ZstdCompressor(write_checksum=True).compress(data)
+    return (
+        pytest.importorskip("zstandard")
+        .ZstdCompressor(write_checksum=True)
+        .compress(data)
+    )
 
 
 @pytest.fixture
@@ -172,7 +196,11 @@ def parquet(tmp_path: Path) -> Path:
     """Five rows in row groups of two: three good ones, one without text, one empty."""
     pyarrow = pytest.importorskip("pyarrow")
     table = pyarrow.table(
-        {"id": range(5), "text": ["one", None, "drei ü", "", "last"], "number": [1.0] * 5}
+        {
+            "id": range(5),
+            "text": ["one", None, "drei ü", "", "last"],
+            "number": [1.0] * 5,
+        }
     )
     importlib.import_module("pyarrow.parquet").write_table(
         table, tmp_path / "a.parquet", row_group_size=2
@@ -181,7 +209,13 @@ def parquet(tmp_path: Path) -> Path:
 
 
 def test_parquet_gives_a_document_a_row_named_by_its_number(parquet):
-    rows = [("one", ""), ("", "without text"), ("drei ü", ""), ("", "empty"), ("last", "")]
+    rows = [
+        ("one", ""),
+        ("", "without text"),
+        ("drei ü", ""),
+        ("", "empty"),
+        ("last", ""),
+    ]
     found = [(d.name, d.text, d.kind) for d in read_file(parquet)]
     assert found == [(f"a.parquet#{number}", *row) for number, row in enumerate(rows)]
 
@@ -189,13 +223,18 @@ def test_parquet_gives_a_document_a_row_named_by_its_number(parquet):
 @pytest.mark.parametrize("field", ["body", "number"])
 def test_parquet_without_the_column_is_one_bad_document(parquet, field):
     (document,) = read_file(parquet, field)
-    assert (document.name, document.problem) == ("a.parquet", f"without text in a column {field!r}")
+    assert (document.name, document.problem) == (
+        "a.parquet",
+        f"without text in a column {field!r}",
+    )
 
 
 def test_parquet_columns_of_every_kind_of_string_are_read(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     for number, kind in enumerate(("string", "large_string", "binary", "dictionary")):
-        column = pyarrow.array(["one", "two"]).cast("string" if kind == "dictionary" else kind)
+        column = pyarrow.array(["one", "two"]).cast(
+            "string" if kind == "dictionary" else kind
+        )
         column = column.dictionary_encode() if kind == "dictionary" else column
         path = tmp_path / f"{number}.PARQUET"
         importlib.import_module("pyarrow.parquet").write_table(
@@ -206,13 +245,20 @@ def test_parquet_columns_of_every_kind_of_string_are_read(tmp_path):
     importlib.import_module("pyarrow.parquet").write_table(
         pyarrow.table({"text": bad}), tmp_path / "bad.parquet"
     )
-    assert [document.kind for document in read_file(tmp_path / "bad.parquet")] == ["", "not UTF-8"]
+    assert [document.kind for document in read_file(tmp_path / "bad.parquet")] == [
+        "",
+        "not UTF-8",
+    ]
 
 
 def test_of_a_damaged_parquet_file_no_row_is_taken(parquet):
     data = parquet.read_bytes()
     last = data.rindex(b"last")  # in the last row group
-    for damaged in (data[:-20], data[: last - 20] + bytes(20) + data[last:], b"no parquet"):
+    for damaged in (
+        data[:-20],
+        data[: last - 20] + bytes(20) + data[last:],
+        b"no parquet",
+    ):
         parquet.write_bytes(damaged)
         assert [document.kind for document in read_file(parquet)] == ["unreadable"]
 
@@ -224,7 +270,10 @@ def test_json_lines_cut_anywhere_give_each_line_to_exactly_one_part(tmp_path):
     file = find([str(path)]).files[0]
     assert len(whole) == 39
     for size in (1, 7, 15, 100, file.size):
-        parts = [Part(file, at, min(at + size, file.size)) for at in range(0, file.size, size)]
+        parts = [
+            Part(file, at, min(at + size, file.size))
+            for at in range(0, file.size, size)
+        ]
         assert [document for part in parts for document in read(part, "text")] == whole
 
 
@@ -242,7 +291,12 @@ def test_units_cover_every_byte_once_and_only_json_lines_are_cut(monkeypatch):
     files = [InputFile(name, name, size, 0) for name, size in sizes.items()]
     found = units(files)
     for file in files:
-        spans = [(part.begin, part.end) for unit in found for part in unit if part.file == file]
+        spans = [
+            (part.begin, part.end)
+            for unit in found
+            for part in unit
+            if part.file == file
+        ]
         assert spans[0][0] == 0 and spans[-1][1] == file.size
         assert all(one[1] == two[0] for one, two in itertools.pairwise(spans))
         assert len(spans) == (10 if file.name == "c.jsonl" else 1)

@@ -37,7 +37,9 @@ def make() -> Make:
     """Examples of a template, shared by all tests that ask for the same one."""
     made: dict[tuple[str, str, str], Examples] = {}
 
-    def examples(text: str, tokenizer: str = TOKENIZER, contents: Contents = "chat") -> Examples:
+    def examples(
+        text: str, tokenizer: str = TOKENIZER, contents: Contents = "chat"
+    ) -> Examples:
         if (text, tokenizer, contents) not in made:
             template = ChatTemplate(TemplateText("mine.jinja", text, MARKED.special))
             made[text, tokenizer, contents] = Examples(
@@ -52,18 +54,25 @@ def tokens_of(
     examples: Examples, messages: Any, counts: Counter[str] | None = None
 ) -> list[np.ndarray]:
     found = examples.read(
-        Document("x", "", record={"messages": messages}), Counter() if counts is None else counts
+        Document("x", "", record={"messages": messages}),
+        Counter() if counts is None else counts,
     )
     return examples.encode(found, Counter())
 
 
 def learned(examples: Examples, tokens: np.ndarray) -> list[str]:
     """The stretches of it that are learned, as text."""
-    runs = np.flatnonzero(np.diff(np.pad((tokens & LEARNED) > 0, 1))).reshape(-1, 2).tolist()
+    runs = (
+        np.flatnonzero(np.diff(np.pad((tokens & LEARNED) > 0, 1)))
+        .reshape(-1, 2)
+        .tolist()
+    )
     return [examples.tokenizer.spell(tokens[begin:end] & ID) for begin, end in runs]
 
 
-@pytest.mark.parametrize("text", [MARKED.text, PLAIN], ids=["marked", "prefix differences"])
+@pytest.mark.parametrize(
+    "text", [MARKED.text, PLAIN], ids=["marked", "prefix differences"]
+)
 @pytest.mark.parametrize("number", range(len(CONVERSATIONS)))
 def test_ids_and_masks_are_those_of_transformers(number, text, make):
     golden = CONVERSATIONS[number]
@@ -79,7 +88,9 @@ def test_special_tokens_in_what_is_said_are_counted(make):
     assert counts[SPECIAL] == 1
 
 
-@pytest.mark.parametrize("text", [MARKED.text, PLAIN], ids=["marked", "prefix differences"])
+@pytest.mark.parametrize(
+    "text", [MARKED.text, PLAIN], ids=["marked", "prefix differences"]
+)
 def test_an_answer_of_no_weight_is_not_learned(text, make):
     messages = [dict(each) for each in CONVERSATIONS[1]["messages"]]
     messages[2]["weight"] = 0
@@ -90,12 +101,22 @@ def test_an_answer_of_no_weight_is_not_learned(text, make):
 
 def test_a_template_that_forgets_thoughts_makes_an_example_of_each_answer(make):
     examples, counts = make(FORGETTING), Counter[str]()
-    said = [("user", "2?"), ("assistant", "hm/4"), ("user", "3?"), ("assistant", "oh/6")]
+    said = [
+        ("user", "2?"),
+        ("assistant", "hm/4"),
+        ("user", "3?"),
+        ("assistant", "oh/6"),
+    ]
     found = tokens_of(
         examples, [{"role": role, "content": content} for role, content in said], counts
     )
-    assert [learned(examples, tokens) for tokens in found] == [["hm/4<|end|>"], ["oh/6<|end|>"]]
-    assert examples.tokenizer.spell(found[1] & ID).count("hm/") == 0 and counts[APART] == 1
+    assert [learned(examples, tokens) for tokens in found] == [
+        ["hm/4<|end|>"],
+        ["oh/6<|end|>"],
+    ]
+    assert (
+        examples.tokenizer.spell(found[1] & ID).count("hm/") == 0 and counts[APART] == 1
+    )
 
 
 def test_what_is_learned_ends_with_the_mark_of_the_end_where_there_is_one(make):
@@ -104,8 +125,14 @@ def test_what_is_learned_ends_with_the_mark_of_the_end_where_there_is_one(make):
         "{% for m in messages %}{{ m.role ~ ': ' ~ m.content }}\n{% endfor %}{% if add_generation_prompt "
         "%}assistant: {% endif %}"
     )
-    messages = [{"role": "user", "content": "2?"}, {"role": "assistant", "content": "4"}]
-    for text, end in ((bare, "4\n"), (bare.replace("m.content", "m.content ~ '<end>'"), "4<end>")):
+    messages = [
+        {"role": "user", "content": "2?"},
+        {"role": "assistant", "content": "4"},
+    ]
+    for text, end in (
+        (bare, "4\n"),
+        (bare.replace("m.content", "m.content ~ '<end>'"), "4<end>"),
+    ):
         examples = make(text, tokenizer="byte")
         (tokens,) = tokens_of(examples, messages)
         assert learned(examples, tokens) == [end]
@@ -126,14 +153,16 @@ def test_what_is_learned_ends_with_the_mark_of_the_end_where_there_is_one(make):
         ),
         (
             PLAIN.replace(
-                "message.content", "('' if message.role == 'assistant' else message.content)"
+                "message.content",
+                "('' if message.role == 'assistant' else message.content)",
             ),
             "with an empty answer",
             "what the template makes of it",
         ),
         (
             MARKED.text.replace(
-                "message.content", "('' if message.role == 'assistant' else message.content)"
+                "message.content",
+                "('' if message.role == 'assistant' else message.content)",
             ),
             "with an empty answer",
             "what the template makes of it",
@@ -185,11 +214,15 @@ OBJECTS = STRINGS.replace(
     "c.function.name ~ ' ' ~ c.function.arguments | tojson",
 )
 LOOSE = STRINGS.replace(
-    "c.function.name + ' ' + c.function.arguments", "c.function.name ~ ' ' ~ c.function.arguments"
+    "c.function.name + ' ' + c.function.arguments",
+    "c.function.name ~ ' ' ~ c.function.arguments",
 )
-WHOLE = STRINGS.replace("c.function.name + ' ' + c.function.arguments", "c.function | tojson")
+WHOLE = STRINGS.replace(
+    "c.function.name + ' ' + c.function.arguments", "c.function | tojson"
+)
 FLAT = STRINGS.replace(
-    "c.function.name + ' ' + c.function.arguments", "c.name ~ ' ' ~ c.arguments | tojson"
+    "c.function.name + ' ' + c.function.arguments",
+    "c.name ~ ' ' ~ c.arguments | tojson",
 )
 ITEMS = STRINGS.replace(
     "c.function.name + ' ' + c.function.arguments",
@@ -207,10 +240,17 @@ RAIN, DRY, NO = (
 )
 
 
-def calling(arguments: Any, content: Any = None, wrapped: bool = True) -> list[dict[str, Any]]:
+def calling(
+    arguments: Any, content: Any = None, wrapped: bool = True
+) -> list[dict[str, Any]]:
     function = {"name": "weather", "arguments": arguments}
     call = {"type": "function", "function": function} if wrapped else function
-    return [RAIN, {"role": "assistant", "content": content, "tool_calls": [call]}, DRY, NO]
+    return [
+        RAIN,
+        {"role": "assistant", "content": content, "tool_calls": [call]},
+        DRY,
+        NO,
+    ]
 
 
 def shown(
@@ -233,7 +273,10 @@ CALLS = [
     (STRINGS, '<U>Rain?<A>«[weather {"city": "Ulm"}]<E>»<U>dry<A>«No<E>»'),
     (OBJECTS, '<U>Rain?<A>«[weather {"city": "Ulm"}]<E>»<U>dry<A>«No<E>»'),
     (LOOSE, '<U>Rain?<A>«[weather {"city": "Ulm"}]<E>»<U>dry<A>«No<E>»'),
-    (WHOLE, '<U>Rain?<A>«[{"name": "weather", "arguments": {"city": "Ulm"}}]<E>»<U>dry<A>«No<E>»'),
+    (
+        WHOLE,
+        '<U>Rain?<A>«[{"name": "weather", "arguments": {"city": "Ulm"}}]<E>»<U>dry<A>«No<E>»',
+    ),
     (FLAT, '<U>Rain?<A>«[weather {"city": "Ulm"}]<E>»<U>dry<A>«No<E>»'),
     (ITEMS, "<U>Rain?<A>«[weather(Ulm)]<E>»<U>dry<A>«No<E>»"),
     (EITHER, '<U>Rain?<A>«[weather {"city": "Ulm"}]<E>»<U>dry<A>«No<E>»'),
@@ -242,7 +285,9 @@ CALLS = [
 
 @pytest.mark.parametrize("wrapped", [True, False])
 @pytest.mark.parametrize("content", [None, ""], ids=["null", "nothing"])
-@pytest.mark.parametrize("arguments", ['{"city": "Ulm"}', {"city": "Ulm"}], ids=["text", "object"])
+@pytest.mark.parametrize(
+    "arguments", ['{"city": "Ulm"}', {"city": "Ulm"}], ids=["text", "object"]
+)
 @pytest.mark.parametrize(("text", "expected"), CALLS)
 def test_calls_are_written_from_either_form_as_the_template_wants_them(
     text, expected, arguments, content, wrapped, make
@@ -258,7 +303,10 @@ def test_a_call_that_does_not_say_its_type_has_one_where_the_template_asks(make)
     assert (
         shown(
             make(
-                STRINGS.replace("c.function.name + ' ' + c.function.arguments", "c | tojson"), BYTES
+                STRINGS.replace(
+                    "c.function.name + ' ' + c.function.arguments", "c | tojson"
+                ),
+                BYTES,
             ),
             messages,
         ).count("type")
@@ -272,11 +320,15 @@ def test_arguments_that_are_no_json_stay_as_they_are(make):
 
 
 @pytest.mark.parametrize(
-    "arguments", ['{"who": "Zoë \\"Z\\" 😀"}', {"who": 'Zoë "Z" 😀'}], ids=["text", "object"]
+    "arguments",
+    ['{"who": "Zoë \\"Z\\" 😀"}', {"who": 'Zoë "Z" 😀'}],
+    ids=["text", "object"],
 )
 @pytest.mark.parametrize("text", [STRINGS, OBJECTS, LOOSE])
 def test_arguments_with_quotes_and_emoji_are_json_once(text, arguments, make):
-    assert '[weather {"who": "Zoë \\"Z\\" 😀"}]' in shown(make(text, BYTES), calling(arguments))
+    assert '[weather {"who": "Zoë \\"Z\\" 😀"}]' in shown(
+        make(text, BYTES), calling(arguments)
+    )
 
 
 def test_what_a_tool_answers_may_be_an_object(make):
@@ -298,7 +350,10 @@ def test_parts_are_written_whether_the_template_takes_parts_or_texts(make):
     messages = [
         {
             "role": "user",
-            "content": [{"type": "text", "text": "Rain"}, {"type": "text", "text": "?"}],
+            "content": [
+                {"type": "text", "text": "Rain"},
+                {"type": "text", "text": "?"},
+            ],
         },
         NO,
     ]
@@ -308,7 +363,9 @@ def test_parts_are_written_whether_the_template_takes_parts_or_texts(make):
     assert {shown(make(text, BYTES), messages) for text in (STRINGS, parts)} == {
         "<U>Rain?<A>«No<E>»"
     }
-    assert shown(make(parts, BYTES), [{"role": "user", "content": "Rain?"}, NO]).endswith("«No<E>»")
+    assert shown(
+        make(parts, BYTES), [{"role": "user", "content": "Rain?"}, NO]
+    ).endswith("«No<E>»")
 
 
 def test_a_template_that_drops_a_call_teaches_nothing(make):
@@ -320,7 +377,8 @@ def test_a_template_that_drops_a_call_teaches_nothing(make):
         with pytest.raises(Unfit) as caught:
             shown(make(deaf, BYTES), calling("{}", content))
         assert (
-            caught.value.kind == "not written by the template" and "weather" in caught.value.detail
+            caught.value.kind == "not written by the template"
+            and "weather" in caught.value.detail
         )
 
 
@@ -329,11 +387,14 @@ def test_a_tool_of_either_form_is_named_by_the_template(make):
     for words in ("t.function.name", "t.name"):
         text = "{% for t in tools or [] %}T {{ " + words + " }};{% endfor %}" + STRINGS
         for tool in (function, {"type": "function", "function": function}):
-            assert shown(make(text, BYTES), [RAIN, NO], tools=[tool]).startswith("T weather;<U>")
+            assert shown(make(text, BYTES), [RAIN, NO], tools=[tool]).startswith(
+                "T weather;<U>"
+            )
 
 
 @pytest.mark.parametrize(
-    ("role", "written"), [("developer", "system"), ("ipython", "tool"), ("critic", "critic")]
+    ("role", "written"),
+    [("developer", "system"), ("ipython", "tool"), ("critic", "critic")],
 )
 def test_a_role_has_the_name_that_the_template_knows(role, written, make):
     text = (
@@ -341,9 +402,12 @@ def test_a_role_has_the_name_that_the_template_knows(role, written, make):
         "%}<assistant>{% endif %}"
     )
     messages = [{"role": role, "content": "x"}, RAIN, NO]
-    assert shown(make(text, BYTES), messages) == f"<{written}>x<user>Rain?<assistant>«No»"
+    assert (
+        shown(make(text, BYTES), messages) == f"<{written}>x<user>Rain?<assistant>«No»"
+    )
     knowing = text.replace(
-        "<{{ m.role }}>", "<{{ m.role ~ ('!' if m.role == 'developer' or m.role == 'ipython') }}>"
+        "<{{ m.role }}>",
+        "<{{ m.role ~ ('!' if m.role == 'developer' or m.role == 'ipython') }}>",
     )
     assert shown(make(knowing, BYTES), messages).startswith(
         f"<{role}{'!' if role != 'critic' else ''}>x"
@@ -358,7 +422,9 @@ THINKING = """{% for m in messages %}{% if m.role == 'assistant' %}<A>{{ m.conte
 {% endif %}"""
 
 
-@pytest.mark.parametrize("said", ["4", "<b>4</b>", "<|4", "😀", "thinking", "< 4", "[4]"])
+@pytest.mark.parametrize(
+    "said", ["4", "<b>4</b>", "<|4", "😀", "thinking", "< 4", "[4]"]
+)
 def test_an_answer_is_learned_from_where_a_thought_would_begin(said, make):
     counts: Counter[str] = Counter()
     assert (
@@ -369,11 +435,15 @@ def test_an_answer_is_learned_from_where_a_thought_would_begin(said, make):
 
 
 @pytest.mark.parametrize(
-    "prompt", ["<A><think>\n", "<A><think>\n\n</think>\n\n", "<A>[THINK]", "<A>◁think▷", "<A>\n"]
+    "prompt",
+    ["<A><think>\n", "<A><think>\n\n</think>\n\n", "<A>[THINK]", "<A>◁think▷", "<A>\n"],
 )
 def test_thoughts_are_opened_by_any_mark(prompt, make):
     text = THINKING.replace("<A><think>\n", prompt)
-    assert shown(make(text, BYTES), [RAIN, NO, RAIN, NO]) == "<U>Rain?<A>«No<E>»<U>Rain?<A>«No<E>»"
+    assert (
+        shown(make(text, BYTES), [RAIN, NO, RAIN, NO])
+        == "<U>Rain?<A>«No<E>»<U>Rain?<A>«No<E>»"
+    )
 
 
 def test_thoughts_that_a_template_takes_out_are_counted_and_never_an_empty_answer(make):
@@ -403,7 +473,9 @@ def test_what_the_template_never_reads_is_counted_by_name(make):
         chat_template_kwargs={"a": 1},
     )
     unread = ("tools", "documents", "chat_template_kwargs", "name", "reasoning_content")
-    assert {field for field, count in UNREAD.items() if counts[count] == 1} == set(unread)
+    assert {field for field, count in UNREAD.items() if counts[count] == 1} == set(
+        unread
+    )
     reading = (
         "{{ tools }}{{ documents }}{{ a }}{{ messages[0].name }}{{ '!' if messages | selectattr('reasoning_content', "
         "'equalto', 'x') | list }}" + STRINGS
@@ -431,7 +503,11 @@ def test_what_a_message_says_and_the_template_does_not_write_is_counted(make):
     )
     counts: Counter[str] = Counter()
     assert (
-        shown(make(deaf, BYTES), [{"role": "system", "content": "Be brief."}, RAIN, NO], counts)
+        shown(
+            make(deaf, BYTES),
+            [{"role": "system", "content": "Be brief."}, RAIN, NO],
+            counts,
+        )
         == "<u>Rain?<a>«No»"
     )
     assert counts[UNWRITTEN] == 1

@@ -24,6 +24,7 @@ def test_a_library_that_is_missing_is_named_with_the_extra_that_brings_it(
     (tmp_path / name).write_bytes(b"x")
     for given in (tmp_path, tmp_path / name):
         with pytest.raises(
-            ConfigError, match=rf"{said}.* not installed: {re.escape(install_command('data'))}"
+            ConfigError,
+            match=rf"{said}.* not installed: {re.escape(install_command('data'))}",
         ):
             find([str(given)])

@@ -34,7 +34,11 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def prepared(text: Path, bpe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("prepared") / "shards"
-    prepare(find([str(text)]).files, directory, PrepareOptions(tokenizer=str(bpe), validation=0.1))
+    prepare(
+        find([str(text)]).files,
+        directory,
+        PrepareOptions(tokenizer=str(bpe), validation=0.1),
+    )
     return directory
 
 
@@ -42,7 +46,9 @@ def test_the_standard_library_is_there_without_a_config():
     train, validation = open_data(load({}))
     batch = train.batch(0)
     assert batch.keys() == {"tokens", "labels"}
-    assert all(array.shape == (16, 256) and array.dtype == np.int32 for array in batch.values())
+    assert all(
+        array.shape == (16, 256) and array.dtype == np.int32 for array in batch.values()
+    )
     assert (
         train.shapes == ((16, 256),)
         and train.batch_shape(3) == (16, 256)
@@ -65,15 +71,20 @@ def test_held_out_text_is_not_trained_on(text):
 
 
 def test_held_out_text_may_be_a_source_of_its_own(text, other_text):
-    _, validation = open_data(config(text, batch=1, validation_source=str(other_text), last="pad"))
+    _, validation = open_data(
+        config(text, batch=1, validation_source=str(other_text), last="pad")
+    )
     labels = sum(
-        int(validation.batch(k)["weights"].sum()) for k in range(validation.batches_per_epoch)
+        int(validation.batch(k)["weights"].sum())
+        for k in range(validation.batches_per_epoch)
     )
     assert labels == sum(path.stat().st_size + 1 for path in other_text.iterdir())
 
 
 def test_prepared_shards_are_read_with_their_tokenizer(prepared):
-    train, validation = open_data(config(prepared, tokenizer=str(prepared / "tokenizer.json")))
+    train, validation = open_data(
+        config(prepared, tokenizer=str(prepared / "tokenizer.json"))
+    )
     assert validation is not None
     assert (
         train.tokenizer.name
@@ -92,7 +103,9 @@ def test_synthetic_tokens_follow_from_the_seed_and_fill_the_vocabulary():
     assert not any(np.array_equal(batches[0], batch) for batch in batches[2:])
     many = np.concatenate([train.batch(k)["tokens"] for k in range(20)])
     assert many.min() == 0 and many.max() == 511 and len(np.unique(many)) == 512
-    assert np.array_equal(train.batch(7, slice(2, 5))["labels"], train.batch(7)["labels"][2:5])
+    assert np.array_equal(
+        train.batch(7, slice(2, 5))["labels"], train.batch(7)["labels"][2:5]
+    )
 
 
 def refusal(source: str, **data: Any) -> str:
@@ -111,12 +124,16 @@ def test_a_line_of_the_log_says_what_an_epoch_is(batching, text):
         sum(int(b["weights"].sum()) for b in batches),
     )
     says = f"{text}: {len(batches)} batches an epoch of {labels / len(batches):,.0f} tokens"
-    says += f" in {len(train.shapes)} shapes" if batching in ("grouped", "budget") else ""
+    says += (
+        f" in {len(train.shapes)} shapes" if batching in ("grouped", "budget") else ""
+    )
     assert train.describe() == f"{says}, {1 - labels / places:.1%} padding"
 
 
 @pytest.mark.parametrize("share", [{}, {"validation": 0.0}])
-def test_without_held_out_text_there_are_no_validation_batches_unless_asked_for(share, tmp_path):
+def test_without_held_out_text_there_are_no_validation_batches_unless_asked_for(
+    share, tmp_path
+):
     (tmp_path / "one.txt").write_text("words " * 1000)
     assert open_data(config(tmp_path / "one.txt", **share))[1] is None
     data = {"source": str(tmp_path / "one.txt"), **share}
@@ -167,7 +184,9 @@ def test_held_out_text_shorter_than_a_row_is_one_row_of_a_padded_batch(tmp_path)
 def test_a_source_that_is_not_there_is_reported_with_the_nearest_spelling():
     assert "did you mean stdlib?" in refusal("stdlibs")
     assert "no such file or directory" in refusal("/no/such/folder")
-    assert "data.validation_source is 'nope', but" in refusal("stdlib", validation_source="nope")
+    assert "data.validation_source is 'nope', but" in refusal(
+        "stdlib", validation_source="nope"
+    )
     assert "data.mixture is 'synthetics', but" in (
         said := refusal("mixture", mixture=["synthetics"], weights=[1.0])
     )
@@ -182,29 +201,41 @@ def test_a_vocabulary_too_large_for_the_model_is_reported_with_its_size(text):
         open_data(load({"data": {"source": str(text)}, "model": {"vocab_size": 256}}))
 
 
-def test_shards_of_another_tokenizer_or_share_are_refused_with_the_right_one(prepared, bpe):
+def test_shards_of_another_tokenizer_or_share_are_refused_with_the_right_one(
+    prepared, bpe
+):
     assert f"set data.tokenizer to {prepared}/tokenizer.json" in refusal(str(prepared))
     said = refusal(str(prepared), tokenizer=str(bpe), validation=0.2)
-    assert "data.validation is 0.2, but the shards" in said and "prepared with 0.1" in said
+    assert (
+        "data.validation is 0.2, but the shards" in said and "prepared with 0.1" in said
+    )
 
 
-def test_an_altered_shard_is_refused_unless_digests_are_not_asked_for(prepared, tmp_path):
+def test_an_altered_shard_is_refused_unless_digests_are_not_asked_for(
+    prepared, tmp_path
+):
     copy = tmp_path / "shards"
     shutil.copytree(prepared, copy)
     shard = copy / "train-00000.tokens"
     shard.write_bytes(b"\1\0" + shard.read_bytes()[2:])
     tokenizer = str(prepared / "tokenizer.json")
-    assert "train-00000.tokens has been altered" in refusal(str(copy), tokenizer=tokenizer)
+    assert "train-00000.tokens has been altered" in refusal(
+        str(copy), tokenizer=tokenizer
+    )
     open_data(config(copy, tokenizer=tokenizer, verify=False))
 
 
 def test_text_of_which_the_tokenizer_knows_nothing_is_refused(tmp_path):
-    only = '{"version": "1.0", "model": {"type": "BPE", "vocab": {"é": 0}, "merges": []}}'
+    only = (
+        '{"version": "1.0", "model": {"type": "BPE", "vocab": {"é": 0}, "merges": []}}'
+    )
     (tmp_path / "tokenizer.json").write_text(only, encoding="utf-8")
     (tmp_path / "text").mkdir()
     for number in range(40):
         (tmp_path / "text" / f"{number}.txt").write_text("hello world")
-    said = refusal(str(tmp_path / "text"), length=8, tokenizer=str(tmp_path / "tokenizer.json"))
+    said = refusal(
+        str(tmp_path / "text"), length=8, tokenizer=str(tmp_path / "tokenizer.json")
+    )
     assert "documents for train, but of none" in said and "knows anything" in said
 
 
@@ -220,7 +251,9 @@ def test_text_that_fills_no_batch_is_one_that_is_padded(tmp_path, batching):
         assert tells(said, "100 tokens ... fewer ... train.sequence_length 101")
 
 
-def test_the_digest_names_what_is_read_and_not_where_it_lies_or_when_it_was_written(text, tmp_path):
+def test_the_digest_names_what_is_read_and_not_where_it_lies_or_when_it_was_written(
+    text, tmp_path
+):
     copy = tmp_path / "elsewhere" / text.name
     shutil.copytree(text, copy, copy_function=shutil.copy)  # with new dates
 
@@ -241,8 +274,14 @@ def test_the_digest_of_held_out_text_is_its_own(text, other_text):
     same, other = open_data(
         config(text, validation=0.3, batch=1, validation_source=str(other_text))
     )
-    assert other is not None and same.digest == train.digest and other.digest != validation.digest
-    _, mirror = open_data(config(other_text, validation=0.3, batch=1, validation_source=str(text)))
+    assert (
+        other is not None
+        and same.digest == train.digest
+        and other.digest != validation.digest
+    )
+    _, mirror = open_data(
+        config(other_text, validation=0.3, batch=1, validation_source=str(text))
+    )
     assert mirror is not None and mirror.digest not in (
         train.digest,
         validation.digest,
@@ -269,14 +308,22 @@ def test_a_preparation_that_was_not_finished_is_reported(text, tmp_path):
 @pytest.mark.parametrize(
     ("data", "others", "said"),
     [
-        ({"source": "synthetic", "batching": "packed"}, {}, "synthetic tokens form no documents"),
+        (
+            {"source": "synthetic", "batching": "packed"},
+            {},
+            "synthetic tokens form no documents",
+        ),
         ({"batching": "pack"}, {}, "did you mean packed"),
         (
             {"batching": "budget", "rows_multiple": 3},
             {"mesh": {"data": 2}},
             "multiple of mesh.data x parallel.microbatches",
         ),
-        ({"batching": "budget", "rows_multiple": 32}, {}, "at most train.global_batch_size 16"),
+        (
+            {"batching": "budget", "rows_multiple": 32},
+            {},
+            "at most train.global_batch_size 16",
+        ),
         (
             {"batching": "grouped", "length_multiple": 3},
             {"mesh": {"tensor": 2}, "parallel": {"sequence_parallel": True}},
@@ -284,7 +331,9 @@ def test_a_preparation_that_was_not_finished_is_reported(text, tmp_path):
         ),
     ],
 )
-def test_keys_that_contradict_each_other_are_refused_before_anything_is_read(data, others, said):
+def test_keys_that_contradict_each_other_are_refused_before_anything_is_read(
+    data, others, said
+):
     with pytest.raises(ConfigError, match=said):
         load({"data": data, **others})
 
@@ -296,7 +345,9 @@ def test_keys_that_contradict_each_other_are_refused_before_anything_is_read(dat
 def sources(monkeypatch: pytest.MonkeyPatch) -> Registry[SourceKind]:
     """Those of the package; what a test registers is gone afterwards."""
     monkeypatch.setattr(
-        SOURCES, "_entries", {name: SOURCES[name] for name in ("stdlib", "synthetic", "digits")}
+        SOURCES,
+        "_entries",
+        {name: SOURCES[name] for name in ("stdlib", "synthetic", "digits")},
     )
     return SOURCES
 
@@ -304,7 +355,11 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> Registry[SourceKind]:
 def test_a_kind_of_source_with_documents_is_one_entry(sources, other_text):
     def open_mine(data: DataConfig, tokenizer: Tokenizer) -> Source:
         return open_files(
-            find([str(other_text)]), "mine", PrepareOptions(data.tokenizer, 0.2), tokenizer, data
+            find([str(other_text)]),
+            "mine",
+            PrepareOptions(data.tokenizer, 0.2),
+            tokenizer,
+            data,
         )
 
     assert "no such file or directory" in refusal("mine")
@@ -312,7 +367,12 @@ def test_a_kind_of_source_with_documents_is_one_entry(sources, other_text):
     train, validation = open_data(config("mine", batching="packed", last="pad"))
     assert validation is not None and train.source == "mine" and len(train.digest) == 16
     mixed, _ = open_data(
-        config("mixture", mixture=["stdlib", "mine"], weights=[1, 1], validation_source="mine")
+        config(
+            "mixture",
+            mixture=["stdlib", "mine"],
+            weights=[1, 1],
+            validation_source="mine",
+        )
     )
     assert mixed.source == "stdlib + mine" and mixed.digest.endswith(f"+{train.digest}")
     assert re.search(r"synthetic, mine, mixture; .* mine\?$", refusal("min"))
@@ -338,10 +398,14 @@ def test_a_kind_of_source_of_rows_is_one_entry(sources):
 
     sources.register(SourceKind("counting", rows=Counting))
     train, validation = open_data(config("counting"))
-    assert validation is not None and train.digest == "" and train.batches_per_epoch == 2
+    assert (
+        validation is not None and train.digest == "" and train.batches_per_epoch == 2
+    )
     assert train.batch(1)["tokens"][:, 0].tolist() == list(range(8, 16))
     assert train.describe() == "counting: 2 batches an epoch of 512 tokens"
     assert "counting tokens form no documents" in refusal("counting", batching="packed")
     said = refusal("counting", validation_source="x")
     assert tells(said, "data.source counting ... tokens are drawn")
-    assert "data.mixture names counting" in refusal("mixture", mixture=["counting"], weights=[1])
+    assert "data.mixture names counting" in refusal(
+        "mixture", mixture=["counting"], weights=[1]
+    )

@@ -45,7 +45,9 @@ def saved(to: Path) -> None:
 
 
 def saved_splits(to: Path) -> None:
-    splits = {name: datasets.Dataset.from_dict(columns(name)) for name in ("train", "test")}
+    splits = {
+        name: datasets.Dataset.from_dict(columns(name)) for name in ("train", "test")
+    }
     datasets.DatasetDict(splits).save_to_disk(str(to))
 
 
@@ -76,10 +78,16 @@ LAYOUTS = {
 def texts(source: str, field: str = "text", contents: str = "text") -> list:
     paths = sorted(Path(files_of(source, contents, field)).iterdir())
     key = field if contents == "text" else "messages"
-    return [json.loads(line)[key] for path in paths for line in path.read_text().splitlines()]
+    return [
+        json.loads(line)[key]
+        for path in paths
+        for line in path.read_text().splitlines()
+    ]
 
 
-@pytest.mark.parametrize("layout", thorough_but(LAYOUTS, lambda layout: layout == "parquet"))
+@pytest.mark.parametrize(
+    "layout", thorough_but(LAYOUTS, lambda layout: layout == "parquet")
+)
 def test_every_layout_on_disk_is_read_in_its_order(here, layout):
     LAYOUTS[layout](here / "mine")
     assert texts("hf:mine") == [f"train {text}" for text in TEXTS]
@@ -91,7 +99,10 @@ def test_every_layout_on_disk_is_read_in_its_order(here, layout):
 @pytest.mark.thorough
 def test_prepared_shards_and_training_have_the_same_documents_and_digest(here, capsys):
     parquet(here / "mine")
-    assert main(["prepare", "--input", "hf:mine", "--output", "shards", "--workers", "1"]) == 0
+    assert (
+        main(["prepare", "--input", "hf:mine", "--output", "shards", "--workers", "1"])
+        == 0
+    )
     assert "documents" in capsys.readouterr().out
     values = {
         "model": {"vocab_size": 257},
@@ -100,7 +111,9 @@ def test_prepared_shards_and_training_have_the_same_documents_and_digest(here, c
     prepared, _ = open_data(load(values | {"data": {"source": "shards"}}))
     opened, _ = open_data(load(values | {"data": {"source": "hf:mine"}}))
     assert opened.digest == prepared.digest
-    np.testing.assert_array_equal(opened.batch(3)["tokens"], prepared.batch(3)["tokens"])
+    np.testing.assert_array_equal(
+        opened.batch(3)["tokens"], prepared.batch(3)["tokens"]
+    )
     # elsewhere, under another time, they are the same
     shutil.copytree(here / "mine", here / "folder" / "mine")
     (here / "folder" / "config.yaml").write_text(
@@ -112,7 +125,9 @@ def test_prepared_shards_and_training_have_the_same_documents_and_digest(here, c
 
 
 def test_conversations_are_taken_whole_or_from_a_column(here):
-    rows = datasets.Dataset.from_dict({"messages": MESSAGES, "extra": [None] * len(MESSAGES)})
+    rows = datasets.Dataset.from_dict(
+        {"messages": MESSAGES, "extra": [None] * len(MESSAGES)}
+    )
     rows.save_to_disk(str(here / "chats"))
     assert texts("hf:chats", contents="chat") == MESSAGES
     rows.rename_column("messages", "turns").save_to_disk(str(here / "renamed"))
@@ -121,7 +136,9 @@ def test_conversations_are_taken_whole_or_from_a_column(here):
         files_of("hf:renamed:train:turns", "pairs", "text")
 
 
-def test_a_copy_that_was_interrupted_goes_on_and_a_whole_one_is_not_read_again(here, monkeypatch):
+def test_a_copy_that_was_interrupted_goes_on_and_a_whole_one_is_not_read_again(
+    here, monkeypatch
+):
     parquet(here / "mine")
     monkeypatch.setattr(hub_datasets, "PART", 300)
     written: list[Path] = []
@@ -157,7 +174,11 @@ def test_names_are_read_in_parts():
         "hf:org/name:test:body", "org/name", "test", "body"
     )
     assert HubDataset.read("hf:org/name").split == "train"
-    assert is_dataset("hf:x") and not is_dataset("hf://datasets/x") and not is_dataset("stdlib")
+    assert (
+        is_dataset("hf:x")
+        and not is_dataset("hf://datasets/x")
+        and not is_dataset("stdlib")
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,7 +189,10 @@ def test_names_are_read_in_parts():
         ("hf:./nowhere", ["no directory"]),
         ("hf:mine:tst", ["no split 'tst'", "did you mean test?"]),
         ("hf:mine:train:txt", ["no column 'txt'", "did you mean text?"]),
-        ("hf:org/name", ["hf download org/name --repo-type dataset --local-dir name", "hf:name"]),
+        (
+            "hf:org/name",
+            ["hf download org/name --repo-type dataset --local-dir name", "hf:name"],
+        ),
     ],
 )
 def test_what_cannot_be_read_is_one_sentence(here, source, says):

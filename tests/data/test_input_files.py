@@ -25,17 +25,28 @@ def write(folder: Path, *paths: str) -> None:
 
 def test_a_folder_gives_its_text_sorted_by_name_and_counts_the_rest(tmp_path):
     taken = "b.md", "a.txt", "c/d.py", "c/e.jsonl.gz"
-    write(tmp_path, *taken, "picture.png", ".git/config.txt", "__pycache__/x.py", ".hidden.txt")
+    write(
+        tmp_path,
+        *taken,
+        "picture.png",
+        ".git/config.txt",
+        "__pycache__/x.py",
+        ".hidden.txt",
+    )
     found = find([str(tmp_path)])
     root = tmp_path.name
-    assert [file.name for file in found.files] == [f"{root}/{name}" for name in sorted(taken)]
+    assert [file.name for file in found.files] == [
+        f"{root}/{name}" for name in sorted(taken)
+    ]
     assert found.ignored == {".png": 1}
 
 
 def test_suffixes_in_capitals_are_taken_as_those_in_small_letters(tmp_path):
     write(tmp_path, "A.TXT", "B.JSONL", "C.Md.GZ", "D.PNG", "e.png")
     found = find([str(tmp_path)])
-    assert names(found) == [f"{tmp_path.name}/{name}" for name in ("A.TXT", "B.JSONL", "C.Md.GZ")]
+    assert names(found) == [
+        f"{tmp_path.name}/{name}" for name in ("A.TXT", "B.JSONL", "C.Md.GZ")
+    ]
     assert (
         found.ignored == {".png": 2}
         and found.files[1].json_lines
@@ -69,11 +80,22 @@ def test_links_are_followed_and_what_they_reach_again_is_read_once(tmp_path):
     (text / "five.txt").symlink_to(tmp_path / "five.md")
     write(tmp_path, "five.md")
     found = find([str(text)])
-    files = "a/one.txt", "b/two.txt", "five.txt", "linked/deep/four.txt", "linked/three.txt"
+    files = (
+        "a/one.txt",
+        "b/two.txt",
+        "five.txt",
+        "linked/deep/four.txt",
+        "linked/three.txt",
+    )
     assert names(found) == [f"text/{file}" for file in files]
     assert {reason: sorted(paths) for reason, paths in found.left_out.items()} == {
         "links that lead nowhere": ["text/circle.txt", "text/nowhere.txt"],
-        "reached twice": ["text/0.txt", "text/a/again", "text/a/loop", "text/linked too"],
+        "reached twice": [
+            "text/0.txt",
+            "text/a/again",
+            "text/a/loop",
+            "text/linked too",
+        ],
     }
     assert found.describe_left_out() == (
         "links that lead nowhere: 2 (text/circle.txt, text/nowhere.txt); "
@@ -97,7 +119,9 @@ def test_two_names_of_one_file_that_are_no_links_are_two_documents(tmp_path):
     assert len(find([str(tmp_path)]).files) == 2
 
 
-def test_pipes_sockets_and_prepared_shards_are_left_out_and_reported(tmp_path, monkeypatch):
+def test_pipes_sockets_and_prepared_shards_are_left_out_and_reported(
+    tmp_path, monkeypatch
+):
     write(tmp_path, "a.txt")
     os.mkfifo(tmp_path / "pipe.txt")
     monkeypatch.chdir(tmp_path)  # the names of sockets must be short
@@ -127,8 +151,12 @@ def test_what_is_no_input_is_reported_as_what_it_is(tmp_path):
         "": "a file or directory ... is empty.",
         "/dev/null": "/dev/null ... neither a file ... write",
         str(tmp_path / "pipe"): f"{tmp_path}/pipe ... neither a file ... write",
-        str(tmp_path / "circle"): f"{tmp_path}/circle cannot be read: ... symbolic links.",
-        str(tmp_path / "nowhere"): f"{tmp_path}/nowhere is a link ... nowhere (missing).",
+        str(
+            tmp_path / "circle"
+        ): f"{tmp_path}/circle cannot be read: ... symbolic links.",
+        str(
+            tmp_path / "nowhere"
+        ): f"{tmp_path}/nowhere is a link ... nowhere (missing).",
         "no\nsuch\0": r"no file or directory no\nsuch\x00 ...",
         "x" * 5000: f"{'x' * 140}…{'x' * 60} cannot be read: ... too long.",
     }.items():
@@ -142,6 +170,8 @@ def test_a_directory_that_may_not_be_read_is_reported(tmp_path):
     write(tmp_path, "a.txt", "secret/b.txt")
     for mode in (0, 0o600):
         (tmp_path / "secret").chmod(mode)
-        with pytest.raises(ConfigError, match="secret cannot be read: permission denied"):
+        with pytest.raises(
+            ConfigError, match="secret cannot be read: permission denied"
+        ):
             find([str(tmp_path)])
     (tmp_path / "secret").chmod(0o700)

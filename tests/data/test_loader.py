@@ -16,7 +16,9 @@ class Squares:
     def __init__(self, act: Callable[[int], None] = lambda k: None) -> None:
         self.act, self.made = act, 0
 
-    def batch(self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None) -> Batch:
+    def batch(
+        self, k: int, rows: slice = slice(None), columns: np.ndarray | None = None
+    ) -> Batch:
         self.act(k)
         self.made = k + 1
         return {"image": np.full((k % 3 + 2, 4, 4, 3), k * k)[rows]}
@@ -27,13 +29,17 @@ class Squares:
 
 def test_batches_come_in_order_from_where_it_starts_and_through_put():
     total = lambda batch: batch["image"].sum() / 96
-    loader = Loader(Squares(), start=3, part=lambda shape: (slice(0, 2), None), put=total)
+    loader = Loader(
+        Squares(), start=3, part=lambda shape: (slice(0, 2), None), put=total
+    )
     assert [next(loader) for _ in range(4)] == [(3, 9), (4, 16), (5, 25), (6, 36)]
     loader.close()
 
 
 def test_a_part_may_depend_on_how_large_a_batch_is():
-    loader = Loader(Squares(), part=lambda shape: (slice(shape[0] // 2, shape[0]), None))
+    loader = Loader(
+        Squares(), part=lambda shape: (slice(shape[0] // 2, shape[0]), None)
+    )
     assert [next(loader)[1]["image"].shape[0] for _ in range(3)] == [1, 2, 2]
     loader.close()
 

@@ -13,11 +13,17 @@ from meshtrain.data import open_data
 from meshtrain.data.mixture import BLOCK, Draw
 
 
-def mixture(one: Path, other: Path, weights: tuple[float, ...] = (3.0, 1.0), **data: Any) -> Config:
-    return config("mixture", mixture=[str(one), str(other)], weights=list(weights), **data)
+def mixture(
+    one: Path, other: Path, weights: tuple[float, ...] = (3.0, 1.0), **data: Any
+) -> Config:
+    return config(
+        "mixture", mixture=[str(one), str(other)], weights=list(weights), **data
+    )
 
 
-@pytest.mark.parametrize("weights", [(1.0,), (1.0, 1.0), (0.7, 0.2, 0.1), (1000.0, 1.0, 1e-6)])
+@pytest.mark.parametrize(
+    "weights", [(1.0,), (1.0, 1.0), (0.7, 0.2, 0.1), (1000.0, 1.0, 1e-6)]
+)
 def test_shares_are_kept_in_every_block_and_items_follow_one_another(weights):
     draw = Draw(weights, seed=1)
     assert draw.quotas.sum() == BLOCK and draw.quotas.min() >= 1
@@ -27,7 +33,9 @@ def test_shares_are_kept_in_every_block_and_items_follow_one_another(weights):
     for source, quota in enumerate(draw.quotas):
         assert np.array_equal(indices[sources == source], np.arange(3 * quota))
         for block in range(3):
-            assert (sources[block * BLOCK : (block + 1) * BLOCK] == source).sum() == quota
+            assert (
+                sources[block * BLOCK : (block + 1) * BLOCK] == source
+            ).sum() == quota
 
 
 def test_what_is_left_of_a_block_goes_to_the_source_furthest_below_its_share():
@@ -55,13 +63,18 @@ def test_rows_come_from_the_sources_in_their_shares(text, other_text):
     rows: list[set[bytes]] = []
     for source in (text, other_text):
         alone, _ = open_data(config(source, batch=1))
-        rows.append({alone.batch(k)["labels"].tobytes() for k in range(alone.batches_per_epoch)})
+        rows.append(
+            {alone.batch(k)["labels"].tobytes() for k in range(alone.batches_per_epoch)}
+        )
     assert not rows[0] & rows[1]
     train, _ = open_data(mixture(text, other_text))
-    drawn = [row.tobytes() for k in range(BLOCK // 8) for row in train.batch(k)["labels"]]
+    drawn = [
+        row.tobytes() for k in range(BLOCK // 8) for row in train.batch(k)["labels"]
+    ]
     assert sum(row in rows[0] for row in drawn) == 0.75 * BLOCK
     assert sum(row in rows[1] for row in drawn) == 0.25 * BLOCK
-    for known in rows:  # the epochs of a source: every row once, then every row once more
+    # The epochs of a source: every row once, then every row once more
+    for known in rows:
         mine = [row for row in drawn if row in known]
         for begin in range(0, len(mine) - len(known), len(known)):
             assert len(set(mine[begin : begin + len(known)])) == len(known)
@@ -70,12 +83,15 @@ def test_rows_come_from_the_sources_in_their_shares(text, other_text):
 
 @pytest.mark.parametrize("batching", ["packed", "grouped", "budget"])
 def test_every_batching_can_be_mixed(text, other_text, batching):
-    train, _ = open_data(mixture(text, other_text, batching=batching, validation=0.2, last="pad"))
+    train, _ = open_data(
+        mixture(text, other_text, batching=batching, validation=0.2, last="pad")
+    )
     labels = 0.0
     for k in range(200):
         batch = train.batch(k)
         assert (
-            batch["tokens"].shape == train.batch_shape(k) and train.batch_shape(k) in train.shapes
+            batch["tokens"].shape == train.batch_shape(k)
+            and train.batch_shape(k) in train.shapes
         )
         labels += batch["weights"].sum()
     assert abs(labels / 200 / train.tokens_per_batch - 1) < 0.1
@@ -85,19 +101,25 @@ def test_every_batching_can_be_mixed(text, other_text, batching):
 def test_an_evaluation_ends_before_a_source_comes_round(text, other_text, batching):
     """The one with few held-out rows has most of the weight."""
     _, held_out = open_data(
-        mixture(other_text, text, (20.0, 1.0), batching=batching, validation=0.3, batch=2)
+        mixture(
+            other_text, text, (20.0, 1.0), batching=batching, validation=0.3, batch=2
+        )
     )
     once, epoch = held_out.one_pass(1000), held_out.batches_per_epoch
 
     def rows(numbers: range) -> list[bytes]:
         batches = map(held_out.batch, numbers)
         return [
-            row.tobytes() for batch in batches for row in batch["tokens"][batch["weights"].any(1)]
+            row.tobytes()
+            for batch in batches
+            for row in batch["tokens"][batch["weights"].any(1)]
         ]
 
     assert 1 < len(once) < epoch and len(set(rows(once))) == len(rows(once))
     further = range(len(once) + 1)
-    assert len(set(rows(further))) < len(rows(further)) and held_out.one_pass(2) == range(2)
+    assert len(set(rows(further))) < len(rows(further)) and held_out.one_pass(
+        2
+    ) == range(2)
     (fewer,) = held_out.fewer(1000)
     assert tells(
         fewer, f"{len(once)} batches, fewer than eval.batches 1000"

@@ -62,13 +62,19 @@ def test_the_rows_of_all_ranks_together_are_the_global_batch(setting, ranks):
     readers = [open_data(setting)[0] for _ in range(ranks)]
     for k, batch in enumerate(expected):
         rows = readers[0].batch_shape(k)[0]
-        parts = [reader.batch(k, share(rank, ranks, rows)) for rank, reader in enumerate(readers)]
+        parts = [
+            reader.batch(k, share(rank, ranks, rows))
+            for rank, reader in enumerate(readers)
+        ]
         assert equal(
-            {name: np.concatenate([part[name] for part in parts]) for name in batch}, batch
+            {name: np.concatenate([part[name] for part in parts]) for name in batch},
+            batch,
         )
 
 
-def test_each_rank_of_context_reads_its_own_places_of_a_row_and_no_more(setting, bytes_read):
+def test_each_rank_of_context_reads_its_own_places_of_a_row_and_no_more(
+    setting, bytes_read
+):
     ranks, train, read = 4, open_data(setting)[0], []
     for k in range(8):
         batch, (rows, length) = train.batch(k), train.batch_shape(k)
@@ -87,20 +93,32 @@ def test_each_rank_of_context_reads_its_own_places_of_a_row_and_no_more(setting,
     )
 
 
-def test_a_run_stopped_at_five_random_steps_goes_on_with_the_same_batches_on_another_mesh(setting):
+def test_a_run_stopped_at_five_random_steps_goes_on_with_the_same_batches_on_another_mesh(
+    setting,
+):
     expected = whole(open_data(setting)[0])
-    stops = sorted(np.random.default_rng(5).choice(np.arange(1, STEPS), 5, replace=False).tolist())
-    for begin, end, ranks in zip([0, *stops], [*stops, STEPS], (1, 8, 2, 4, 1, 8), strict=True):
-        train = open_data(setting)[0]  # a new run: all that it knows of the last is `begin`
+    stops = sorted(
+        np.random.default_rng(5).choice(np.arange(1, STEPS), 5, replace=False).tolist()
+    )
+    for begin, end, ranks in zip(
+        [0, *stops], [*stops, STEPS], (1, 8, 2, 4, 1, 8), strict=True
+    ):
+        # A new run: all that it knows of the last is `begin`
+        train = open_data(setting)[0]
         loaders = [
-            Loader(train, begin, lambda shape, r=rank, n=ranks: (share(r, n, shape[0]), None))
+            Loader(
+                train,
+                begin,
+                lambda shape, r=rank, n=ranks: (share(r, n, shape[0]), None),
+            )
             for rank in range(ranks)
         ]  # type: ignore[misc]
         for k in range(begin, end):
             parts = [next(loader) for loader in loaders]
             assert {number for number, _ in parts} == {k}
             batch = {
-                name: np.concatenate([part[name] for _, part in parts]) for name in expected[k]
+                name: np.concatenate([part[name] for _, part in parts])
+                for name in expected[k]
             }
             assert equal(batch, expected[k])
         for loader in loaders:
@@ -131,11 +149,16 @@ def test_two_real_processes_with_nothing_cached_read_the_batches_of_one(
 ):
     setting = chosen(batching, text, other_text)
     (tmp_path / "config.yaml").write_text(to_yaml(setting))
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        "PYTHONPATH": str(ROOT),
+    }
     command = [sys.executable, "-c", READ_OWN_ROWS, str(tmp_path / "config.yaml")]
     processes = [
         subprocess.Popen(
-            [*command, str(tmp_path / f"{rank}.npz"), str(rank), "2", str(STEPS)], env=environment
+            [*command, str(tmp_path / f"{rank}.npz"), str(rank), "2", str(STEPS)],
+            env=environment,
         )
         for rank in range(2)
     ]
@@ -143,20 +166,30 @@ def test_two_real_processes_with_nothing_cached_read_the_batches_of_one(
     parts = [np.load(tmp_path / f"{rank}.npz") for rank in range(2)]
     for k, batch in enumerate(whole(open_data(setting)[0])):
         for name, array in batch.items():
-            assert np.array_equal(np.concatenate([part[f"{k}/{name}"] for part in parts]), array)
+            assert np.array_equal(
+                np.concatenate([part[f"{k}/{name}"] for part in parts]), array
+            )
             assert len(parts[0][f"{k}/{name}"]) == len(array) // 2
 
 
 def documents_seen(train: TextBatches, epoch: int) -> Counter[int]:
     """How often each document is met in an epoch: they begin with their number."""
     found: Counter[int] = Counter()
-    for k in range(epoch * train.batches_per_epoch, (epoch + 1) * train.batches_per_epoch):
+    for k in range(
+        epoch * train.batches_per_epoch, (epoch + 1) * train.batches_per_epoch
+    ):
         batch = train.batch(k)
         real = batch["weights"] > 0
-        starts = np.argwhere((batch["tokens"] == train.tokenizer.end_of_document) & real)
+        starts = np.argwhere(
+            (batch["tokens"] == train.tokenizer.end_of_document) & real
+        )
         for row, column in starts:
             found[
-                int(train.tokenizer.decode(batch["labels"][row, column : column + 5]).split()[0])
+                int(
+                    train.tokenizer.decode(
+                        batch["labels"][row, column : column + 5]
+                    ).split()[0]
+                )
             ] += 1
     return found
 
@@ -164,7 +197,9 @@ def documents_seen(train: TextBatches, epoch: int) -> Counter[int]:
 def labels_seen(train: TextBatches, epoch: int) -> Counter[int]:
     """How often each id is a label with weight in an epoch."""
     found: Counter[int] = Counter()
-    for k in range(epoch * train.batches_per_epoch, (epoch + 1) * train.batches_per_epoch):
+    for k in range(
+        epoch * train.batches_per_epoch, (epoch + 1) * train.batches_per_epoch
+    ):
         batch = train.batch(k)
         found.update(batch["labels"][batch["weights"] > 0].tolist())
     return found
@@ -172,11 +207,18 @@ def labels_seen(train: TextBatches, epoch: int) -> Counter[int]:
 
 @pytest.mark.parametrize("batching", BATCHINGS)
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_every_document_and_every_token_is_seen_exactly_once_an_epoch(batching, epoch, text):
-    train, _ = open_data(config(text, length=64, batching=batching, last="pad", validation=0.0))
+def test_every_document_and_every_token_is_seen_exactly_once_an_epoch(
+    batching, epoch, text
+):
+    train, _ = open_data(
+        config(text, length=64, batching=batching, last="pad", validation=0.0)
+    )
     texts = [path.read_bytes() for path in sorted(text.iterdir())]
-    assert labels_seen(train, epoch) == Counter(b"".join(texts)) + Counter({256: len(texts)})
-    if batching != "window":  # a window may begin with the end of a document, after its first token
+    assert labels_seen(train, epoch) == Counter(b"".join(texts)) + Counter(
+        {256: len(texts)}
+    )
+    # A window may begin with the end of a document, after its first token
+    if batching != "window":
         assert documents_seen(train, epoch) == Counter(range(len(texts)))
 
 
@@ -194,7 +236,9 @@ def test_each_epoch_and_each_seed_has_an_order_of_its_own(batching, text):
     assert orders[0] == order(0, 0)
     for i, one in enumerate(orders):
         for other in orders[:i]:
-            assert sum(a == b for a, b in zip(one, other, strict=True)) <= len(one) // 10
+            assert (
+                sum(a == b for a, b in zip(one, other, strict=True)) <= len(one) // 10
+            )
 
 
 @pytest.mark.parametrize("batching", BATCHINGS)
@@ -214,14 +258,19 @@ def test_drop_leaves_out_only_what_does_not_fill_a_batch(batching, text):
 def test_the_order_is_the_same_in_every_version(tmp_path):
     """Written down once: a run that is resumed after an upgrade must meet the rest of its epoch."""
     lines = "".join(
-        json.dumps({"text": "abcdefghij"[: 1 + i % 10] + str(i)}) + "\n" for i in range(40)
+        json.dumps({"text": "abcdefghij"[: 1 + i % 10] + str(i)}) + "\n"
+        for i in range(40)
     )
     (tmp_path / "some.jsonl").write_text(lines)
     found = {}
     for batching in BATCHINGS:
         options = {"batching": batching, "validation": 0.0, "seed": 3}
-        train, _ = open_data(config(tmp_path / "some.jsonl", length=16, batch=2, **options))
-        found[batching] = [train.tokenizer.decode(row[row > 0]) for row in train.batch(5)["labels"]]
+        train, _ = open_data(
+            config(tmp_path / "some.jsonl", length=16, batch=2, **options)
+        )
+        found[batching] = [
+            train.tokenizer.decode(row[row > 0]) for row in train.batch(5)["labels"]
+        ]
     assert found == {
         "window": ["gh7abcdefghi8a", "abcdefg6abcdef"],
         "packed": ["abcdefghi8ab31", "abcde14abcde34"],

@@ -10,19 +10,25 @@ from meshtrain.data.packing import pack
 
 def random_counts(size: int, pieces: int, seed: int) -> np.ndarray:
     lengths = (
-        np.random.default_rng(seed).lognormal(np.log(size / 8), 1.0, pieces).astype(int) % size + 1
+        np.random.default_rng(seed).lognormal(np.log(size / 8), 1.0, pieces).astype(int)
+        % size
+        + 1
     )
     return np.bincount(lengths, minlength=size + 1)
 
 
 @pytest.mark.parametrize(
-    ("size", "pieces"), [(1, 5), (8, 1), (8, 1000), (64, 37), (1024, 5000), (1024, 10**6)]
+    ("size", "pieces"),
+    [(1, 5), (8, 1), (8, 1000), (64, 37), (1024, 5000), (1024, 10**6)],
 )
 def test_a_plan_holds_exactly_the_pieces_and_no_row_overflows(size, pieces):
     counts = random_counts(size, pieces, seed=pieces)
     held = np.zeros_like(counts)
     for kind in pack(counts, size):
-        assert kind.rows > 0 and 0 < sum(length * copies for length, copies in kind.content) <= size
+        assert (
+            kind.rows > 0
+            and 0 < sum(length * copies for length, copies in kind.content) <= size
+        )
         for length, copies in kind.content:
             held[length] += kind.rows * copies
     assert np.array_equal(held, counts)
@@ -38,11 +44,16 @@ def test_a_plan_is_nearly_full_and_does_not_grow_with_the_corpus(pieces):
 
 
 @pytest.mark.parametrize(
-    ("counts", "rows"), [({5: 2, 3: 4, 2: 2}, 4), ({6: 1, 4: 1, 2: 3}, 2), ({8: 3}, 3), ({1: 9}, 2)]
+    ("counts", "rows"),
+    [({5: 2, 3: 4, 2: 2}, 4), ({6: 1, 4: 1, 2: 3}, 2), ({8: 3}, 3), ({1: 9}, 2)],
 )
 def test_small_cases_need_as_few_rows_as_can_be(counts, rows):
     assert (
-        sum(kind.rows for kind in pack(np.array([counts.get(n, 0) for n in range(9)]), 8)) == rows
+        sum(
+            kind.rows
+            for kind in pack(np.array([counts.get(n, 0) for n in range(9)]), 8)
+        )
+        == rows
     )
 
 
@@ -58,7 +69,9 @@ def test_segments_and_positions_follow_the_documents_and_padding_counts_nothing(
         batch = train.batch(k)
         for row in range(8):
             names = "tokens", "labels", "segments", "positions", "weights"
-            tokens, labels, segments, positions, weights = (batch[name][row] for name in names)
+            tokens, labels, segments, positions, weights = (
+                batch[name][row] for name in names
+            )
             real = segments > 0
             assert np.array_equal(weights, real.astype(np.float32))
             used = int(real.sum())

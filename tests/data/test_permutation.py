@@ -60,5 +60,8 @@ def test_arrays_of_sizes_and_keys_are_permuted_element_by_element():
     keys = np.array([key_of(k) for k in (0, 1, 2, 3, 3, 4)])
     index = np.array([0, 1, 2, 4, 5, 4999])
     together = permute(index, sizes, keys)
-    alone = [int(permute(index[i : i + 1], int(sizes[i]), keys[i])[0]) for i in range(len(index))]
+    alone = [
+        int(permute(index[i : i + 1], int(sizes[i]), keys[i])[0])
+        for i in range(len(index))
+    ]
     assert together.tolist() == alone

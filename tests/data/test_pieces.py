@@ -22,7 +22,9 @@ def corpus(text: Path) -> Corpus:
 
 
 @pytest.mark.parametrize("longest", [1, 2, 7, 64, 10_000])
-def test_pieces_cover_every_label_once_and_cut_only_at_the_longest(corpus, tmp_path, longest):
+def test_pieces_cover_every_label_once_and_cut_only_at_the_longest(
+    corpus, tmp_path, longest
+):
     table = open_pieces(corpus, longest, tmp_path / "table")
     numbers = np.arange(len(table.first))
     lengths, first = table.lengths(numbers), table.first.astype(int)
@@ -37,7 +39,9 @@ def test_pieces_cover_every_label_once_and_cut_only_at_the_longest(corpus, tmp_p
         first[order], np.cumsum(lengths[order]) - lengths[order]
     )  # one after the other, without gaps
     assert lengths.sum() == corpus.labels
-    edges = np.concatenate([np.diff(offsets.astype(int)) for offsets in corpus.offsets]).cumsum()
+    edges = np.concatenate(
+        [np.diff(offsets.astype(int)) for offsets in corpus.offsets]
+    ).cumsum()
     assert set(edges) <= set(
         (first + lengths).tolist()
     )  # no piece reaches over the end of a document
@@ -104,18 +108,24 @@ def test_a_damaged_table_is_reported_and_made_again(corpus, tmp_path, damage, ca
 def test_the_table_of_another_corpus_is_not_taken_for_this_ones(corpus, tmp_path):
     open_pieces(corpus + corpus, 64, tmp_path / "other")
     (tmp_path / "other").rename(tmp_path / "table")
-    found, made = (open_pieces(corpus, 64, tmp_path / name) for name in ("table", "new"))
+    found, made = (
+        open_pieces(corpus, 64, tmp_path / name) for name in ("table", "new")
+    )
     assert len(found.first) == len(made.first)
 
 
-def test_what_is_no_file_gives_way_to_the_table_and_a_directory_is_reported(corpus, tmp_path):
+def test_what_is_no_file_gives_way_to_the_table_and_a_directory_is_reported(
+    corpus, tmp_path
+):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("nowhere")
     (tmp_path / "directory" / "with").mkdir(parents=True)
     for name in ("pipe", "link"):
         open_pieces(corpus, 64, tmp_path / name)
         assert stat.S_ISREG((tmp_path / name).lstat().st_mode)
-    with pytest.raises(ConfigError, match=r"directory cannot be written .*\(is a directory\)"):
+    with pytest.raises(
+        ConfigError, match=r"directory cannot be written .*\(is a directory\)"
+    ):
         open_pieces(corpus, 64, tmp_path / "directory")
 
 
@@ -136,7 +146,9 @@ def test_a_full_disk_is_reported_and_nothing_of_the_table_is_left(corpus, tmp_pa
     def on_a_small_disk() -> None:
         own_mounts()
         mount("tmpfs", cache, options="size=8k")
-        with pytest.raises(ConfigError, match=r"\(no space left on device\); set XDG_CACHE_HOME"):
+        with pytest.raises(
+            ConfigError, match=r"\(no space left on device\); set XDG_CACHE_HOME"
+        ):
             open_pieces(corpus, 1, cache / "table")  # eight bytes a label: 200 kB
         os._exit(len([p for p in cache.iterdir() if p.name != ".lock"]))
 

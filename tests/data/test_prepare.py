@@ -33,12 +33,16 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(source: Path, output: Path, workers: int = 1, **options: Any) -> ShardManifest:
-    return prepare(find([str(source)]).files, output, PrepareOptions(**options), workers)
+    return prepare(
+        find([str(source)]).files, output, PrepareOptions(**options), workers
+    )
 
 
 def same(one: Path, other: Path) -> bool:
     names = sorted(p.relative_to(one).as_posix() for p in one.rglob("*") if p.is_file())
-    assert names == sorted(p.relative_to(other).as_posix() for p in other.rglob("*") if p.is_file())
+    assert names == sorted(
+        p.relative_to(other).as_posix() for p in other.rglob("*") if p.is_file()
+    )
     return filecmp.cmpfiles(one, other, names, shallow=False)[0] == names
 
 
@@ -58,7 +62,9 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "LEAST_UNIT", 5000)
 
 
-def test_every_document_is_there_once_in_order_in_one_split(text, tmp_path, small_units):
+def test_every_document_is_there_once_in_order_in_one_split(
+    text, tmp_path, small_units
+):
     manifest = run(text, tmp_path / "out", validation=0.2)
     assert len(manifest.shards["train"]) > 3
     expected: dict[str, list[str]] = {split: [] for split in SPLITS}
@@ -88,7 +94,10 @@ def test_the_manifest_tells_the_same_wherever_the_text_lies(text, tmp_path):
 def test_the_held_out_share_is_about_what_was_asked_for():
     names = [f"folder/{i}.txt" for i in range(20_000)]
     for share in (0.0, 0.01, 0.2):
-        assert abs(sum(held_out(name, share) for name in names) / len(names) - share) < 0.005
+        assert (
+            abs(sum(held_out(name, share) for name in names) / len(names) - share)
+            < 0.005
+        )
 
 
 def test_a_file_whose_name_is_not_utf8_or_several_lines_is_read_all_the_same_and_is_a_line_of_the_log(
@@ -99,9 +108,9 @@ def test_a_file_whose_name_is_not_utf8_or_several_lines_is_read_all_the_same_and
     (folder / os.fsdecode(b"\xff.txt")).write_text("good")
     for name in (b"\xfe.txt", b"a\nb\tc\\.txt", b"\xff\r.txt"):
         (folder / os.fsdecode(name)).write_bytes(b"")
-    assert texts(tmp_path / "out", run(folder, tmp_path / "out", validation=0.0), "train") == [
-        "good"
-    ]
+    assert texts(
+        tmp_path / "out", run(folder, tmp_path / "out", validation=0.0), "train"
+    ) == ["good"]
     log = sorted((tmp_path / "out" / "skipped.log").read_bytes().splitlines())
     assert log == [
         b"text/a\\nb\\tc\\\\.txt\tempty",
@@ -158,7 +167,9 @@ def test_a_killed_run_with_workers_goes_on_to_the_same_bytes(text, tmp_path):
     process = subprocess.Popen(
         [*command, str(tmp_path / "out")], env=environment, start_new_session=True
     )
-    while not list((tmp_path / "out" / "units").glob("*.json")) and process.poll() is None:
+    while (
+        not list((tmp_path / "out" / "units").glob("*.json")) and process.poll() is None
+    ):
         time.sleep(0.002)
     os.killpg(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
@@ -263,7 +274,8 @@ def test_bad_documents_are_counted_named_and_skipped(mixed, tmp_path):
     assert texts(tmp_path / "out", manifest, "train") == ["good", "good too"]
     assert manifest.skipped == {"empty": 1, "not UTF-8": 1, "without text": 1}
     named = [
-        line.split("\t")[0] for line in (tmp_path / "out" / "skipped.log").read_text().splitlines()
+        line.split("\t")[0]
+        for line in (tmp_path / "out" / "skipped.log").read_text().splitlines()
     ]
     assert named == ["mixed/b.txt", "mixed/c.txt", "mixed/d.jsonl#21"]
 
@@ -271,7 +283,9 @@ def test_bad_documents_are_counted_named_and_skipped(mixed, tmp_path):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_bad_documents_are_refused_by_choice(mixed, tmp_path, workers, monkeypatch):
     monkeypatch.setattr(documents, "LEAST_UNIT", 1)
-    with pytest.raises(ConfigError, match=r"mixed/\S+ is (not UTF-8|empty|without text)"):
+    with pytest.raises(
+        ConfigError, match=r"mixed/\S+ is (not UTF-8|empty|without text)"
+    ):
         run(mixed, tmp_path / "out", workers=workers, bad="refuse")
 
 
@@ -299,10 +313,14 @@ def test_an_input_of_bad_documents_alone_is_refused(tmp_path, name, data, said):
 
 
 @pytest.mark.thorough
-def test_a_damaged_archive_gives_the_same_bytes_whatever_the_workers(text, tmp_path, small_units):
+def test_a_damaged_archive_gives_the_same_bytes_whatever_the_workers(
+    text, tmp_path, small_units
+):
     folder = tmp_path / "mixed"
     shutil.copytree(text, folder)
-    data = gzip.compress("".join(f'{{"text": "{i}"}}\n' for i in range(20_000)).encode(), mtime=0)
+    data = gzip.compress(
+        "".join(f'{{"text": "{i}"}}\n' for i in range(20_000)).encode(), mtime=0
+    )
     (folder / "0050.jsonl.gz").write_bytes(data[: len(data) // 2])
     (folder / "0051.jsonl").write_text("[" * 100_000 + '\n{"text": "good"}\n')
     manifest = run(folder, tmp_path / "one", validation=0.2)
@@ -310,7 +328,9 @@ def test_a_damaged_archive_gives_the_same_bytes_whatever_the_workers(text, tmp_p
     assert same(tmp_path / "one", tmp_path / "three")
     assert manifest.skipped == {"not JSON": 1, "unreadable": 1}
     assert sum(manifest.count(split, "documents") for split in SPLITS) == 151
-    with pytest.raises(ConfigError, match=r"mixed/005\S+ is (unreadable|not JSON) \(.*; mend it"):
+    with pytest.raises(
+        ConfigError, match=r"mixed/005\S+ is (unreadable|not JSON) \(.*; mend it"
+    ):
         run(folder, tmp_path / "refused", bad="refuse")
 
 
@@ -321,7 +341,9 @@ def test_a_large_vocabulary_is_stored_in_four_bytes(text, tmp_path):
         "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"},
     }
     (tmp_path / "words.json").write_text(json.dumps(words))
-    manifest = run(text, tmp_path / "out", tokenizer=str(tmp_path / "words.json"), validation=0.0)
+    manifest = run(
+        text, tmp_path / "out", tokenizer=str(tmp_path / "words.json"), validation=0.0
+    )
     corpus = open_corpus(tmp_path / "out", manifest, "train", verify=True)
     tokens, _ = corpus.read(np.array([0]), np.array([corpus.starts[1]]))
     assert tokens.dtype == np.dtype("<u4") and tokens.max() == 70_001

@@ -31,7 +31,9 @@ def learned(text: str, record: dict[str, Any]) -> list[list[Any]] | str:
         )
     except Unfit as error:
         return error.kind
-    return [[example.text, [list(span) for span in example.learned]] for (example,) in found]
+    return [
+        [example.text, [list(span) for span in example.learned]] for (example,) in found
+    ]
 
 
 @pytest.mark.parametrize("marks", [True, False], ids=["marked", "prefix differences"])

@@ -30,12 +30,16 @@ def text(tmp_path):
 
 @pytest.fixture
 def shards(text, tmp_path):
-    return tmp_path / "shards", prepare(text, tmp_path / "shards", PrepareOptions(validation=0.0))
+    return tmp_path / "shards", prepare(
+        text, tmp_path / "shards", PrepareOptions(validation=0.0)
+    )
 
 
 @pytest.mark.parametrize("call", ["open", "read"])
 @pytest.mark.parametrize("number", PASSING)
-def test_a_document_is_read_after_an_error_that_passes_and_never_left_out(call, number, text):
+def test_a_document_is_read_after_an_error_that_passes_and_never_left_out(
+    call, number, text
+):
     expected = [document.text for document in documents(text, "text")]
     with refusing(call, "b.txt", number, times=2):
         assert [document.text for document in documents(text, "text")] == expected
@@ -59,11 +63,19 @@ def test_a_document_that_this_user_may_not_read_is_still_left_out_by_name(text):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
-def test_what_is_said_of_a_disk_is_no_finding_about_a_document_or_an_image(number, text, tmp_path):
+def test_what_is_said_of_a_disk_is_no_finding_about_a_document_or_an_image(
+    number, text, tmp_path
+):
     (tmp_path / "a.png").write_bytes(b"x")
-    with refusing("open", "b.txt", number), pytest.raises(Unreadable, match="cannot be read now"):
+    with (
+        refusing("open", "b.txt", number),
+        pytest.raises(Unreadable, match="cannot be read now"),
+    ):
         list(documents(text, "text"))
-    with refusing("open", "a.png", number), pytest.raises(Unreadable, match="cannot be read now"):
+    with (
+        refusing("open", "a.png", number),
+        pytest.raises(Unreadable, match="cannot be read now"),
+    ):
         _check(InputFile(str(tmp_path / "a.png"), "a.png", 1, 0))
 
 
@@ -74,24 +86,35 @@ def test_an_image_that_cannot_be_read_now_is_not_noted_as_bad(tmp_path):
         _check(file)
 
 
-def test_a_preparation_that_could_not_read_is_finished_by_the_next(text, shards, tmp_path):
+def test_a_preparation_that_could_not_read_is_finished_by_the_next(
+    text, shards, tmp_path
+):
     _, expected = shards
     other = tmp_path / "other"
     with refusing("open", "c.txt", errno.EIO), pytest.raises(Unreadable):
         prepare(text, other, PrepareOptions(validation=0.0))
-    assert prepare(text, other, PrepareOptions(validation=0.0)).digest == expected.digest
+    assert (
+        prepare(text, other, PrepareOptions(validation=0.0)).digest == expected.digest
+    )
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "train-00000.tokens", "train-00000.offsets"])
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "train-00000.tokens", "train-00000.offsets"]
+)
 @pytest.mark.parametrize("call", ["open", "read", "stat"])
 def test_shards_are_opened_after_an_error_that_passes_and_are_not_altered_for_one_that_stays(
     call, name, shards
 ):
     directory, manifest = shards
-    open_all = lambda: open_corpus(directory, read_manifest(directory), "train", verify=True)
+    open_all = lambda: open_corpus(
+        directory, read_manifest(directory), "train", verify=True
+    )
     with refusing(call, name, errno.EIO, times=1):
         assert open_all().documents == manifest.count("train", "documents")
-    with refusing(call, name, errno.ESTALE), pytest.raises((Unreadable, OSError)) as refused:
+    with (
+        refusing(call, name, errno.ESTALE),
+        pytest.raises((Unreadable, OSError)) as refused,
+    ):
         open_all()
     assert not isinstance(refused.value, ConfigError)
 
@@ -116,7 +139,9 @@ def test_a_cache_that_cannot_be_read_now_is_not_made_again(text, tmp_path, monke
         }
     )
     open_data(settings)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.tokens")}
+    before = {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.tokens")
+    }
     for call in ("open", "read", "stat"):
         with refusing(call, "manifest.json", errno.EIO), pytest.raises(Unreadable):
             open_data(settings)
@@ -128,13 +153,17 @@ def test_a_cache_that_cannot_be_read_now_is_not_made_again(text, tmp_path, monke
 def test_a_short_read_of_a_shard_is_read_on(tmp_path, monkeypatch):
     path, pread = tmp_path / "x.tokens", os.pread
     path.write_bytes(bytes(range(100)))
-    monkeypatch.setattr("os.pread", lambda number, size, at: pread(number, min(size, 7), at))
+    monkeypatch.setattr(
+        "os.pread", lambda number, size, at: pread(number, min(size, 7), at)
+    )
     file = descriptor(TokenFile(path, np.dtype("<u2"), 50))
     assert file.read(50, 10) == bytes(range(10, 60))
     assert file.read(50, 90) == bytes(range(90, 100))
 
 
-def test_a_shard_is_read_while_training_after_an_error_that_passes(tmp_path, monkeypatch):
+def test_a_shard_is_read_while_training_after_an_error_that_passes(
+    tmp_path, monkeypatch
+):
     path, pread, left = tmp_path / "x.tokens", os.pread, [2]
     path.write_bytes(bytes(100))
 

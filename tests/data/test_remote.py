@@ -46,7 +46,9 @@ def text(tmp_path):
     (folder / "deep" / "b.py").write_text("print(1)\n" * 900)
     (folder / "c.jsonl.gz").write_bytes(
         gzip.compress(
-            b"".join(json.dumps({"text": f"line {i}"}).encode() + b"\n" for i in range(99))
+            b"".join(
+                json.dumps({"text": f"line {i}"}).encode() + b"\n" for i in range(99)
+            )
         )
     )
     (folder / "photo.png").write_bytes(b"no text")
@@ -82,7 +84,9 @@ def test_text_that_cannot_be_read_now_is_not_left_out(server, text, tmp_path):
 
 
 def shards(text, tmp_path):
-    prepare(find([str(text)]).files, tmp_path / "shards", PrepareOptions(validation=0.2))
+    prepare(
+        find([str(text)]).files, tmp_path / "shards", PrepareOptions(validation=0.2)
+    )
     put(tmp_path / "shards", f"{ROOT}/shards")
     return tmp_path / "shards", f"{ROOT}/shards"
 
@@ -97,7 +101,9 @@ def opened(source, **data):
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_shards_in_a_store_give_the_batches_of_local_ones(server, text, tmp_path, verify):
+def test_shards_in_a_store_give_the_batches_of_local_ones(
+    server, text, tmp_path, verify
+):
     here, there = shards(text, tmp_path)
     local = opened(here)
     server.asked.clear()
@@ -124,7 +130,9 @@ def test_a_shard_that_is_not_as_prepared_is_refused(server, text, tmp_path):
         opened(there)
     stores.write(f"{there}/{name}", whole)
     opened(there)
-    kept = next(p for p in stores.cache().iterdir() if p.is_file() and p.read_bytes() == whole)
+    kept = next(
+        p for p in stores.cache().iterdir() if p.is_file() and p.read_bytes() == whole
+    )
     kept.write_bytes(b"\1" + whole[1:])  # a copy that has gone bad is fetched again
     opened(there)
     assert kept.read_bytes() == whole
@@ -150,6 +158,9 @@ def test_weights_are_taken_from_a_store(server, tmp_path):
     put(hugging_face(tmp_path / "model"), f"{ROOT}/model")
     here = load({"model": {"weights": str(tmp_path / "model")}})
     there = load({"model": {"weights": f"{ROOT}/model"}})
-    assert (there.model.layers, there.model.d_model) == (here.model.layers, here.model.d_model)
+    assert (there.model.layers, there.model.d_model) == (
+        here.model.layers,
+        here.model.d_model,
+    )
     with pytest.raises(ConfigError, match="there is nothing under s3://bucket/none"):
         load({"model": {"weights": "s3://bucket/none"}})

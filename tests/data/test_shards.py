@@ -37,7 +37,14 @@ def prepared(tmp_path: Path) -> tuple[Path, ShardManifest]:
         assert shard is not None
         written.append(shard)
     manifest = ShardManifest(
-        "byte", "0", 13, END, "uint16", 0.0, {"train": tuple(written), "validation": ()}, {}
+        "byte",
+        "0",
+        13,
+        END,
+        "uint16",
+        0.0,
+        {"train": tuple(written), "validation": ()},
+        {},
     )
     (tmp_path / "manifest.json").write_text(manifest.to_json())
     return tmp_path, manifest
@@ -53,7 +60,8 @@ def test_every_document_is_predicted_from_an_end_token_to_an_end_token(prepared)
     corpus = open_corpus(*prepared, "train", verify=True)
     assert (corpus.documents, corpus.labels) == (5, len(STREAM) - 1)
     for start in range(corpus.labels):
-        for n in range(1, corpus.labels - start + 1):  # across the borders of shards too
+        # Across the borders of shards too
+        for n in range(1, corpus.labels - start + 1):
             assert read_all(corpus, start, n) == (
                 STREAM[start : start + n],
                 STREAM[start + 1 : start + n + 1],
@@ -68,7 +76,10 @@ def test_a_manifest_is_read_back_as_it_was_written(prepared):
 
 def shards_of(directory: Path, count: int) -> Corpus:
     """Shard k has the tokens k k k k."""
-    files = [TokenFile(directory / str(number), np.dtype("<u2"), 4) for number in range(count)]
+    files = [
+        TokenFile(directory / str(number), np.dtype("<u2"), 4)
+        for number in range(count)
+    ]
     for number, file in enumerate(files):
         np.full(4, number, "<u2").tofile(file.path)
     return Corpus(files, [])
@@ -79,9 +90,14 @@ def test_many_stretches_are_read_one_behind_another_and_padding_is_zeros(prepare
     first, lengths = np.array([7, PADDING, 0, 5, 5]), np.array([6, 3, 4, 2, 1])
     tokens, labels = corpus.read(first, lengths)
     begins = np.cumsum(lengths) - lengths
-    for begin, start, n in zip(begins.tolist(), first.tolist(), lengths.tolist(), strict=True):
+    for begin, start, n in zip(
+        begins.tolist(), first.tolist(), lengths.tolist(), strict=True
+    ):
         whole = [0] * (n + 1) if start == PADDING else STREAM[start : start + n + 1]
-        assert (tokens[begin : begin + n].tolist(), labels[begin : begin + n].tolist()) == (
+        assert (
+            tokens[begin : begin + n].tolist(),
+            labels[begin : begin + n].tolist(),
+        ) == (
             whole[:-1],
             whole[1:],
         )
@@ -89,7 +105,9 @@ def test_many_stretches_are_read_one_behind_another_and_padding_is_zeros(prepare
 
 def test_a_stretch_is_cut_at_every_border_that_it_reaches_over(prepared):
     corpus = open_corpus(*prepared, "train", verify=True)  # shards of 5, 2 and 9 labels
-    counts, first, lengths = corpus.cut(np.array([4, 0, 5, 3, 9]), np.array([1, 5, 2, 7, 7]))
+    counts, first, lengths = corpus.cut(
+        np.array([4, 0, 5, 3, 9]), np.array([1, 5, 2, 7, 7])
+    )
     assert counts.tolist() == [1, 1, 1, 3, 1]
     assert first.tolist() == [4, 0, 5, 3, 5, 7, 9]
     assert lengths.tolist() == [1, 5, 2, 2, 2, 3, 7]
@@ -106,8 +124,12 @@ def test_more_shards_than_may_be_open_are_read_all_the_same(tmp_path, monkeypatc
     assert len(os.listdir("/proc/self/fd")) == before + 3
 
 
-def test_threads_that_close_each_others_files_never_read_the_wrong_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "descriptor", lru_cache(maxsize=2)(shards.descriptor.__wrapped__))
+def test_threads_that_close_each_others_files_never_read_the_wrong_one(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        shards, "descriptor", lru_cache(maxsize=2)(shards.descriptor.__wrapped__)
+    )
     corpus = shards_of(tmp_path, 8)
 
     def read_often(seed: int) -> bool:
@@ -143,7 +165,9 @@ def with_old_times(path: Path) -> None:
 
 
 @pytest.mark.parametrize("alter", [overwrite, with_old_times])
-def test_a_shard_overwritten_in_place_while_it_is_read_ends_the_next_read(prepared, alter):
+def test_a_shard_overwritten_in_place_while_it_is_read_ends_the_next_read(
+    prepared, alter
+):
     directory, manifest = prepared
     for verify in (True, False):
         corpus = open_corpus(directory, manifest, "train", verify)
@@ -157,7 +181,9 @@ def test_a_shard_overwritten_in_place_while_it_is_read_ends_the_next_read(prepar
         (directory / "train-00000.tokens").write_bytes(content)
 
 
-def test_a_shard_whose_content_is_as_prepared_is_read_on_whatever_its_inode_says(prepared):
+def test_a_shard_whose_content_is_as_prepared_is_read_on_whatever_its_inode_says(
+    prepared,
+):
     directory, manifest = prepared
     corpus, path = (
         open_corpus(directory, manifest, "train", verify=True),
@@ -258,7 +284,9 @@ def test_a_manifest_whose_values_make_no_sense_is_refused(prepared, key, value, 
     place = values if key in values else values["shards"]["train"][0]
     place[key] = value
     path.write_text(json.dumps(values))
-    with pytest.raises(ConfigError, match=rf"not the manifest of prepared shards \(.*{said}"):
+    with pytest.raises(
+        ConfigError, match=rf"not the manifest of prepared shards \(.*{said}"
+    ):
         read_manifest(prepared[0])
 
 

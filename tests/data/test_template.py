@@ -25,7 +25,10 @@ def test_a_template_has_what_templates_expect():
     {% if loop.last %}{% break %}{% endif %}
 {{ bos_token ~ m | tojson ~ strftime_now('%d %B %Y') ~ add_generation_prompt }}
 {% endfor %}"""
-    assert render(text, now=86400.0) == '<s>{"role": "user", "content": "hi"}02 January 1970False\n'
+    assert (
+        render(text, now=86400.0)
+        == '<s>{"role": "user", "content": "hi"}02 January 1970False\n'
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,30 +86,44 @@ def test_a_template_is_found_beside_its_tokenizer(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["bos_token", "eos_token", "pad_token", "unk_token"])
-@pytest.mark.parametrize("given", ["<|mine|>", {"content": "<|mine|>", "lstrip": False}])
+@pytest.mark.parametrize(
+    "given", ["<|mine|>", {"content": "<|mine|>", "lstrip": False}]
+)
 def test_a_special_token_may_stand_in_special_tokens_map_alone(name, given, tmp_path):
     (tmp_path / "chat_template.jinja").write_text("{{ " + name + " }}")
     (tmp_path / "special_tokens_map.json").write_text(
         json.dumps({name: given, "additional_special_tokens": ["<x>"]})
     )
-    assert find_template(None, str(tmp_path / "tokenizer.json")).special == {name: "<|mine|>"}
+    assert find_template(None, str(tmp_path / "tokenizer.json")).special == {
+        name: "<|mine|>"
+    }
     # tokenizer_config.json goes first, but for what it leaves open
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({name: None}))
-    assert find_template(None, str(tmp_path / "tokenizer.json")).special == {name: "<|mine|>"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({name: "<s>", "sep_token": "<sep>"}))
-    found = find_template(str(tmp_path / "chat_template.jinja"), str(tmp_path / "tokenizer.json"))
+    assert find_template(None, str(tmp_path / "tokenizer.json")).special == {
+        name: "<|mine|>"
+    }
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({name: "<s>", "sep_token": "<sep>"})
+    )
+    found = find_template(
+        str(tmp_path / "chat_template.jinja"), str(tmp_path / "tokenizer.json")
+    )
     assert found.special == {name: "<s>", "sep_token": "<sep>"}
 
 
 def test_a_special_tokens_map_that_is_damaged_is_named(tmp_path):
     (tmp_path / "chat_template.jinja").write_text("x")
     (tmp_path / "special_tokens_map.json").write_text("[1]")
-    with pytest.raises(ConfigError, match=r"special_tokens_map\.json .*damaged: .*not a JSON"):
+    with pytest.raises(
+        ConfigError, match=r"special_tokens_map\.json .*damaged: .*not a JSON"
+    ):
         find_template(None, str(tmp_path / "tokenizer.json"))
 
 
 def test_bytes_have_no_template():
-    with pytest.raises(ConfigError, match=r"tokenizer byte has none; .* data\.template"):
+    with pytest.raises(
+        ConfigError, match=r"tokenizer byte has none; .* data\.template"
+    ):
         find_template(None, "byte")
 
 
@@ -118,7 +135,9 @@ def test_a_conversation_with_tools_has_the_template_of_tools(tmp_path):
         {"name": "default", "template": "plain"},
         {"name": "tool_use", "template": "{{ tools[0].name }}"},
     ]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": several})
+    )
     tokenizer = str(tmp_path / "tokenizer.json")
     for found in (
         find_template(None, tokenizer),
@@ -143,7 +162,8 @@ def test_additional_templates_stand_in_a_folder_beside_the_template(tmp_path):
     assert (found.text, found.of_tools) == ("plain", "tools") and alone.of_tools is None
     assert (
         found.digest != alone.digest
-        and find_template(str(tmp_path / "chat_template.jinja"), "byte").digest == found.digest
+        and find_template(str(tmp_path / "chat_template.jinja"), "byte").digest
+        == found.digest
     )
 
 
@@ -155,7 +175,9 @@ def test_several_without_a_default_are_refused(tmp_path):
         {},
         3,
     ):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": several}))
+        (tmp_path / "tokenizer_config.json").write_text(
+            json.dumps({"chat_template": several})
+        )
         with pytest.raises(ConfigError, match=r"called default|is neither"):
             find_template(None, str(tmp_path / "tokenizer.json"))
 
@@ -246,7 +268,9 @@ def test_what_a_rendering_may_take_grows_with_the_conversation():
     template = ChatTemplate(TemplateText("t", text))
     messages = [{"role": "user", "content": "word " * 20}] * 200
     assert len(template.render(messages, None, [(200, False)], "")[0][0]) > 20_000
-    template.render([{"role": "user", "content": "word " * 400_000}], None, [(1, False)], "")
+    template.render(
+        [{"role": "user", "content": "word " * 400_000}], None, [(1, False)], ""
+    )
 
 
 @pytest.mark.parametrize("text", ["{{ messages | random }}", "{{ lipsum() }}"])

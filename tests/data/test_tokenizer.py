@@ -36,7 +36,11 @@ def test_a_trained_bpe_round_trips_in_fewer_tokens_than_bytes(bpe):
 
 
 def test_training_twice_gives_the_same_file(bpe, tmp_path):
-    train_bpe([SAMPLE * 20, "the mesh the shard the token " * 50], 300, tmp_path / "again.json")
+    train_bpe(
+        [SAMPLE * 20, "the mesh the shard the token " * 50],
+        300,
+        tmp_path / "again.json",
+    )
     assert (tmp_path / "again.json").read_bytes() == bpe.read_bytes()
 
 
@@ -52,13 +56,18 @@ def test_truncation_and_padding_in_the_file_are_switched_off(bpe, tmp_path):
     cutting.enable_truncation(3)
     cutting.enable_padding(length=50)
     cutting.save(str(tmp_path / "cutting.json"))
-    ours, plain = load_tokenizer(str(tmp_path / "cutting.json")), load_tokenizer(str(bpe))
+    ours, plain = (
+        load_tokenizer(str(tmp_path / "cutting.json")),
+        load_tokenizer(str(bpe)),
+    )
     assert np.array_equal(ours.encode([SAMPLE, "x"])[0], plain.encode([SAMPLE])[0])
     assert len(ours.encode([SAMPLE, "x"])[1]) == 1
 
 
 def test_without_an_end_token_one_id_more_is_used(tmp_path):
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "[UNK]": 4}, "[UNK]"))
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"a": 0, "b": 1, "[UNK]": 4}, "[UNK]")
+    )
     words.save(str(tmp_path / "words.json"))
     tokenizer = load_tokenizer(str(tmp_path / "words.json"))
     assert (tokenizer.end_of_document, tokenizer.vocab_size) == (5, 6)
@@ -103,8 +112,12 @@ def test_a_pattern_that_makes_the_library_panic_is_a_sentence(pattern, tmp_path)
         "behavior": "Isolated",
         "invert": False,
     }
-    tokenizer = load_tokenizer(str(broken(tmp_path / "tokenizer.json", pre_tokenizer=split)))
-    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot .*tokens .*\(.*retry-limit"):
+    tokenizer = load_tokenizer(
+        str(broken(tmp_path / "tokenizer.json", pre_tokenizer=split))
+    )
+    with pytest.raises(
+        ConfigError, match=r"tokenizer\.json cannot .*tokens .*\(.*retry-limit"
+    ):
         tokenizer.encode(["x" * 40 + "b"])
 
 
@@ -135,7 +148,9 @@ def test_a_panic_is_a_sentence_and_an_interrupt_is_none(tmp_path):
 def test_a_text_that_has_no_token_where_none_is_unknown_is_a_sentence(tmp_path):
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}
     tokenizer = load_tokenizer(str(broken(tmp_path / "tokenizer.json", model=model)))
-    with pytest.raises(ConfigError, match=r"tokenizer\.json cannot .*tokens .*\(.*\[UNK\]"):
+    with pytest.raises(
+        ConfigError, match=r"tokenizer\.json cannot .*tokens .*\(.*\[UNK\]"
+    ):
         tokenizer.encode(["zebra"])
     with pytest.raises(ConfigError, match=r"cannot make tokens of a text"):
         tokenizer.encode_marked(["zebra"], [[(0, 2)]])

@@ -26,7 +26,11 @@ def test_it_begins_and_ends_as_its_files_say(family):
     name, path = family
     *_, begin, end, source = FAMILIES[name]
     marks = load_tokenizer(path).boundaries
-    assert (tuple(mark.text for mark in marks.begin), marks.end.text, marks.end.source) == (
+    assert (
+        tuple(mark.text for mark in marks.begin),
+        marks.end.text,
+        marks.end.source,
+    ) == (
         begin,
         end,
         source,
@@ -49,7 +53,9 @@ def test_a_prompt_begins_as_transformers_has_it(family):
     name, path = family
     tokenizer, marked = load_tokenizer(path), load_tokenizer(path, chat=True)
     behind = len(SAID[name]["begun"][1]) - len(tokenizer.begin)
-    for text, begun, special in zip(TEXTS, SAID[name]["begun"], marked.encode(TEXTS), strict=True):
+    for text, begun, special in zip(
+        TEXTS, SAID[name]["begun"], marked.encode(TEXTS), strict=True
+    ):
         # what is put behind a text ends it, and a prompt does not end
         assert [*tokenizer.begin, *special.tolist()] == begun[: len(begun) - behind]
         if text and "<|" not in text:
@@ -71,7 +77,11 @@ def test_what_is_learned_of_a_span_has_all_its_tokens_and_no_other(family):
     name, path = family
     tokenizer = load_tokenizer(path, chat=True)
     for text, offsets in zip(TEXTS, SAID[name]["offsets"], strict=True):
-        for begin, end in ((0, len(text)), (1, max(len(text) - 1, 1)), (len(text) // 2, len(text))):
+        for begin, end in (
+            (0, len(text)),
+            (1, max(len(text) - 1, 1)),
+            (len(text) // 2, len(text)),
+        ):
             if end > len(text) or begin >= end:
                 continue
             ((ids, learned),) = tokenizer.encode_marked([text], [[(begin, end)]])

@@ -43,7 +43,10 @@ CELLS = draw._FILL.values()
 
 @pytest.mark.parametrize("text", [TEXT, FAINT, NOTE, BAD, GOOD])
 def test_text_on_a_page_is_readable_light_and_dark(text):
-    assert contrast(text, GROUND) >= READABLE and contrast(DARK[text], DARK[GROUND]) >= READABLE
+    assert (
+        contrast(text, GROUND) >= READABLE
+        and contrast(DARK[text], DARK[GROUND]) >= READABLE
+    )
 
 
 def test_a_pages_style_has_those_colours():
@@ -54,7 +57,10 @@ def test_a_pages_style_has_those_colours():
 
 
 def test_text_on_a_coloured_cell_is_readable():
-    scale = [probe._colour(score) for score in (0, 0.25, 0.5, 0.6, 0.75, 0.9, 1.0, float("nan"))]
+    scale = [
+        probe._colour(score)
+        for score in (0, 0.25, 0.5, 0.6, 0.75, 0.9, 1.0, float("nan"))
+    ]
     for colour in [*CELLS, *(mixed(cell, "#ffffff", 0.5) for cell in CELLS), *scale]:
         assert contrast(INK, colour) >= READABLE, colour
     assert all(contrast("#ffffff", colour) >= READABLE for colour in AXES.values())
@@ -64,7 +70,8 @@ def test_text_on_a_coloured_cell_is_readable():
         )
         channels = colorsys.hls_to_rgb(hue / 360, light / 100, strength / 100)
         assert (
-            contrast(INK, "#" + "".join(f"{round(255 * c):02x}" for c in channels)) >= READABLE
+            contrast(INK, "#" + "".join(f"{round(255 * c):02x}" for c in channels))
+            >= READABLE
         ), number
 
 
@@ -89,7 +96,8 @@ def test_loads_of_experts_are_told_apart_on_either_ground(dark):
     turned = DARK if dark else {}
     ground = turned.get(GROUND, GROUND)
     shown = [
-        mixed(ground, turned.get(hue, hue), strength) for _, hue, strength, _ in experts.CLASSES
+        mixed(ground, turned.get(hue, hue), strength)
+        for _, hue, strength, _ in experts.CLASSES
     ]
     distance, *pair = least_apart(shown)
     assert distance >= FAR, pair
@@ -101,14 +109,17 @@ def test_what_is_slow_differs_from_what_is_fast_for_all_eyes():
 
 
 def test_the_measure_finds_what_the_colour_blind_confuse():
-    assert least_apart(["#79aef2", "#c79cf0"])[0] < FAR  # forward and loss head, as they were
+    # Forward and loss head, as they were
+    assert least_apart(["#79aef2", "#c79cf0"])[0] < FAR
     assert contrast("#7d8590", "#ffffff") < READABLE  # the grey of text, as it was
     with pytest.raises(AssertionError):
         check_drawing(svg(9, 9, ['<text fill="#333333">x</text>'], "what"))
 
 
 def test_a_file_stands_alone_light_and_dark():
-    drawn = file(svg(1000, 90, [f'<rect fill="{TRACK}"/><text>x</text>'], 'a <b> & "c"'))
+    drawn = file(
+        svg(1000, 90, [f'<rect fill="{TRACK}"/><text>x</text>'], 'a <b> & "c"')
+    )
     check_drawing(drawn)
     root = ElementTree.fromstring(drawn)
     title, style = list(root)[:2]
@@ -139,13 +150,21 @@ def test_columns_of_numbers_are_flush_right_and_those_of_words_are_not():
     ]
     table = pages.table(("what", "times", "size", "sent", "when"), rows)
     assert table.count('<td class="n">') == 6 and table.count('<th class="n">') == 3
-    assert "<td>weights</td>" in table and "<td>now</td>" in table and "tabular-nums" in pages.STYLE
+    assert (
+        "<td>weights</td>" in table
+        and "<td>now</td>" in table
+        and "tabular-nums" in pages.STYLE
+    )
 
 
 @pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parents[2] / "experiments").rglob("*.svg")), ids=lambda p: p.name
+    "path",
+    sorted((Path(__file__).parents[2] / "experiments").rglob("*.svg")),
+    ids=lambda p: p.name,
 )
-def test_every_picture_of_the_repository_turns_dark_and_has_a_text_for_who_cannot_see_it(path):
+def test_every_picture_of_the_repository_turns_dark_and_has_a_text_for_who_cannot_see_it(
+    path,
+):
     drawn = path.read_text()
     root = ElementTree.fromstring(drawn)
     assert (

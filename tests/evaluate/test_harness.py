@@ -33,7 +33,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=pytest.mark.thorough) for name in ("llama", "gpt2")],
+    params=[
+        pytest.param(name, marks=pytest.mark.thorough) for name in ("llama", "gpt2")
+    ],
 )
 def made(request, tmp_path_factory):
     """A directory, the harness on it, and its requests answered by the plainest means; llama begins a text with BOS,
@@ -68,7 +70,9 @@ def test_an_answer_is_as_likely_as_the_logits_say(made):
 def test_what_the_model_would_say_is_greedy(made):
     _, harness, hand = made
     likeliest = {}
-    for row in (json.loads(line) for line in (TASKS / "choice.jsonl").read_text().splitlines()):
+    for row in (
+        json.loads(line) for line in (TASKS / "choice.jsonl").read_text().splitlines()
+    ):
         context = row["question"]
         token = int(hand.log_p(hand.tokenizer.encode(context).ids)[-1].argmax())
         text = hand.tokenizer.decode([token])
@@ -77,14 +81,21 @@ def test_what_the_model_would_say_is_greedy(made):
             likeliest[context] = text
     assert likeliest
     assert all(
-        greedy for _, greedy in harness.loglikelihood(asked(*likeliest.items()), disable_tqdm=True)
+        greedy
+        for _, greedy in harness.loglikelihood(
+            asked(*likeliest.items()), disable_tqdm=True
+        )
     )
 
 
 def test_spaces_at_the_end_of_a_context_belong_to_the_answer(made):
     _, harness, hand = made
-    (found,) = harness.loglikelihood(asked(("A triangle has ", "three")), disable_tqdm=True)
-    assert found[0] == pytest.approx(hand.loglikelihood("A triangle has", " three")[0], abs=1e-4)
+    (found,) = harness.loglikelihood(
+        asked(("A triangle has ", "three")), disable_tqdm=True
+    )
+    assert found[0] == pytest.approx(
+        hand.loglikelihood("A triangle has", " three")[0], abs=1e-4
+    )
 
 
 def test_an_empty_context_is_what_a_document_begins_behind(made):
@@ -110,7 +121,9 @@ def test_a_context_that_is_too_long_loses_its_beginning(made):
 
 def test_a_text_of_any_length_is_scored_once(made):
     _, harness, hand = made
-    found = harness.loglikelihood_rolling(asked(*[(text,) for text in ROLLING]), disable_tqdm=True)
+    found = harness.loglikelihood_rolling(
+        asked(*[(text,) for text in ROLLING]), disable_tqdm=True
+    )
     assert found == pytest.approx([hand.rolling(text) for text in ROLLING], abs=1e-4)
 
 
@@ -148,7 +161,9 @@ def test_answers_are_counted_as_they_end(made, monkeypatch):
 
     counted = []
     monkeypatch.setattr(harness_module, "Engine", Scripted)
-    monkeypatch.setattr(EvaluationProgress, "__call__", lambda self, *count: counted.append(count))
+    monkeypatch.setattr(
+        EvaluationProgress, "__call__", lambda self, *count: counted.append(count)
+    )
     assert made[1].generate_until(
         asked(("One", {"max_gen_toks": 5}), ("Two", {"max_gen_toks": 5}))
     ) == ["aab", "aab"]
@@ -189,7 +204,9 @@ def lm_eval(monkeypatch):
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(ROOT)
-    return pytest.importorskip("lm_eval", reason="lm-eval is not installed (extra evaluate)")
+    return pytest.importorskip(
+        "lm_eval", reason="lm-eval is not installed (extra evaluate)"
+    )
 
 
 def test_lm_eval_takes_it_for_one_of_its_models(lm_eval, made):
@@ -197,11 +214,17 @@ def test_lm_eval_takes_it_for_one_of_its_models(lm_eval, made):
     from lm_eval.api.registry import get_model
 
     found = model_class()
-    assert get_model("meshtrain") is found and issubclass(found, LM) and issubclass(found, Harness)
+    assert (
+        get_model("meshtrain") is found
+        and issubclass(found, LM)
+        and issubclass(found, Harness)
+    )
     model = found.create_from_arg_string(
         f"path={made[0]},step=newest", {"batch_size": 2, "device": None}
     )
-    in_8_bits = found.create_from_arg_string(f"path={made[0]},weights=int8", {"device": None})
+    in_8_bits = found.create_from_arg_string(
+        f"path={made[0]},weights=int8", {"device": None}
+    )
     assert in_8_bits.opened.weights == "int8" and model.opened.weights is None
     assert model.scorer.rows == 2 and model.rank == 0 and model.world_size == 1
     with pytest.raises(ConfigError, match=r"model_args has pth, .* mean path"):
@@ -210,10 +233,16 @@ def test_lm_eval_takes_it_for_one_of_its_models(lm_eval, made):
 
 def test_tasks_of_ones_own_are_run_and_counted(lm_eval, made):
     results = run_tasks(made[1].opened, list(NAMES), include=TASKS, rows=3)
-    rows = [json.loads(line) for line in (TASKS / "choice.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (TASKS / "choice.jsonl").read_text().splitlines()
+    ]
     hand = made[2]
     best = [
-        int(np.argmax([hand.loglikelihood(r["question"], f" {c}")[0] for c in r["choices"]]))
+        int(
+            np.argmax(
+                [hand.loglikelihood(r["question"], f" {c}")[0] for c in r["choices"]]
+            )
+        )
         for r in rows
     ]
     found = results["results"]
@@ -229,7 +258,9 @@ def test_tasks_of_ones_own_are_run_and_counted(lm_eval, made):
 def test_the_command_prints_the_table_alone_on_stdout(lm_eval, made):
     words = f"-m meshtrain.evaluate {made[0]} --tasks meshtrain_choice --limit 3 --include-path {TASKS}".split()
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("|") and all(
         line.startswith("|") for line in done.stdout.splitlines() if line

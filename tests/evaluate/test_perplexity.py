@@ -14,10 +14,20 @@ from meshtrain.config import ConfigError
 from meshtrain.data.documents import documents
 from meshtrain.data.input_files import find
 from meshtrain.data.tokenizer import ByteTokenizer
-from meshtrain.evaluate.perplexity import TEXT_LINES, Counts, described, perplexity, rows_of
+from meshtrain.evaluate.perplexity import (
+    TEXT_LINES,
+    Counts,
+    described,
+    perplexity,
+    rows_of,
+)
 from meshtrain.evaluate.scoring import Scorer
 
-TEXTS = {"a.txt": "Läufe über die Brücke, und zurück. " * 3, "b.md": "x", "c.txt": "\n \n"}
+TEXTS = {
+    "a.txt": "Läufe über die Brücke, und zurück. " * 3,
+    "b.md": "x",
+    "c.txt": "\n \n",
+}
 
 
 def byte_model(vocab_size: int = 259):
@@ -50,7 +60,11 @@ def text(tmp_path):
 
 def measured(model, paths, length=32, stride=16, rows=4):
     return perplexity(
-        Scorer(model, rows), ByteTokenizer(), documents(find(paths).files, "text"), length, stride
+        Scorer(model, rows),
+        ByteTokenizer(),
+        documents(find(paths).files, "text"),
+        length,
+        stride,
     )
 
 
@@ -72,12 +86,18 @@ def by_hand(model, text: str, length: int, stride: int) -> float:
 
 
 @pytest.mark.thorough
-def test_nats_are_those_of_the_logits_and_words_and_bytes_those_of_the_text(model, text):
+def test_nats_are_those_of_the_logits_and_words_and_bytes_those_of_the_text(
+    model, text
+):
     counts = measured(model, text)
     nats = sum(by_hand(model, each, 32, 16) for each in TEXTS.values())
     assert counts.nats == pytest.approx(nats, rel=1e-6)
     whole = "".join(TEXTS.values())
-    assert (counts.documents, counts.bytes, counts.words) == (3, len(whole.encode()), 19)
+    assert (counts.documents, counts.bytes, counts.words) == (
+        3,
+        len(whole.encode()),
+        19,
+    )
     assert counts.tokens == counts.bytes > len(whole), "an umlaut is two tokens"
     record = counts.record()
     assert record["nats_per_token"] == pytest.approx(nats / counts.bytes)
@@ -88,7 +108,9 @@ def test_nats_are_those_of_the_logits_and_words_and_bytes_those_of_the_text(mode
 
 @pytest.mark.thorough
 def test_the_batch_changes_nothing(model, text):
-    assert measured(model, text, rows=3).nats == pytest.approx(measured(model, text).nats, rel=1e-6)
+    assert measured(model, text, rows=3).nats == pytest.approx(
+        measured(model, text).nats, rel=1e-6
+    )
 
 
 @pytest.mark.thorough
@@ -140,7 +162,8 @@ def test_more_than_a_number_can_hold_is_infinite():
 
 @pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 30, 31])
 @pytest.mark.parametrize(
-    ("length", "stride"), [(1, 1), (5, 1), (5, 3), (5, 5), (8, 1), (8, 3), (8, 5), (8, 8)]
+    ("length", "stride"),
+    [(1, 1), (5, 1), (5, 3), (5, 5), (8, 1), (8, 3), (8, 5), (8, 8)],
 )
 def test_each_token_is_scored_once_with_the_context_that_there_is(n, length, stride):
     tokens = np.arange(100, 100 + n)
@@ -163,7 +186,9 @@ def test_a_document_without_a_token_has_no_row():
 
 
 def test_the_drawing_is_what_is_made():
-    rows = [(row.tokens.tolist(), row.scored) for row in rows_of(np.arange(10), -1, 5, 2)]
+    rows = [
+        (row.tokens.tolist(), row.scored) for row in rows_of(np.arange(10), -1, 5, 2)
+    ]
     assert rows == [
         ([-1, 0, 1, 2, 3, 4], 5),
         ([1, 2, 3, 4, 5, 6], 2),

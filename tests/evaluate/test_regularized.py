@@ -15,13 +15,27 @@ REGULARIZED = {"label_smoothing": 0.1, "z_loss": 0.01}
 def measured(**sections) -> dict[str, float]:
     """The rows of an evaluation and of a step on the same weights."""
     train = {"global_batch_size": 4, "sequence_length": 16, **sections.pop("train", {})}
-    model = {"layers": 2, "d_model": 16, "heads": 2, "kv_heads": 2, "d_ff": 16, "vocab_size": 61}
+    model = {
+        "layers": 2,
+        "d_model": 16,
+        "heads": 2,
+        "kv_heads": 2,
+        "d_ff": 16,
+        "vocab_size": 61,
+    }
     program = Program(load({"model": model, "train": train, **sections}))
-    state, batch = program.init(), program.place({"tokens": BATCH[:, :-1], "labels": BATCH[:, 1:]})
-    found = dict(
-        program.eval_metrics(state.params, batch), eval_step=program.eval_step(state.params, batch)
+    state, batch = (
+        program.init(),
+        program.place({"tokens": BATCH[:, :-1], "labels": BATCH[:, 1:]}),
     )
-    return {name: float(x) for name, x in (found | program.train_step(state, batch)[1]).items()}
+    found = dict(
+        program.eval_metrics(state.params, batch),
+        eval_step=program.eval_step(state.params, batch),
+    )
+    return {
+        name: float(x)
+        for name, x in (found | program.train_step(state, batch)[1]).items()
+    }
 
 
 @pytest.mark.thorough

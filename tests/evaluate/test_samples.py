@@ -37,7 +37,13 @@ def text(tmp_path_factory):
 def trained(directory, text, steps=2, **sections):
     values = {
         "run": {"directory": str(directory)},
-        "model": {"layers": 2, "d_model": 16, "heads": 2, "d_ff": 32, "vocab_size": 257},
+        "model": {
+            "layers": 2,
+            "d_model": 16,
+            "heads": 2,
+            "d_ff": 32,
+            "vocab_size": 257,
+        },
         "data": {"source": str(text), "validation_source": str(text)},
         "train": {"steps": steps, "global_batch_size": 4, "sequence_length": 48},
         "optimizer": {"schedule": "constant", "learning_rate": 0.03, "warmup_steps": 0},
@@ -48,7 +54,10 @@ def trained(directory, text, steps=2, **sections):
     path = directory.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(values))
     assert main(["--config", str(path)]) == 0
-    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (directory / "metrics.jsonl").read_text().splitlines()
+    ]
     return [row["samples"] for row in rows]
 
 
@@ -58,7 +67,9 @@ def alone(tmp_path_factory, text):
     return directory, trained(directory, text)
 
 
-def test_each_evaluation_has_texts_that_go_on_with_the_begins_of_validation_rows(alone, text):
+def test_each_evaluation_has_texts_that_go_on_with_the_begins_of_validation_rows(
+    alone, text
+):
     _, evaluations = alone
     assert len(evaluations) == 2
     written = text.read_text()
@@ -72,7 +83,9 @@ def test_each_evaluation_has_texts_that_go_on_with_the_begins_of_validation_rows
     assert [s["text"] for s in first] != [s["text"] for s in second]
 
 
-@pytest.mark.parametrize("mesh", thorough_but(list(MESHES)[1:], lambda mesh: "pipeline" in mesh))
+@pytest.mark.parametrize(
+    "mesh", thorough_but(list(MESHES)[1:], lambda mesh: "pipeline" in mesh)
+)
 def test_a_mesh_changes_no_sample(tmp_path, text, alone, mesh):
     assert trained(tmp_path / "run", text, **MESHES[mesh]) == alone[1]
 
@@ -103,7 +116,10 @@ def test_monitor_and_report_show_them(alone, capsys, tmp_path):
     [
         ({"eval": {"samples": 2}}, "eval.every is 0"),
         ({"data": {"source": "synthetic"}}, "synthetic"),
-        ({"mesh": {"islands": 2, "data": 2}, "parallel": {"sync": {"every": 2}}}, "mesh.islands"),
+        (
+            {"mesh": {"islands": 2, "data": 2}, "parallel": {"sync": {"every": 2}}},
+            "mesh.islands",
+        ),
     ],
 )
 def test_what_cannot_be_sampled_is_refused(sections, why):

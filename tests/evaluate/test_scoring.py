@@ -22,14 +22,18 @@ def model(family="llama3", **mesh):
 
 def rows(vocabulary: int, lengths=(40, 3, 2, 17, 18, 33, 9)) -> list[TokenRow]:
     made = [RANDOM.integers(0, vocabulary, n).astype(np.int32) for n in lengths]
-    return [TokenRow(tokens, 1 + k * 5 % (len(tokens) - 1)) for k, tokens in enumerate(made)]
+    return [
+        TokenRow(tokens, 1 + k * 5 % (len(tokens) - 1)) for k, tokens in enumerate(made)
+    ]
 
 
 def logits_of(read, tokens: np.ndarray) -> np.ndarray:
     """Of the tokens alone, in a row as long as the longest, so that one program is compiled: none sees what comes after
     it.
     """
-    return np.asarray(read(np.pad(tokens, (0, 40 - len(tokens)))[None])[0, : len(tokens)])
+    return np.asarray(
+        read(np.pad(tokens, (0, 40 - len(tokens)))[None])[0, : len(tokens)]
+    )
 
 
 def by_hand(read, row: TokenRow) -> tuple[np.ndarray, np.ndarray]:
@@ -80,7 +84,10 @@ def test_scores_are_those_of_the_logits_however_many_rows_meet_in_a_batch(
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "mesh",
-    [pytest.param({"data": 3, "tensor": 2}, marks=pytest.mark.slow), {"tensor": 2, "pipeline": 2}],
+    [
+        pytest.param({"data": 3, "tensor": 2}, marks=pytest.mark.slow),
+        {"tensor": 2, "pipeline": 2},
+    ],
     ids=str,
 )
 def test_scores_are_the_same_on_any_mesh(some, right, mesh):
@@ -104,23 +111,34 @@ def test_no_logits_of_a_whole_row_are_ever_anywhere(one):
     shapes = [jax.ShapeDtypeStruct((2, n), np.int32) for n in (64, places, places)]
     text = scorer._program.lower(one.params, *shapes).as_text()
     assert f"tensor<2x{places}x{vocabulary}xf32>" in text
-    assert f"tensor<2x64x{vocabulary}x" not in text and f"tensor<128x{vocabulary}x" not in text
+    assert (
+        f"tensor<2x64x{vocabulary}x" not in text
+        and f"tensor<128x{vocabulary}x" not in text
+    )
 
 
 @pytest.mark.thorough
 def test_rows_come_back_in_the_order_given_and_progress_is_told(one, some):
     told = []
-    backwards = Scorer(one, 3)(some[::-1], lambda done, total: told.append((done, total)))
-    assert [len(scores.logprobs) for scores in backwards] == [row.scored for row in some[::-1]]
+    backwards = Scorer(one, 3)(
+        some[::-1], lambda done, total: told.append((done, total))
+    )
+    assert [len(scores.logprobs) for scores in backwards] == [
+        row.scored for row in some[::-1]
+    ]
     assert told == [(3, 7), (6, 7), (7, 7)]
 
 
 def test_of_equal_logits_the_first_is_the_greedy_one(one):
     """As jax.numpy.argmax has it; here all logits are zero."""
-    zero = mt.reader.Model(one.program, jax.tree.map(lambda x: x * 0, one.params), 0, one.directory)
+    zero = mt.reader.Model(
+        one.program, jax.tree.map(lambda x: x * 0, one.params), 0, one.directory
+    )
     (found,) = Scorer(zero, 1)([TokenRow(np.array([5, 0, 1], np.int32))])
     assert found.greedy.tolist() == [True, False]
-    np.testing.assert_allclose(found.logprobs, -np.log(one.config.model.vocab_size), rtol=1e-6)
+    np.testing.assert_allclose(
+        found.logprobs, -np.log(one.config.model.vocab_size), rtol=1e-6
+    )
 
 
 @pytest.mark.thorough

@@ -21,14 +21,25 @@ def trained(directory, **sections):
     """A short run on text of its own; its directory and its last eval loss."""
     # of lengths that do not fill rows, so that places weigh nothing
     lines = [
-        json.dumps({"text": f"{k} goes on and on, {'so ' * (k % 9)}it does."}) for k in range(150)
+        json.dumps({"text": f"{k} goes on and on, {'so ' * (k % 9)}it does."})
+        for k in range(150)
     ]
     (directory / "text").mkdir()
     (directory / "text" / "a.jsonl").write_text("\n".join(lines))
     values = {
         "run": {"directory": str(directory / "run")},
-        "model": {"layers": 2, "d_model": 16, "heads": 2, "d_ff": 32, "vocab_size": 259},
-        "data": {"source": str(directory / "text"), "validation": 0.3, "batching": "packed"},
+        "model": {
+            "layers": 2,
+            "d_model": 16,
+            "heads": 2,
+            "d_ff": 32,
+            "vocab_size": 259,
+        },
+        "data": {
+            "source": str(directory / "text"),
+            "validation": 0.3,
+            "batching": "packed",
+        },
         "train": {"steps": 3, "global_batch_size": 6, "sequence_length": 32},
         "eval": {"every": 1, "batches": 3},
     }
@@ -37,7 +48,8 @@ def trained(directory, **sections):
     (directory / "config.yaml").write_text(yaml.safe_dump(values))
     assert main(["--config", str(directory / "config.yaml")]) == 0
     rows = [
-        json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()
     ]
     return directory / "run", rows[-1]["eval_loss"]
 
@@ -54,11 +66,15 @@ def run(tmp_path_factory):
 def test_the_loss_is_that_of_the_runs_last_evaluation(run, mesh, rows):
     directory, last = run
     model = mt.read_model(
-        directory, mesh=mt.make_mesh(mt.load({"mesh": mesh, "train": {"uneven_batch": "pad"}}))
+        directory,
+        mesh=mt.make_mesh(mt.load({"mesh": mesh, "train": {"uneven_batch": "pad"}})),
     )
     told = []
     found = evaluate_text(
-        model, validation_text(directory, model), rows, lambda *given: told.append(given)
+        model,
+        validation_text(directory, model),
+        rows,
+        lambda *given: told.append(given),
     )
     assert found["eval_loss"] == pytest.approx(last, rel=1e-6)
     assert found["perplexity"] == pytest.approx(math.exp(last), rel=1e-5)
@@ -90,14 +106,18 @@ def test_a_run_that_learns_from_its_own_answers_has_no_held_out_text(run):
     directory, _ = run
     model = mt.read_model(directory)
     rl = {"prompts": "prompts.jsonl", "reward": "exact", "answers": 8}
-    model.config = mt.load({"train": {"objective": "grpo", "global_batch_size": 8}, "rl": rl})
+    model.config = mt.load(
+        {"train": {"objective": "grpo", "global_batch_size": 8}, "rl": rl}
+    )
     with pytest.raises(ConfigError) as refused:
         validation_text(directory, model)
     assert tells(str(refused.value), str(directory), "train.objective grpo", "--text")
 
 
 @pytest.mark.thorough
-def test_the_perplexity_of_a_run_with_label_smoothing_is_that_of_the_likelihood_alone(tmp_path):
+def test_the_perplexity_of_a_run_with_label_smoothing_is_that_of_the_likelihood_alone(
+    tmp_path,
+):
     directory, last = trained(tmp_path, train={"label_smoothing": 0.1, "steps": 1})
     model = mt.read_model(directory)
     found = evaluate_text(model, validation_text(directory, model), 8)

@@ -54,7 +54,8 @@ def run(tmp_path_factory):
     (directory / "config.yaml").write_text(yaml.safe_dump(values))
     assert main(["--config", str(directory / "config.yaml")]) == 0
     rows = [
-        json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()
+        json.loads(line)
+        for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()
     ]
     return directory / "run", rows[-1]
 
@@ -67,17 +68,24 @@ def model(run):
 @pytest.mark.parametrize("rows", [8, 3])
 def test_loss_and_accuracy_are_those_of_the_runs_last_evaluation(run, model, rows):
     directory, last = run
-    found = evaluate_images(model, *validation_images(directory, model.config, None), rows)
+    found = evaluate_images(
+        model, *validation_images(directory, model.config, None), rows
+    )
     assert found["eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
     assert found["eval_accuracy"] == pytest.approx(last["eval_accuracy"], abs=1e-6)
     # 27 are held out, so that there are four batches and not seven, and the last one has rows that weigh nothing
-    assert found["images"] == 27 and 1 / CLASSES < found["eval_accuracy"] < found["top_5"] < 1
+    assert (
+        found["images"] == 27
+        and 1 / CLASSES < found["eval_accuracy"] < found["top_5"] < 1
+    )
 
 
 def test_of_other_images_the_places_are_those_of_the_logits(run, model, tmp_path):
     others = drawn(21, 5)
     np.savez(tmp_path / "others.npz", **others)
-    batches, count = validation_images(run[0], model.config, str(tmp_path / "others.npz"))
+    batches, count = validation_images(
+        run[0], model.config, str(tmp_path / "others.npz")
+    )
     found = evaluate_images(model, batches, count, 8)
     # pixels from 0 to 1, less 0.5, over 0.5; a patch's numbers row by row
     whole = (others["images"].astype(np.float32) / 255 - 0.5) / 0.5
@@ -105,9 +113,9 @@ def test_equal_logits_come_in_the_order_of_their_classes(run, model):
     )
     batches, count = validation_images(run[0], model.config, None)
     found = evaluate_images(zero, batches, count, 8)
-    labels = np.concatenate([batches.batch(k)["labels"][:, 0] for k in batches.one_pass(count)])[
-        :27
-    ]
+    labels = np.concatenate(
+        [batches.batch(k)["labels"][:, 0] for k in batches.one_pass(count)]
+    )[:27]
     shares = np.mean(labels == 0), np.mean(labels < 5)
     assert (found["eval_accuracy"], found["top_5"]) == pytest.approx(shares)
 

@@ -23,16 +23,25 @@ def loss(capsys, *words):
 
 
 def test_evaluate_tells_the_loss_with_weights_in_8_bits(model, tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("a model says what it has read, and no more than that. " * 8)
+    (tmp_path / "text.txt").write_text(
+        "a model says what it has read, and no more than that. " * 8
+    )
     words = [model, "--text", str(tmp_path / "text.txt"), "--length", "32"]
     whole, *rounded = (
-        loss(capsys, *words, *more) for more in ([], ["--weights", "int8"], ["--weights", "float8"])
+        loss(capsys, *words, *more)
+        for more in ([], ["--weights", "int8"], ["--weights", "float8"])
     )
-    assert all(0 < abs(one - whole) < 0.05 * whole for one in rounded) and rounded[0] != rounded[1]
+    assert (
+        all(0 < abs(one - whole) < 0.05 * whole for one in rounded)
+        and rounded[0] != rounded[1]
+    )
 
 
 def test_generate_says_how_many_bytes_the_weights_take(model, capsys):
-    assert generate([model, "--prompt", "hello", "--tokens", "3", "--weights", "int8"]) == 0
+    assert (
+        generate([model, "--prompt", "hello", "--tokens", "3", "--weights", "int8"])
+        == 0
+    )
     said = capsys.readouterr()
     assert (
         "weights held in int8 take " in said.err

@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from meshtrain.generate.cache import LayerCache, OwnGroups, against, appended, seen, written
+from meshtrain.generate.cache import (
+    LayerCache,
+    OwnGroups,
+    against,
+    appended,
+    seen,
+    written,
+)
 from meshtrain.model.attention import attend
 from meshtrain.model.collectives import Collectives
 
@@ -39,7 +46,9 @@ def test_every_query_head_finds_its_group_among_its_ranks_own(heads, groups, ran
     for rank in range(ranks):
         of_head = np.arange(local * rank, local * (rank + 1)) // (heads // groups)
         # a rank computes one for each of its query heads
-        kept = own.select(jnp.asarray(of_head, jnp.float32)[None, None, :, None], local * rank)
+        kept = own.select(
+            jnp.asarray(of_head, jnp.float32)[None, None, :, None], local * rank
+        )
         assert kept.shape[2] == own.each
         np.testing.assert_array_equal(kept[0, 0, own.indices(local * rank), 0], of_head)
 
@@ -55,12 +64,18 @@ def test_a_prompt_fills_its_slot_with_zeros_behind_and_no_other():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("window", "local"), [(0, None), (3, None), (3, True), (3, False)])
+@pytest.mark.parametrize(
+    ("window", "local"), [(0, None), (3, None), (3, True), (3, False)]
+)
 @pytest.mark.parametrize(("cap", "new"), [(0.0, 1), (2.0, 1), (2.0, 2)])
-def test_attention_to_a_cache_is_that_of_the_last_queries_of_attention(window, local, cap, new):
+def test_attention_to_a_cache_is_that_of_the_last_queries_of_attention(
+    window, local, cap, new
+):
     slots, length, heads, groups, width = 3, 9, 6, 2, 5
     q, k, v = (
-        jnp.asarray(np.random.default_rng(n).normal(size=(slots, length, g, width)), jnp.float32)
+        jnp.asarray(
+            np.random.default_rng(n).normal(size=(slots, length, g, width)), jnp.float32
+        )
         for n, g in enumerate((heads, groups, groups))
     )
     first = jnp.array([7, 0, 4])
@@ -85,7 +100,11 @@ def test_attention_to_a_cache_is_that_of_the_last_queries_of_attention(window, l
 def test_one_position_of_every_slot_is_written_in_place():
     kept = jnp.zeros((2, 1, 4, 3))
     new = jnp.ones((2, 1, 1, 3))
-    compiled = jax.jit(appended, donate_argnums=0).lower(kept, new, jnp.array([1, 3])).compile()
+    compiled = (
+        jax.jit(appended, donate_argnums=0)
+        .lower(kept, new, jnp.array([1, 3]))
+        .compile()
+    )
     assert " copy(" not in compiled.as_text()
     found = np.asarray(appended(kept, new, jnp.array([1, 3])))
     assert found[0, 0, 1].all() and found[1, 0, 3].all() and found.sum() == 6

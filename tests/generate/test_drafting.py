@@ -23,14 +23,25 @@ from meshtrain.reader import Model
 
 LENGTH = 32
 VOCABULARY = 31
-SIZES = {"layers": 2, "d_model": 32, "heads": 4, "d_ff": 48, "vocab_size": VOCABULARY, "mtp": 1}
+SIZES = {
+    "layers": 2,
+    "d_model": 32,
+    "heads": 4,
+    "d_ff": 48,
+    "vocab_size": VOCABULARY,
+    "mtp": 1,
+}
 MLA = {"q_rank": 12, "kv_rank": 16, "nope": 8, "rope": 4, "value": 6}
 MOE = {"experts": 4, "top_k": 2, "d_ff": 16, "shared_experts": 1, "router": "sigmoid"}
 DENSE_FIRST = {"d_ff": None, "dense_d_ff": 48, "dense_layers": 1}
 MODELS = {
     "plain": {"kv_heads": 2, "tied_head": True},
     "latent": {**DENSE_FIRST, "mla": MLA, "moe": MOE, "mtp": 2},
-    "learned positions, window": {"family": "gpt2", "max_positions": LENGTH, "window": 5},
+    "learned positions, window": {
+        "family": "gpt2",
+        "max_positions": LENGTH,
+        "window": 5,
+    },
 }
 MESHES = {"one": {}, "data 2, tensor 2": {"data": 2, "tensor": 2}}
 PROMPTS = {0: [3, 5, 8, 2], 2: [7], 3: [n * 3 % VOCABULARY for n in range(17)]}
@@ -44,7 +55,11 @@ def program_of(name, mesh="one", **more):
             "model": SIZES | MODELS[name] | more,
             "mesh": MESHES[mesh],
             "train": {"global_batch_size": 16, "sequence_length": LENGTH},
-            "optimizer": {"learning_rate": 1e-2, "schedule": "constant", "warmup_steps": 0},
+            "optimizer": {
+                "learning_rate": 1e-2,
+                "schedule": "constant",
+                "warmup_steps": 0,
+            },
         }
     )
     return mt.Program(settings, mt.make_mesh(settings))
@@ -58,7 +73,9 @@ def trained(name):
     random = np.random.default_rng(0)
     for _ in range(15):
         steps = np.where(random.random((16, LENGTH + 1)) < 0.15, 5, 3)
-        text = (random.integers(VOCABULARY, size=(16, 1)) + np.cumsum(steps, axis=1)) % VOCABULARY
+        text = (
+            random.integers(VOCABULARY, size=(16, 1)) + np.cumsum(steps, axis=1)
+        ) % VOCABULARY
         rows = text.astype(np.int32)
         batch = program.place({"tokens": rows[:, :-1], "labels": rows[:, 1:]})
         state, _ = program.train_step(state, batch)
@@ -153,7 +170,9 @@ def test_log_probabilities_are_those_without_drafts():
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run's directory with one step, of a model of bytes that predicts a token more."""
-    settings = config(tmp_path_factory.mktemp("runs") / "mine", model={"layers": 2, "mtp": 1})
+    settings = config(
+        tmp_path_factory.mktemp("runs") / "mine", model={"layers": 2, "mtp": 1}
+    )
     program = build_for(settings)
     checkpointer = Checkpointer(settings, program)
     checkpointer.save(3, program.init(), 1.0)

@@ -42,8 +42,12 @@ def asked(prompt: bytes = b"hello", most: int = 8, **settings) -> Request:
     return Request(np.frombuffer(prompt, np.uint8).astype(np.int32), most, **settings)
 
 
-def engine_of(slots: int = 2, waiting: int = 64, length: int = 64, **settings) -> Engine:
-    return Engine(fake_opened(length), slots, waiting=waiting, decoding=faked(**settings))
+def engine_of(
+    slots: int = 2, waiting: int = 64, length: int = 64, **settings
+) -> Engine:
+    return Engine(
+        fake_opened(length), slots, waiting=waiting, decoding=faked(**settings)
+    )
 
 
 def run(engine: Engine) -> None:
@@ -66,7 +70,11 @@ def answers(engine: Engine, *requests: Request) -> list[Heard]:
 def test_a_request_gets_what_it_gets_alone():
     (heard,) = answers(engine_of(), asked())
     assert list(heard.text.encode()) == continuation(b"hello", 8)
-    assert (heard.finish, heard.pieces[-1].tokens, heard.pieces[-1].problem) == ("length", 8, "")
+    assert (heard.finish, heard.pieces[-1].tokens, heard.pieces[-1].problem) == (
+        "length",
+        8,
+        "",
+    )
 
 
 @pytest.mark.parametrize("synchronous", [False, True])
@@ -83,7 +91,9 @@ def test_what_runs_beside_changes_nothing(synchronous):
     for slots in (1, 3, 8):
         heards = answers(engine_of(slots, synchronous=synchronous), *requests)
         for request, heard in zip(requests, heards, strict=True):
-            expected = continuation(bytes(request.tokens.tolist()), request.most, request.sampling)
+            expected = continuation(
+                bytes(request.tokens.tolist()), request.most, request.sampling
+            )
             assert list(heard.text.encode()) == expected
 
 
@@ -94,7 +104,9 @@ def test_requests_are_admitted_in_order_while_others_decode():
         engine.submit(asked(most=most), heard)
     ended = []
     while engine.step():
-        ended += [i for i, heard in enumerate(heards) if heard.finish and i not in ended]
+        ended += [
+            i for i, heard in enumerate(heards) if heard.finish and i not in ended
+        ]
     assert ended[:3] == [1, 2, 3] and heards[0].finish == "length"
     calls = engine._decoding.calls
     prefills = [at for at, call in enumerate(calls) if call[0] == "prefill"]
@@ -106,8 +118,16 @@ def test_a_step_is_dispatched_before_the_one_before_it_is_read_and_none_that_nob
     engine = engine_of(slots=1)
     answers(engine, asked(most=6))
     device = [call for call in engine._decoding.calls if call[0] != "prefill"]
-    assert device[:4] == [("decode",), ("read", "prefill", 0), ("decode",), ("read", "decode")]
-    assert device[4:6] == device[2:4] and device.count(("decode",)) == 5 == engine.status.steps
+    assert device[:4] == [
+        ("decode",),
+        ("read", "prefill", 0),
+        ("decode",),
+        ("read", "decode"),
+    ]
+    assert (
+        device[4:6] == device[2:4]
+        and device.count(("decode",)) == 5 == engine.status.steps
+    )
 
 
 def test_fake_cpu_devices_have_no_two_programs_under_way():
@@ -120,11 +140,15 @@ def test_fake_cpu_devices_have_no_two_programs_under_way():
 def test_an_end_token_ends_the_text_and_is_no_part_of_it():
     good = faked(choose=saying("good"))
     engine = Engine(fake_opened(), 2, decoding=good)
-    heard, beyond = answers(engine, asked(b">", 20, logprobs=0), asked(b">", 20, ignore_ends=True))
+    heard, beyond = answers(
+        engine, asked(b">", 20, logprobs=0), asked(b">", 20, ignore_ends=True)
+    )
     assert (heard.text, heard.finish, heard.pieces[-1].tokens) == ("good", "stop", 5)
     # it is told of all the same, with its log-probability
     chosen = [chosen for piece in heard.pieces for chosen in piece.chosen]
-    assert [one.token for one in chosen] == [*b"good", 256] and chosen[-1].logprob == -2.56
+    assert [one.token for one in chosen] == [*b"good", 256] and chosen[
+        -1
+    ].logprob == -2.56
     assert (beyond.finish, beyond.pieces[-1].tokens) == ("length", 20)
     several = fake_opened(ends=frozenset({256, ord("x"), ord("d")}))
     (heard,) = answers(Engine(several, 1, decoding=good), asked(b">", 20))
@@ -133,7 +157,8 @@ def test_an_end_token_ends_the_text_and_is_no_part_of_it():
 
 def test_a_text_ends_before_the_first_stop_string_and_nothing_of_one_is_given_out():
     (heard,) = answers(
-        engine_of(choose=saying("one STO two STOP three")), asked(b">", 40, stop=("STOP", "three"))
+        engine_of(choose=saying("one STO two STOP three")),
+        asked(b">", 40, stop=("STOP", "three")),
     )
     assert (heard.text, heard.finish) == ("one STO two ", "stop")
 
@@ -175,7 +200,10 @@ def test_a_cancelled_request_frees_its_slot_within_a_step():
     assert list(second.text.encode()) == continuation(b"two", 4)
     # of one that has ended nothing is left to cancel
     ticket.cancel()
-    assert engine.step() is False and len([piece for piece in first.pieces if piece.finish]) == 1
+    assert (
+        engine.step() is False
+        and len([piece for piece in first.pieces if piece.finish]) == 1
+    )
 
 
 def test_only_so_many_requests_wait():
@@ -211,7 +239,10 @@ def test_only_so_many_requests_wait():
         (asked(sampling=Sampling(-1)), "temperature is -1; ... number from 0."),
         (asked(sampling=Sampling(float("nan"))), "temperature is nan"),
         (asked(sampling=Sampling(float("inf"))), "temperature is inf"),
-        (asked(sampling=Sampling(1, top_p=0)), "top_p is 0; ... above 0 and at most 1."),
+        (
+            asked(sampling=Sampling(1, top_p=0)),
+            "top_p is 0; ... above 0 and at most 1.",
+        ),
         (asked(sampling=Sampling(1, top_k=-1)), "top_k is -1"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -243,7 +274,9 @@ def test_where_the_device_fails_its_requests_end_with_an_error_and_the_others_ar
     engine = engine_of(slots=2, fails=failing(what, 1))
     heards = answers(engine, *[asked()] * 5)
     lost = [heard for heard in heards if heard.finish == "error"]
-    assert 1 <= len(lost) <= 2 and engine.status.failures == 1 and not engine.status.broken
+    assert (
+        1 <= len(lost) <= 2 and engine.status.failures == 1 and not engine.status.broken
+    )
     assert "program failed: out of memory" in lost[0].pieces[-1].problem
     for heard in heards:
         assert heard in lost or list(heard.text.encode()) == continuation(b"hello", 8)
@@ -252,7 +285,10 @@ def test_where_the_device_fails_its_requests_end_with_an_error_and_the_others_ar
 def test_a_device_that_fails_again_and_again_breaks_the_engine_and_nobody_waits(caplog):
     engine = engine_of(slots=1, fails=failing("read", 1000))
     assert [heard.finish for heard in answers(engine, *[asked()] * 6)] == ["error"] * 6
-    assert "program failed: out of memory" in engine.status.broken and engine.status.failures == 3
+    assert (
+        "program failed: out of memory" in engine.status.broken
+        and engine.status.failures == 3
+    )
     with pytest.raises(Closed, match="out of memory"):
         engine.submit(asked(), Heard())
 
@@ -282,7 +318,10 @@ def test_a_listener_that_raises_loses_its_own_request_alone(caplog):
         engine.step()
     assert engine.status.busy == 1
     run(engine)
-    assert list(heard.text.encode()) == continuation(b"hello", 8) and engine.status.requests == 2
+    assert (
+        list(heard.text.encode()) == continuation(b"hello", 8)
+        and engine.status.requests == 2
+    )
     assert "who listens to a request has failed" in caplog.text
 
 
@@ -307,14 +346,18 @@ def test_threads_submit_and_the_engine_answers_all_of_them():
             for heard in own:
                 engine.submit(asked(), heard)
 
-        threads = [threading.Thread(target=submit, args=(heards[i::4],)) for i in range(4)]
+        threads = [
+            threading.Thread(target=submit, args=(heards[i::4],)) for i in range(4)
+        ]
         for thread in threads:
             thread.start()
         for heard in heards:
             assert heard.over.wait(30)
     for thread in threads:
         thread.join()
-    assert {heard.text for heard in heards} == {bytes(continuation(b"hello", 8)).decode()}
+    assert {heard.text for heard in heards} == {
+        bytes(continuation(b"hello", 8)).decode()
+    }
 
 
 def slowly(history, how):
@@ -324,7 +367,10 @@ def slowly(history, how):
 
 def test_closing_ends_what_runs_and_draining_answers_it():
     for drain, finish in ((False, "cancelled"), (True, "length")):
-        engine, heards = engine_of(slots=1, choose=slowly).start(), [Heard() for _ in range(3)]
+        engine, heards = (
+            engine_of(slots=1, choose=slowly).start(),
+            [Heard() for _ in range(3)],
+        )
         for heard in heards:
             engine.submit(asked(most=20), heard)
         engine.close(drain=drain)
@@ -361,7 +407,11 @@ def test_nothing_grows_over_thousands_of_requests():
 
     before = work(200)
     assert work(2000) <= before + 50
-    assert engine.status.requests == 2200 and not engine._unread and engine.status.busy == 0
+    assert (
+        engine.status.requests == 2200
+        and not engine._unread
+        and engine.status.busy == 0
+    )
 
 
 def test_a_request_whose_program_is_not_compiled_waits_for_it_alone():
@@ -372,7 +422,10 @@ def test_a_request_whose_program_is_not_compiled_waits_for_it_alone():
         if name == ("prefill", 32):
             assert go.wait(200), "nobody lets it on"
 
-    engine, heards = engine_of(slots=3, length=600, compiles=compiles), [Heard() for _ in range(3)]
+    engine, heards = (
+        engine_of(slots=3, length=600, compiles=compiles),
+        [Heard() for _ in range(3)],
+    )
     long, beside, later = asked(b"l" * 20, 3), asked(most=40), asked(b"x" * 16, 3)
     with engine:
         threading.Thread(target=engine.warm, args=(0.0,), daemon=True).start()
@@ -389,7 +442,9 @@ def test_a_request_whose_program_is_not_compiled_waits_for_it_alone():
         assert heards[0].over.wait(90) and not engine.status.compiling
         assert list(heards[0].text.encode()) == continuation(b"l" * 20, 3)
         until(lambda: not engine.warming)
-    assert [name for name, _ in left] == engine._decoding.names, "in their order, each once"
+    assert [name for name, _ in left] == engine._decoding.names, (
+        "in their order, each once"
+    )
     assert {thread for _, thread in left} == {"meshtrain compiler"}
 
 
@@ -402,7 +457,9 @@ def test_the_commonest_programs_are_waited_for_and_what_a_request_needs_comes_be
 
     engine, left, heard = engine_of(length=5000, compiles=compiles), [], Heard()
     with engine:
-        warming = threading.Thread(target=lambda: left.append(engine.warm(0.0)), daemon=True)
+        warming = threading.Thread(
+            target=lambda: left.append(engine.warm(0.0)), daemon=True
+        )
         warming.start()
         go.release(COMMON - 1)
         until(lambda: len(compiled) == COMMON - 1)
@@ -428,7 +485,9 @@ def test_a_program_that_cannot_be_compiled_ahead_is_tried_again_by_who_needs_it(
 
     engine, heard = engine_of(compiles=compiles), Heard()
     with engine:
-        assert engine.warm(20.0) == 0 and not engine.warming, "nothing is compiled while it answers"
+        assert engine.warm(20.0) == 0 and not engine.warming, (
+            "nothing is compiled while it answers"
+        )
         engine.submit(asked(b"l" * 20, 3), heard)
         assert heard.over.wait(90) and heard.finish == "length"
     assert "cannot be compiled ahead (no memory)" in caplog.text
@@ -455,7 +514,9 @@ def test_drafts_change_no_answer_and_are_counted(synchronous):
         expected = continuation(bytes(request.tokens.tolist()), request.most)
         assert list(heard.text.encode()) == expected and heard.finish == "length"
         chosen = [chosen for piece in heard.pieces for chosen in piece.chosen]
-        assert [(c.token, c.logprob) for c in chosen] == [(t, -t / 100) for t in expected]
+        assert [(c.token, c.logprob) for c in chosen] == [
+            (t, -t / 100) for t in expected
+        ]
         # one token came of the prompt
         left = request.most - 1
         position = len(request.tokens) + 1
@@ -467,7 +528,11 @@ def test_drafts_change_no_answer_and_are_counted(synchronous):
             left -= 1 + second
             position += 1 + right(position)
     status = engine.status
-    assert (status.drafts, status.accepted_drafts, status.saved) == (drafts, accepted, saved)
+    assert (status.drafts, status.accepted_drafts, status.saved) == (
+        drafts,
+        accepted,
+        saved,
+    )
     assert status.tokens == sum(request.most for request in requests)
     assert 0 < saved < accepted < drafts
 

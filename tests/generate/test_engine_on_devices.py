@@ -13,7 +13,9 @@ from meshtrain.generate.request import Request, Sampling
 
 RANDOM = np.random.default_rng(3)
 # Of 1 to 30 tokens: buckets of 16 and 32.
-PROMPTS = [RANDOM.integers(6, 45, n).astype(np.int32) for n in (1, 3, 16, 17, 30, 5, 2, 9)]
+PROMPTS = [
+    RANDOM.integers(6, 45, n).astype(np.int32) for n in (1, 3, 16, 17, 30, 5, 2, 9)
+]
 HOW = [
     Sampling(),
     Sampling(0.9, seed=1),
@@ -21,7 +23,9 @@ HOW = [
     Sampling(0.7, top_p=0.8, seed=3),
 ] * 2
 LENGTHS = range(12, 20)
-REQUESTS = [Request(*each, ignore_ends=True) for each in zip(PROMPTS, LENGTHS, HOW, strict=True)]
+REQUESTS = [
+    Request(*each, ignore_ends=True) for each in zip(PROMPTS, LENGTHS, HOW, strict=True)
+]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +94,9 @@ def test_greedy_is_what_the_model_itself_finds_likeliest(opened, alone):
     for request, ids in zip(REQUESTS, alone, strict=True):
         if not request.sampling.temperature:
             whole = np.concatenate([request.tokens, ids])
-            logits = np.asarray(opened.model(np.pad(whole, (0, 64 - len(whole)))[None])[0])
+            logits = np.asarray(
+                opened.model(np.pad(whole, (0, 64 - len(whole)))[None])[0]
+            )
             at = np.arange(len(request.tokens) - 1, len(whole) - 1)
             two = np.sort(logits[at], axis=1)[:, -2:]
             clear = two[:, 1] - two[:, 0] > 1e-3
@@ -129,7 +135,9 @@ def test_nothing_grows_over_a_thousand_requests(opened):
     def work(rounds: int) -> int:
         for i in range(rounds):
             for k in range(100):
-                ticket = engine.submit(Request(PROMPTS[k % 8], 3, HOW[k % 8]), lambda piece: None)
+                ticket = engine.submit(
+                    Request(PROMPTS[k % 8], 3, HOW[k % 8]), lambda piece: None
+                )
                 if (i + k) % 7 == 0:
                     ticket.cancel()
             while engine.step():

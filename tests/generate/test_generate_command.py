@@ -46,7 +46,9 @@ def here(models, monkeypatch):
 
     def typed(text: str | bytes = b"") -> None:
         raw = text.encode() if isinstance(text, str) else text
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8"))
+        monkeypatch.setattr(
+            sys, "stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8")
+        )
 
     typed()
     return typed
@@ -70,7 +72,10 @@ def test_standard_output_holds_the_answer_alone(here, capsys):
 def test_the_same_seed_gives_the_same_which_is_not_the_likeliest(here, capsys):
     code, out, err = said("tiny --prompt hello --tokens 20 --seed 3", capsys)
     assert (code, err) == (0, "") and len(out) > 3
-    assert said("tiny --prompt hello --tokens 20 --seed 3 --temperature 1", capsys)[1] == out
+    assert (
+        said("tiny --prompt hello --tokens 20 --seed 3 --temperature 1", capsys)[1]
+        == out
+    )
     # the likeliest, where nothing says otherwise
     assert said("tiny --prompt hello --tokens 20", capsys)[1] != out
 
@@ -85,13 +90,18 @@ def test_how_tokens_are_chosen_is_the_models_own_where_nothing_is_asked():
     assert how(usual, temperature=0.0).temperature == 0 and how(
         usual, top_k=5, top_p=1.0
     ) == Sampling(0.6, 5)
-    assert how(Sampling()) == Sampling() and how(Sampling(), seed=4) == Sampling(1.0, seed=4)
+    assert how(Sampling()) == Sampling() and how(Sampling(), seed=4) == Sampling(
+        1.0, seed=4
+    )
 
 
 @pytest.mark.slow
 def test_prompts_run_together_and_are_answered_in_their_order(here, capsys):
     code, out, err = said("tiny --prompt aaa --prompt zz --tokens 5", capsys)
-    alone = [said(f"tiny --prompt {prompt} --tokens 5", capsys)[1] for prompt in ("aaa", "zz")]
+    alone = [
+        said(f"tiny --prompt {prompt} --tokens 5", capsys)[1]
+        for prompt in ("aaa", "zz")
+    ]
     assert code == 0 and out == "".join(alone)
     assert err == "meshtrain: 'aaa' goes on:\nmeshtrain: 'zz' goes on:\n"
 
@@ -100,7 +110,9 @@ def test_prompts_run_together_and_are_answered_in_their_order(here, capsys):
 def test_a_conversation_keeps_its_history(here, capsys, monkeypatch):
     asked = []
     submit = Engine.submit
-    noting = lambda self, r, hear: asked.append(r.tokens.tolist()) or submit(self, r, hear)
+    noting = lambda self, r, hear: (
+        asked.append(r.tokens.tolist()) or submit(self, r, hear)
+    )
     monkeypatch.setattr(Engine, "submit", noting)
     here("one\n\n  \ntwo\n")
     code, out, err = said("tiny --chat --system be.kind --tokens 4", capsys)
@@ -118,7 +130,9 @@ def test_a_conversation_keeps_its_history(here, capsys, monkeypatch):
 
 
 @pytest.mark.thorough
-def test_a_conversation_that_grows_too_long_loses_its_oldest_messages_and_says_so(here, capsys):
+def test_a_conversation_that_grows_too_long_loses_its_oldest_messages_and_says_so(
+    here, capsys
+):
     here("a" * 20 + "\n" + "b" * 30 + "\n" + "c" * 70 + "\nd\n")
     code, out, err = said("tiny --chat --tokens 8", capsys)
     oldest, long = err.splitlines()
@@ -199,8 +213,13 @@ def test_what_a_model_cannot_is_one_sentence_and_exit_code_2(words, says, here, 
 
 def test_what_is_no_text_is_refused(here, capsys):
     here(b"\xff\xfe")
-    assert refused(main, capsys, "tiny") == "meshtrain: standard input is not text in UTF-8.\n"
-    assert "is not text in UTF-8." in refused(main, capsys, "tiny", "--prompt", "a\udcff")
+    assert (
+        refused(main, capsys, "tiny")
+        == "meshtrain: standard input is not text in UTF-8.\n"
+    )
+    assert "is not text in UTF-8." in refused(
+        main, capsys, "tiny", "--prompt", "a\udcff"
+    )
 
 
 @pytest.mark.thorough
@@ -210,7 +229,9 @@ def test_an_answer_that_ends_with_an_error_is_exit_code_1(here, capsys, monkeypa
 
     monkeypatch.setattr(command.Engine, "__init__", _with(Engine.__init__, fail))
     code, _, err = said("tiny --prompt hello --tokens 4", capsys)
-    assert code == 1 and "program failed: out of memory" in err and "Traceback" not in err
+    assert (
+        code == 1 and "program failed: out of memory" in err and "Traceback" not in err
+    )
 
 
 def _with(init, decode):
@@ -254,7 +275,9 @@ class Terminal:
                 try:
                     self.shown += os.read(self.master, 4096).decode(errors="replace")
                 except OSError:
-                    raise AssertionError(f"it ended, without {pattern}: {self.shown!r}") from None
+                    raise AssertionError(
+                        f"it ended, without {pattern}: {self.shown!r}"
+                    ) from None
         self._seen = begin + found.end()
         return self.shown[begin : self._seen]
 
@@ -272,7 +295,8 @@ class Terminal:
 @pytest.mark.thorough
 def test_on_a_terminal_ctrl_c_stops_an_answer_and_ctrl_d_ends(models):
     terminal = Terminal(
-        "tiny --chat --tokens 100000 --length 200000 --temperature 1 --stop never", models
+        "tiny --chat --tokens 100000 --length 200000 --temperature 1 --stop never",
+        models,
     )
     try:
         terminal.wait_for("Ctrl-C stops an answer")
@@ -346,6 +370,8 @@ def test_an_interrupt_ends_prompts(models):
     ],
 )
 def test_a_prompt_that_leaves_no_position_is_told_how_many_there_are(length, says):
-    model = SimpleNamespace(config=SimpleNamespace(model=SimpleNamespace(family="llama")))
+    model = SimpleNamespace(
+        config=SimpleNamespace(model=SimpleNamespace(family="llama"))
+    )
     with pytest.raises(ConfigError, match=says):
         command.check_fits(SimpleNamespace(longest=8, model=model), 20, length)

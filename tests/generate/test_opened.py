@@ -41,7 +41,9 @@ def theirs(tmp_path_factory):
 def run(tmp_path_factory):
     """A run's directory with one step, of a model of bytes."""
     settings = config(
-        tmp_path_factory.mktemp("runs") / "mine", model={"layers": 2}, mesh={"pipeline": 2}
+        tmp_path_factory.mktemp("runs") / "mine",
+        model={"layers": 2},
+        mesh={"pipeline": 2},
     )
     program = build_for(settings)
     checkpointer = Checkpointer(settings, program)
@@ -92,7 +94,9 @@ def test_a_hugging_face_directory_has_its_tokenizer_its_ends_and_its_template(th
         ),
     ],
 )
-def test_how_tokens_are_drawn_is_as_the_models_makers_have_it(generation, expected, said):
+def test_how_tokens_are_drawn_is_as_the_models_makers_have_it(
+    generation, expected, said
+):
     sampling, asks = _sampling(generation)
     assert sampling == expected and (tells(" ".join(asks), said) if said else not asks)
 
@@ -110,7 +114,9 @@ def test_how_tokens_are_drawn_is_as_the_models_makers_have_it(generation, expect
     ],
 )
 def test_what_is_no_way_to_draw_tokens_is_refused(copied, name, value):
-    (copied / "generation_config.json").write_text(json.dumps({"do_sample": True, name: value}))
+    (copied / "generation_config.json").write_text(
+        json.dumps({"do_sample": True, name: value})
+    )
     with pytest.raises(ConfigError, match=rf"^generation_config\.json: {name} is "):
         open_model(copied)
 
@@ -126,26 +132,40 @@ def test_what_is_no_way_to_draw_tokens_is_refused(copied, name, value):
         (True, ["x", -1, 1000], set()),
     ],
 )
-def test_all_end_tokens_are_ends_that_any_file_names(copied, config_json, generation, expected):
+def test_all_end_tokens_are_ends_that_any_file_names(
+    copied, config_json, generation, expected
+):
     given = json.loads((copied / "config.json").read_text())
-    (copied / "config.json").write_text(json.dumps(given | {"eos_token_id": config_json}))
+    (copied / "config.json").write_text(
+        json.dumps(given | {"eos_token_id": config_json})
+    )
     if generation is not None:
-        (copied / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+        (copied / "generation_config.json").write_text(
+            json.dumps({"eos_token_id": generation})
+        )
     assert open_model(copied).ends == {EOS, END} | expected
 
 
 def test_a_model_without_a_template_says_why(copied):
     (copied / "tokenizer_config.json").unlink()
     opened = open_model(copied)
-    assert opened.template is None and "neither chat_template.jinja nor" in opened.without
+    assert (
+        opened.template is None and "neither chat_template.jinja nor" in opened.without
+    )
     assert opened.ends == {EOS}
 
 
 @pytest.mark.thorough
-def test_a_run_of_bytes_is_opened_by_any_of_its_names_whatever_mesh_it_was_trained_on(run):
+def test_a_run_of_bytes_is_opened_by_any_of_its_names_whatever_mesh_it_was_trained_on(
+    run,
+):
     for path in (run, run / "checkpoints", run / "checkpoints" / "3"):
         opened = open_model(path, length=20)
-        assert (opened.name, opened.model.step, opened.tokenizer.name) == ("mine", 3, "byte")
+        assert (opened.name, opened.model.step, opened.tokenizer.name) == (
+            "mine",
+            3,
+            "byte",
+        )
         assert (opened.ends, opened.longest, opened.length) == ({256}, 16, 20)
         assert (
             opened.model.config.mesh.devices == 1
@@ -154,7 +174,9 @@ def test_a_run_of_bytes_is_opened_by_any_of_its_names_whatever_mesh_it_was_train
 
 
 @pytest.mark.thorough
-def test_an_import_keeps_what_lay_beside_the_weights(theirs, tmp_path, monkeypatch, capsys):
+def test_an_import_keeps_what_lay_beside_the_weights(
+    theirs, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(theirs, "hf")
     assert adopt(["import", "hf", "imported", "--set", "mesh.pipeline=2"]) == 0
@@ -162,7 +184,11 @@ def test_an_import_keeps_what_lay_beside_the_weights(theirs, tmp_path, monkeypat
     # to where the config does not say it is
     shutil.move("imported", "moved")
     opened = open_model("moved", mesh="tensor=2")
-    assert opened.name == "moved" and opened.ends == {EOS, END} and opened.template is not None
+    assert (
+        opened.name == "moved"
+        and opened.ends == {EOS, END}
+        and opened.template is not None
+    )
     assert opened.longest == 64 and opened.model.config.mesh.tensor == 2
 
 
@@ -172,7 +198,9 @@ def test_weights_are_held_in_what_computes(theirs):
     assert {str(x.dtype) for x in jax.tree.leaves(opened.model.params)} == {"bfloat16"}
 
 
-def test_what_cannot_be_opened_is_refused_in_a_sentence(theirs, run, copied, tmp_path, monkeypatch):
+def test_what_cannot_be_opened_is_refused_in_a_sentence(
+    theirs, run, copied, tmp_path, monkeypatch
+):
     monkeypatch.chdir(theirs.parent)
 
     def refused(path, **how) -> str:
@@ -206,7 +234,14 @@ def test_what_cannot_be_opened_is_refused_in_a_sentence(theirs, run, copied, tmp
     assert "has weights but no tokenizer.json" in refused(copied)
 
 
-SIZES = {"layers": 4, "d_model": 96, "heads": 6, "kv_heads": 6, "d_ff": 250, "vocab_size": 1001}
+SIZES = {
+    "layers": 4,
+    "d_model": 96,
+    "heads": 6,
+    "kv_heads": 6,
+    "d_ff": 250,
+    "vocab_size": 1001,
+}
 CONFIG = mt.load({"model": SIZES, "precision": {"compute": "bfloat16"}})
 
 
@@ -217,11 +252,21 @@ def accelerators(count: int, memory: int) -> list:
 
 @pytest.mark.parametrize(("count", "tensor"), [(1, 1), (4, 2), (8, 3), (8, 6)])
 def test_it_is_the_smallest_tensor_that_divides_the_heads_and_fits(count, tensor):
-    on = mt.load({"model": SIZES, "precision": {"compute": "bfloat16"}, "mesh": {"tensor": tensor}})
+    on = mt.load(
+        {
+            "model": SIZES,
+            "precision": {"compute": "bfloat16"},
+            "mesh": {"tensor": tensor},
+        }
+    )
     fits = memory_needs(on, 8, 512).all
-    assert choose_mesh(CONFIG, None, 8, 512, accelerators(count, fits)) == MeshConfig(tensor=tensor)
+    assert choose_mesh(CONFIG, None, 8, 512, accelerators(count, fits)) == MeshConfig(
+        tensor=tensor
+    )
     if tensor == 1:
-        with pytest.raises(ConfigError, match=r"has 0\.0; give fewer slots, .*more devices"):
+        with pytest.raises(
+            ConfigError, match=r"has 0\.0; give fewer slots, .*more devices"
+        ):
             choose_mesh(CONFIG, None, 8, 512, accelerators(count, fits - 1))
 
 
@@ -238,7 +283,12 @@ HYBRID = {
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("mesh", "model"),
-    [({"tensor": 4}, {}), ({}, {}), ({"data": 2, "tensor": 2}, {}), ({"tensor": 2}, HYBRID)],
+    [
+        ({"tensor": 4}, {}),
+        ({}, {}),
+        ({"data": 2, "tensor": 2}, {}),
+        ({"tensor": 2}, HYBRID),
+    ],
 )
 def test_what_is_said_to_be_needed_is_what_is_held(mesh, model):
     sizes = {**SIZES, "heads": 8, "kv_heads": 2, **model}
@@ -248,14 +298,18 @@ def test_what_is_said_to_be_needed_is_what_is_held(mesh, model):
         program.layout.init,
         out_shardings=jax.tree.map(lambda x: x.sharding, program.layout.masters),
     )
-    run = Decoding(mt.reader.Model(program, params(jax.random.key(0)), 0, GOLDEN), 4, 24)
+    run = Decoding(
+        mt.reader.Model(program, params(jax.random.key(0)), 0, GOLDEN), 4, 24
+    )
     found = memory_needs(config, 4, 24)
     assert found.weights == sum(map(part_bytes, jax.tree.leaves(run.weights)))
     assert found.cache == sum(map(part_bytes, jax.tree.leaves(run.empty().cache)))
 
 
 def test_a_mesh_that_is_asked_for_is_taken():
-    assert choose_mesh(CONFIG, " tensor=2, data=4", 8, 512) == MeshConfig(data=4, tensor=2)
+    assert choose_mesh(CONFIG, " tensor=2, data=4", 8, 512) == MeshConfig(
+        data=4, tensor=2
+    )
     assert choose_mesh(CONFIG, "data=1", 3, 512) == MeshConfig()
 
 
@@ -288,4 +342,7 @@ def test_the_config_that_a_mesh_is_chosen_for_is_that_of_the_model_read():
 
 def test_what_is_needed_for_a_moment_is_the_prompt_of_one_slot_and_all_logits():
     # eight times the stream, gate and up and their product; float32 logits twice
-    assert memory_needs(CONFIG, 8, 5120).moment == 5120 * (8 * 96 + 3 * 250) * 2 + 8 * 8 * 1001
+    assert (
+        memory_needs(CONFIG, 8, 5120).moment
+        == 5120 * (8 * 96 + 3 * 250) * 2 + 8 * 8 * 1001
+    )

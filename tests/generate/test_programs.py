@@ -50,12 +50,20 @@ def mesh_of(name: str):
     return mt.make_mesh(mt.load({"mesh": (MESHES | SPLIT)[name]}))
 
 
-def decoding(family: str, mesh: str = "one", slots: int = 4, adapter=None, **more) -> Decoding:
+def decoding(
+    family: str, mesh: str = "one", slots: int = 4, adapter=None, **more
+) -> Decoding:
     model = read_model(GOLDEN / family, mesh=mesh_of(mesh), adapter=adapter)
     return Decoding(model, slots, LENGTH, **more)
 
 
-def told(run: Decoding, prompts: dict[int, np.ndarray], steps: int, sampling=GREEDY, state=None):
+def told(
+    run: Decoding,
+    prompts: dict[int, np.ndarray],
+    steps: int,
+    sampling=GREEDY,
+    state=None,
+):
     """The tokens of prompts in slots, which join one step after the other, and the log-probabilities of each [steps, V]
     by id.
 
@@ -117,7 +125,9 @@ def check_beside(model: Model, run: Decoding):
         pytest.param("gpt2", marks=pytest.mark.slow),
     ],
 )
-def test_cached_logits_are_those_of_all_read_again_at_every_position(family, whole_vocabulary):
+def test_cached_logits_are_those_of_all_read_again_at_every_position(
+    family, whole_vocabulary
+):
     check_cached(family, "data 2, tensor 2")
 
 
@@ -126,7 +136,13 @@ def test_cached_logits_are_those_of_all_read_again_at_every_position(family, who
 def test_every_rule_of_linear_attention_goes_on_as_the_whole_text_does(
     kind, mesh, whole_vocabulary
 ):
-    linear = {"kind": kind, "key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 6}
+    linear = {
+        "kind": kind,
+        "key_heads": 2,
+        "value_heads": 4,
+        "key_dim": 8,
+        "value_dim": 6,
+    }
     sizes = {"layers": 2, "d_model": 16, "heads": 2, "d_ff": 24, "vocab_size": WORDS}
     model = sizes | {
         "pattern": ["linear", "full"],
@@ -145,13 +161,17 @@ def test_every_rule_of_linear_attention_goes_on_as_the_whole_text_does(
 @pytest.mark.parametrize(
     ("family", "mesh"), list(zip(FAMILIES, cycle(["one", "tensor 4"]), strict=False))
 )
-def test_cached_logits_are_those_of_all_read_again_for_every_family(family, mesh, whole_vocabulary):
+def test_cached_logits_are_those_of_all_read_again_for_every_family(
+    family, mesh, whole_vocabulary
+):
     check_cached(family, mesh)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("mesh", SPLIT)
-def test_a_training_mesh_decodes_with_its_slots_over_all_axes_but_tensor(mesh, whole_vocabulary):
+def test_a_training_mesh_decodes_with_its_slots_over_all_axes_but_tensor(
+    mesh, whole_vocabulary
+):
     check_cached("llama3", mesh)
 
 
@@ -187,12 +207,18 @@ def test_held_in_8_bits_it_says_what_the_rounded_model_says_on_every_mesh(
 @pytest.mark.thorough
 def test_a_model_that_is_loaded_again_runs_what_was_compiled_for_it_and_no_other_does():
     kept, prompt = {}, {0: SHORT}
-    first, again, other = decoding("llama3"), decoding("llama3"), decoding("llama3", slots=2)
+    first, again, other = (
+        decoding("llama3"),
+        decoding("llama3"),
+        decoding("llama3", slots=2),
+    )
     first.reuse(kept)
     right = told(first, prompt, 4)[0]
     for run in (again, other):
         run.reuse(kept)
-    assert (first.compiled, again.compiled) == (2, 0) and again.is_compiled(("decode", True))
+    assert (first.compiled, again.compiled) == (2, 0) and again.is_compiled(
+        ("decode", True)
+    )
     assert not other.is_compiled(("decode", True))
     first.free()
     assert told(again, prompt, 4)[0] == right and again.compiled == 0
@@ -206,14 +232,18 @@ def test_adapters_stand_beside_a_base_in_8_bits(kind, whole_vocabulary):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", ["llama3", "mixtral"])
-@pytest.mark.parametrize(("kind", "dtype"), [("int8", "float32"), ("float8", "bfloat16")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("int8", "float32"), ("float8", "bfloat16")]
+)
 def test_products_in_8_bits_take_a_quarter_or_a_half_of_the_bytes(family, kind, dtype):
     model = read_model(GOLDEN / family, precision=dtype, masters=False)
     of = {
         name: taken_over(model, Layout(model.config, model.program.mesh), True, name)
         for name in (None, kind)
     }
-    wide, narrow = (jax.tree.leaves(of[name], is_leaf=is_rounded) for name in (None, kind))
+    wide, narrow = (
+        jax.tree.leaves(of[name], is_leaf=is_rounded) for name in (None, kind)
+    )
     held = [(x, q) for x, q in zip(wide, narrow, strict=True) if is_rounded(q)]
     names = 7 * model.config.model.layers
     assert len(held) == names, "seven weights of each layer"
@@ -224,11 +254,17 @@ def test_products_in_8_bits_take_a_quarter_or_a_half_of_the_bytes(family, kind, 
         )
         error = np.abs(np.float32(multiplied(q, jnp.float32)) - np.float32(x))
         # half a step of int8, a sixteenth of e4m3's own number and of its least normal one
-        most = q.scale / 2 if kind == "int8" else np.abs(np.float32(x)) / 16 + q.scale * 2.0**-10
+        most = (
+            q.scale / 2
+            if kind == "int8"
+            else np.abs(np.float32(x)) / 16 + q.scale * 2.0**-10
+        )
         assert (error <= most * 1.001).all() and error.max() > 0
     rest = [(x, q) for x, q in zip(wide, narrow, strict=True) if not is_rounded(q)]
     assert all((np.asarray(x) == np.asarray(q)).all() for x, q in rest)
-    now, before = (sum(x.nbytes for x in jax.tree.leaves(of[name])) for name in (kind, None))
+    now, before = (
+        sum(x.nbytes for x in jax.tree.leaves(of[name])) for name in (kind, None)
+    )
     assert (
         note(kind, of[kind], dtype)
         == f"weights held in {kind} take {size(now)} in place of {size(before)} in {dtype}."
@@ -242,7 +278,8 @@ def test_weights_that_are_not_finite_stay_so(kind):
     wide = np.asarray(multiplied(held_in(kind, x, (0, 1)), jnp.float32))
     assert np.isfinite(wide).all(axis=0).tolist() == [True, False, False]
     assert (
-        np.asarray(multiplied(held_in(kind, jnp.zeros((2, 2)), (0, 1)), jnp.float32)) == 0
+        np.asarray(multiplied(held_in(kind, jnp.zeros((2, 2)), (0, 1)), jnp.float32))
+        == 0
     ).all()
 
 
@@ -299,7 +336,10 @@ def eight() -> Decoding:
 
 @pytest.fixture(scope="module")
 def prompts() -> dict[int, np.ndarray]:
-    return {slot: np.random.default_rng(slot).integers(0, WORDS, 3 + 2 * slot) for slot in range(8)}
+    return {
+        slot: np.random.default_rng(slot).integers(0, WORDS, 3 + 2 * slot)
+        for slot in range(8)
+    }
 
 
 DRAWN = Sampling(temperature=1.5, top_k=30, seed=11)
@@ -324,10 +364,14 @@ def test_it_does_not_matter_which_slot(eight, prompts):
 
 
 @pytest.mark.thorough
-def test_nothing_of_a_slots_last_sequence_stays_not_even_what_is_no_number(eight, prompts):
+def test_nothing_of_a_slots_last_sequence_stays_not_even_what_is_no_number(
+    eight, prompts
+):
     right, of_right = told(eight, {2: prompts[2]}, 10)
     state = eight.empty()
-    state = state._replace(cache=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.cache))
+    state = state._replace(
+        cache=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state.cache)
+    )
     found, of_found = told(eight, {2: prompts[2]}, 10, state=state)
     assert found == right
     np.testing.assert_array_equal(of_found[2], of_right[2])
@@ -361,7 +405,9 @@ def test_a_slot_that_runs_past_its_end_harms_no_other(eight, prompts):
 
 
 @pytest.mark.thorough
-def test_decode_writes_into_the_cache_that_it_is_given_and_nothing_grows(eight, prompts):
+def test_decode_writes_into_the_cache_that_it_is_given_and_nothing_grows(
+    eight, prompts
+):
     state, _ = eight.prefill(eight.empty(), 0, prompts[0], Sampling())
     state, _ = eight.decode(state)
     where = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state.cache)]
@@ -374,10 +420,19 @@ def test_decode_writes_into_the_cache_that_it_is_given_and_nothing_grows(eight, 
 
 
 def test_prompts_of_one_bucket_share_a_program(eight):
-    assert [eight.bucket(n) for n in (1, 16, 17, 32, 33, 40)] == [16, 16, 32, 32, 40, 40]
+    assert [eight.bucket(n) for n in (1, 16, 17, 32, 33, 40)] == [
+        16,
+        16,
+        32,
+        32,
+        40,
+        40,
+    ]
     state, _ = eight.prefill(eight.empty(), 0, np.arange(17), Sampling())
     compiled = eight.compiled
-    state, _ = eight.prefill(state, 1, np.arange(30), Sampling(temperature=1.0, seed=2**40))
+    state, _ = eight.prefill(
+        state, 1, np.arange(30), Sampling(temperature=1.0, seed=2**40)
+    )
     assert eight.compiled == compiled
 
 
@@ -423,13 +478,22 @@ def test_weights_are_taken_over_in_the_dtype_that_computes():
 
 def test_a_position_of_deepseek_v3_is_576_numbers_a_layer():
     """Plain attention keeps 128 heads of 192 numbers in keys, and of 128 in values: 71 times as many."""
-    latent = {"mla": {"q_rank": 8, "kv_rank": 512, "nope": 128, "rope": 64, "value": 128}}
+    latent = {
+        "mla": {"q_rank": 8, "kv_rank": 512, "nope": 128, "rope": 64, "value": 128}
+    }
     sizes = {"layers": 1, "d_model": 8, "heads": 128, "d_ff": 8, "vocab_size": 16}
     held = {}
-    for kind, attention in {"latent": latent, "plain": {"head_dim": (192 + 128) // 2}}.items():
-        config = mt.load({"model": sizes | attention, "precision": {"compute": "bfloat16"}})
+    for kind, attention in {
+        "latent": latent,
+        "plain": {"head_dim": (192 + 128) // 2},
+    }.items():
+        config = mt.load(
+            {"model": sizes | attention, "precision": {"compute": "bfloat16"}}
+        )
         program = mt.Program(config)
-        state = Decoding(Model(program, program.init().params, 0, GOLDEN), 2, 16).empty()
+        state = Decoding(
+            Model(program, program.init().params, 0, GOLDEN), 2, 16
+        ).empty()
         held[kind] = sum(x.nbytes for x in jax.tree.leaves(state.cache)) / (2 * 16)
     assert held == {"latent": 576 * 2, "plain": 128 * (192 + 128) * 2}
 
@@ -438,7 +502,11 @@ def unread(attention=None, **mesh: int) -> Model:
     """A model whose weights are not asked for."""
     section = model_section(read_json(GOLDEN / "gpt2" / CONFIG), CONFIG)
     config = mt.load(
-        {"model": section, "mesh": mesh, "train": {"uneven_batch": "pad", "sequence_length": 48}}
+        {
+            "model": section,
+            "mesh": mesh,
+            "train": {"uneven_batch": "pad", "sequence_length": 48},
+        }
     )
     return Model(mt.Program(config, attention=attention), None, 0, GOLDEN)
 
@@ -459,6 +527,8 @@ def test_what_cannot_generate_is_refused_in_a_sentence(eight):
         Decoding(unread(data=2, islands=2), 2, 16)
     with pytest.raises(ConfigError, match="3 slots cannot be shared by data 2"):
         Decoding(unread(data=2), 3, 16)
-    mine = lambda q, k, v, segments, collectives, dropout: q.reshape(-1, q.shape[2] * q.shape[3])
+    mine = lambda q, k, v, segments, collectives, dropout: q.reshape(
+        -1, q.shape[2] * q.shape[3]
+    )
     with pytest.raises(ConfigError, match="knows of no cache"):
         Decoding(unread(attention=mine), 2, 16)

@@ -16,8 +16,19 @@ from meshtrain.generate.resharding import Resharding
 from meshtrain.hlo import collectives
 from meshtrain.parallel.placement import Placed
 
-MODEL = {"layers": 3, "d_model": 16, "heads": 4, "kv_heads": 2, "d_ff": 30, "vocab_size": 61}
-EXPERTS = {"family": "mixtral", "d_ff": 0, "moe": {"experts": 4, "top_k": 2, "d_ff": 10}}
+MODEL = {
+    "layers": 3,
+    "d_model": 16,
+    "heads": 4,
+    "kv_heads": 2,
+    "d_ff": 30,
+    "vocab_size": 61,
+}
+EXPERTS = {
+    "family": "mixtral",
+    "d_ff": 0,
+    "moe": {"experts": 4, "top_k": 2, "d_ff": 10},
+}
 EACH = {
     "one": {},
     "data 8, ZeRO-3": {"mesh": {"data": 8}, "parallel": {"zero_stage": 3}},
@@ -43,7 +54,11 @@ EACH = {
         "mesh": {"data": 2, "context": 2, "pipeline": 2},
         "parallel": {"zero_stage": 3, "microbatches": 2},
     },
-    "expert 2": {"model": EXPERTS, "mesh": {"data": 4, "expert": 2}, "parallel": {"zero_stage": 2}},
+    "expert 2": {
+        "model": EXPERTS,
+        "mesh": {"data": 4, "expert": 2},
+        "parallel": {"zero_stage": 2},
+    },
     "experts over context": {
         "model": EXPERTS,
         "mesh": {"data": 2, "context": 2, "expert": 4, "tensor": 2},
@@ -81,7 +96,9 @@ EACH = {
 def program_of(name: str, **sections) -> mt.Program:
     given = EACH[name] | sections
     train = {"global_batch_size": 8, "sequence_length": 16}
-    return mt.Program(mt.load({**given, "model": MODEL | given.get("model", {}), "train": train}))
+    return mt.Program(
+        mt.load({**given, "model": MODEL | given.get("model", {}), "train": train})
+    )
 
 
 def params_of(program: mt.Program):
@@ -99,10 +116,14 @@ def layers_of(way: Resharding, parts) -> list[list[np.ndarray]]:
     layout = way.decoded
     names = {w.name: [] for w in layout.flat}
     for tree, part in (("embedding", parts.embedding), ("head", parts.head)):
-        for weight, x in zip(leaves(layout.weights[tree]), jax.tree.leaves(part), strict=True):
+        for weight, x in zip(
+            leaves(layout.weights[tree]), jax.tree.leaves(part), strict=True
+        ):
             names[weight.name].append(x)
     for part in parts.blocks:
-        for weight, x in zip(leaves(layout.weights["blocks"]), jax.tree.leaves(part), strict=True):
+        for weight, x in zip(
+            leaves(layout.weights["blocks"]), jax.tree.leaves(part), strict=True
+        ):
             names[weight.name].append(x)
     return [names[w.name] for w in layout.flat]
 
@@ -130,9 +151,13 @@ def test_every_layout_gives_the_same_numbers_on_every_device(name):
         for array, number in zip(arrays, wanted, strict=True):
             cut = tuple(slice(n) for n in number.shape)
             np.testing.assert_array_equal(np.asarray(array)[cut], number, weight.name)
-            assert (np.asarray(array) != 0).sum() == (number != 0).sum(), "padding is zeros"
+            assert (np.asarray(array) != 0).sum() == (number != 0).sum(), (
+                "padding is zeros"
+            )
             sharded = array.sharding.spec
-            assert {axis for axes in sharded if axes for axis in np.atleast_1d(axes)} <= {"tensor"}
+            assert {
+                axis for axes in sharded if axes for axis in np.atleast_1d(axes)
+            } <= {"tensor"}
 
 
 @pytest.mark.parametrize(
@@ -143,7 +168,9 @@ def test_each_device_receives_its_share_of_the_decoding_weights_once(name):
     program = program_of(name)
     compiled = resharding(program).program.lower(program.layout.masters).compile()
     sent = sum(c.sent * c.times for c in collectives(compiled, program.mesh) if c.axes)
-    assert sent == sum(map(received, program.layout.flat, cycle([program.mesh.shape["tensor"]])))
+    assert sent == sum(
+        map(received, program.layout.flat, cycle([program.mesh.shape["tensor"]]))
+    )
 
 
 def received(weight: Placed, tensor: int) -> float:
@@ -152,7 +179,10 @@ def received(weight: Placed, tensor: int) -> float:
     split = tensor if any("tensor" in each for each in weight.over) else 1
     share = math.prod(weight.padded) / split
     has = weight.on_rank()
-    if axes.get("vocab") == ("pipeline", "tensor") and math.prod(weight.ways) > split > 1:
+    if (
+        axes.get("vocab") == ("pipeline", "tensor")
+        and math.prod(weight.ways) > split > 1
+    ):
         # its pieces are other devices'
         has = 0
     if axes.get("experts") == ("expert", "tensor"):
@@ -169,8 +199,12 @@ def test_a_second_step_compiles_nothing():
     way.program(params)
     # as a train step gives them
     shardings = jax.tree.map(lambda x: x.sharding, program.layout.masters)
-    double = jax.jit(lambda params: jax.tree.map(lambda x: 2 * x, params), out_shardings=shardings)
+    double = jax.jit(
+        lambda params: jax.tree.map(lambda x: 2 * x, params), out_shardings=shardings
+    )
     doubled = double(params)
     again = way.program(doubled)
     assert way.program._cache_size() == 1
-    np.testing.assert_array_equal(again.blocks[1]["mlp"]["up"], doubled["blocks"]["mlp"]["up"][1])
+    np.testing.assert_array_equal(
+        again.blocks[1]["mlp"]["up"], doubled["blocks"]["mlp"]["up"][1]
+    )

@@ -18,7 +18,9 @@ QUANTILE = lambda freedom: (
 
 
 def arrays(*each: Sampling) -> SamplingArrays:
-    return SamplingArrays(*map(np.stack, zip(*map(SamplingArrays.of, each), strict=True)))
+    return SamplingArrays(
+        *map(np.stack, zip(*map(SamplingArrays.of, each), strict=True))
+    )
 
 
 def reference(logits: np.ndarray, how: Sampling) -> np.ndarray:
@@ -37,8 +39,12 @@ def reference(logits: np.ndarray, how: Sampling) -> np.ndarray:
 
 def draws(logits: np.ndarray, how: Sampling, count: int) -> np.ndarray:
     """What is drawn at the positions from 0 to `count`, [count]."""
-    many = SamplingArrays(*(np.broadcast_to(x, (count,)) for x in SamplingArrays.of(how)))
-    return np.asarray(SAMPLE(np.broadcast_to(logits, (count, len(logits))), many, np.arange(count)))
+    many = SamplingArrays(
+        *(np.broadcast_to(x, (count,)) for x in SamplingArrays.of(how))
+    )
+    return np.asarray(
+        SAMPLE(np.broadcast_to(logits, (count, len(logits))), many, np.arange(count))
+    )
 
 
 HOWS = [
@@ -56,7 +62,9 @@ HOWS = [
 def test_what_is_left_is_what_the_reference_leaves(how):
     scaled = (LOGITS - LOGITS.max(1, keepdims=True)) / how.temperature
     many = arrays(*[how] * len(LOGITS))
-    left = np.asarray(kept(jnp.asarray(scaled), jnp.asarray(many.top_k), jnp.asarray(many.top_p)))
+    left = np.asarray(
+        kept(jnp.asarray(scaled), jnp.asarray(many.top_k), jnp.asarray(many.top_p))
+    )
     np.testing.assert_array_equal(left, [reference(row, how) > 0 for row in LOGITS])
 
 
@@ -85,7 +93,11 @@ def test_of_equals_the_lower_ids_are_left_and_the_first_is_greedy():
         == {1}
         == set(draws(logits, Sampling(1e-30), 20)) - {2, 4, 5}
     )
-    assert set(draws(np.zeros(6, np.float32), Sampling(1.0, top_p=0.5), 200)) == {0, 1, 2}
+    assert set(draws(np.zeros(6, np.float32), Sampling(1.0, top_p=0.5), 200)) == {
+        0,
+        1,
+        2,
+    }
 
 
 @pytest.mark.thorough
@@ -93,20 +105,26 @@ def test_the_same_seed_and_position_get_the_same_token_in_any_slot_beside_anythi
     alone = Sampling(0.9, seed=11)
     cutting, greedy = Sampling(1.1, top_k=3, seed=2), Sampling()
     positions = np.arange(40)
-    once = [int(SAMPLE(LOGITS[:1], arrays(alone), np.array([at]))[0]) for at in positions]
+    once = [
+        int(SAMPLE(LOGITS[:1], arrays(alone), np.array([at]))[0]) for at in positions
+    ]
     for slot, beside in ((0, cutting), (1, greedy), (2, cutting)):
         each = [beside] * 3
         each[slot] = alone
         rows = np.stack([LOGITS[3], LOGITS[4], LOGITS[5]])
         rows[slot] = LOGITS[0]
-        found = [int(SAMPLE(rows, arrays(*each), np.array([at, at, at]))[slot]) for at in positions]
+        found = [
+            int(SAMPLE(rows, arrays(*each), np.array([at, at, at]))[slot])
+            for at in positions
+        ]
         assert found == once
     assert len(set(once)) > 3
 
 
 def test_seeds_and_positions_differ():
     assert (
-        draws(LOGITS[0], Sampling(2.0, seed=1), 50) != draws(LOGITS[0], Sampling(2.0, seed=2), 50)
+        draws(LOGITS[0], Sampling(2.0, seed=1), 50)
+        != draws(LOGITS[0], Sampling(2.0, seed=2), 50)
     ).any()
     # of a seed its lowest 32 bits
     assert (
@@ -120,7 +138,9 @@ def test_seeds_and_positions_differ():
 def test_a_padded_vocabulary_changes_no_token():
     padded = np.append(LOGITS[0], np.full(31, -np.inf, np.float32))
     for how in HOWS:
-        np.testing.assert_array_equal(draws(padded, how, 100), draws(LOGITS[0], how, 100))
+        np.testing.assert_array_equal(
+            draws(padded, how, 100), draws(LOGITS[0], how, 100)
+        )
 
 
 def test_nothing_is_sorted_or_drawn_where_all_are_greedy():
@@ -136,7 +156,9 @@ def test_nothing_is_sorted_or_drawn_where_all_are_greedy():
 
     found = list(
         branches(
-            jax.make_jaxpr(sample)(LOGITS, arrays(*[Sampling()] * 6), np.zeros(6, np.int32)).jaxpr
+            jax.make_jaxpr(sample)(
+                LOGITS, arrays(*[Sampling()] * 6), np.zeros(6, np.int32)
+            ).jaxpr
         )
     )
     assert {depth for depth, name in found if name == "sort"} == {2}
@@ -147,7 +169,10 @@ def test_nothing_is_sorted_or_drawn_where_all_are_greedy():
 def test_a_token_is_told_with_the_probability_that_it_was_drawn_with(how):
     drawn = jax.jit(draw)(LOGITS, arrays(*[how] * len(LOGITS)), np.arange(len(LOGITS)))
     tokens, logprobs = map(np.asarray, drawn)
-    right = [np.log(reference(row, how)[token]) for row, token in zip(LOGITS, tokens, strict=True)]
+    right = [
+        np.log(reference(row, how)[token])
+        for row, token in zip(LOGITS, tokens, strict=True)
+    ]
     np.testing.assert_allclose(logprobs, right, atol=2e-5)
     np.testing.assert_array_equal(
         tokens, SAMPLE(LOGITS, arrays(*[how] * len(LOGITS)), np.arange(len(LOGITS)))

@@ -41,9 +41,13 @@ def of(kind: str, directory):
         letters = ["<unk>", "<s>", "</s>", "▁", *"abcdefghijklmnopqrstuvwxyz,.!"]
         ids = {
             token: i
-            for i, token in enumerate([*letters, *(f"<0x{byte:02X}>" for byte in range(256))])
+            for i, token in enumerate(
+                [*letters, *(f"<0x{byte:02X}>" for byte in range(256))]
+            )
         }
-        bpe = tokenizers.models.BPE(ids, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+        bpe = tokenizers.models.BPE(
+            ids, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True
+        )
         made = tokenizers.Tokenizer(bpe)
         made.normalizer = tokenizer().normalizer
         parts = [
@@ -51,7 +55,9 @@ def of(kind: str, directory):
             tokenizers.decoders.ByteFallback(),
             tokenizers.decoders.Fuse(),
         ]
-        made.decoder = tokenizers.decoders.Sequence([*parts, tokenizers.decoders.Strip(" ", 1, 0)])
+        made.decoder = tokenizers.decoders.Sequence(
+            [*parts, tokenizers.decoders.Strip(" ", 1, 0)]
+        )
         made.add_special_tokens(["<s>", "</s>"])
     made.save(str(directory / "tokenizer.json"))
     return FileTokenizer(directory / "tokenizer.json")
@@ -67,11 +73,17 @@ def test_pieces_are_the_text_of_all_tokens(kind, tmp_path):
     for text in TEXTS:
         ids = tokenizer.encode([text])[0]
         assert "".join(streamed(Stream(tokenizer), ids)) == tokenizer.decode(ids)
-        assert kind != "sentencepiece" or text.strip() != text or tokenizer.decode(ids) == text
+        assert (
+            kind != "sentencepiece"
+            or text.strip() != text
+            or tokenizer.decode(ids) == text
+        )
 
 
 @pytest.mark.parametrize("kind", ["byte", "byte-level", "sentencepiece"])
-def test_what_follows_a_prompt_is_what_stands_behind_it_in_the_whole_text(kind, tmp_path):
+def test_what_follows_a_prompt_is_what_stands_behind_it_in_the_whole_text(
+    kind, tmp_path
+):
     tokenizer = of(kind, tmp_path)
     for prompt, text in (
         ("one", " two"),
@@ -83,13 +95,19 @@ def test_what_follows_a_prompt_is_what_stands_behind_it_in_the_whole_text(kind, 
         # as sentencepiece writes a space within a text, which is not where one begins
         whole = tokenizer.encode([prompt + text])[0]
         before = len(tokenizer.encode([prompt])[0]) if prompt else 0
-        assert "".join(streamed(Stream(tokenizer, whole[:before]), whole[before:])) == text
+        assert (
+            "".join(streamed(Stream(tokenizer, whole[:before]), whole[before:])) == text
+        )
 
 
 def test_half_a_character_waits_for_its_rest_and_garbage_does_not_wait_for_ever():
     tokenizer = ByteTokenizer()
     assert streamed(Stream(tokenizer), "a€b".encode()) == ["a", "", "", "€", "b", ""]
-    assert streamed(Stream(tokenizer), "€".encode()[:2]) == ["", "", "\N{REPLACEMENT CHARACTER}"]
+    assert streamed(Stream(tokenizer), "€".encode()[:2]) == [
+        "",
+        "",
+        "\N{REPLACEMENT CHARACTER}",
+    ]
     stream = Stream(tokenizer)
     came = [len(stream.push(0xFF)) for _ in range(50)]
     assert sum(came) >= 46
@@ -180,7 +198,9 @@ def path(tmp_path):
 
 def conversations(path: str, template: str = TEMPLATE) -> Conversations:
     return Conversations(
-        TemplateText("t", template, {"bos_token": "<s>"}), load_tokenizer(path, chat=True), now=0.0
+        TemplateText("t", template, {"bos_token": "<s>"}),
+        load_tokenizer(path, chat=True),
+        now=0.0,
     )
 
 
@@ -201,9 +221,14 @@ def test_a_special_token_in_a_text_is_text_and_in_a_conversation_itself(path):
     end = SPECIAL.index("<|end|>")
     assert end not in text_tokens(load_tokenizer(path), "a<|end|>")
     said = conversations(path)
-    expected = [SPECIAL.index(t) for t in ("<s>", "<|user|>")], [end, SPECIAL.index("<|model|>")]
+    expected = (
+        [SPECIAL.index(t) for t in ("<s>", "<|user|>")],
+        [end, SPECIAL.index("<|model|>")],
+    )
     tokens = said.tokens(ASKED).tolist()
-    assert (tokens[:2], tokens[-2:]) == expected and tokens.count(SPECIAL.index("<s>")) == 1
+    assert (tokens[:2], tokens[-2:]) == expected and tokens.count(
+        SPECIAL.index("<s>")
+    ) == 1
     assert said.end_of_turn() == end
 
 
@@ -214,7 +239,9 @@ def test_a_template_without_a_mark_behind_an_answer_has_no_end_of_turn(path):
 
 def test_messages_that_are_none_are_refused_and_the_next_is_taken(path):
     said = conversations(
-        path, "{% if messages|length > 2 %}{{ raise_exception('too many') }}{% endif %}" + TEMPLATE
+        path,
+        "{% if messages|length > 2 %}{{ raise_exception('too many') }}{% endif %}"
+        + TEMPLATE,
     )
     with pytest.raises(ConfigError, match=r"not take these messages \(too many\)"):
         said.tokens(ASKED * 3)
@@ -239,34 +266,52 @@ def test_a_text_far_beyond_the_positions_is_not_tokenized_as_a_whole():
     tokens = text_tokens(tokenizer, "ab" * 3_500_000, 256)
     assert 2 * 256 < len(tokens) < 100_000 and tokenizer.seen < 100_000
     tokenizer.seen = 0
-    conversation = Conversations(TemplateText("t", TEMPLATE, {"bos_token": ""}), tokenizer, 0)
+    conversation = Conversations(
+        TemplateText("t", TEMPLATE, {"bos_token": ""}), tokenizer, 0
+    )
     assert (
-        len(conversation.tokens([{"role": "user", "content": "x" * 7_000_000}], most=256)) > 2 * 256
+        len(
+            conversation.tokens(
+                [{"role": "user", "content": "x" * 7_000_000}], most=256
+            )
+        )
+        > 2 * 256
     )
     assert tokenizer.seen < 100_000
 
 
-@pytest.mark.parametrize("text", ["a" * 300, "a" * 5000, " " * 70_000, "ab " * 9000, "é" * 9000])
+@pytest.mark.parametrize(
+    "text", ["a" * 300, "a" * 5000, " " * 70_000, "ab " * 9000, "é" * 9000]
+)
 def test_a_text_that_may_fit_has_all_of_its_tokens(text, tmp_path):
     library = pytest.importorskip("tokenizers")
     # 64 spaces are one token
     spaces = [" " * (1 << k) for k in range(7)]
     ids = {token: i for i, token in enumerate([*spaces, "a", "b", "é"])}
-    made = library.Tokenizer(library.models.BPE(ids, [(space, space) for space in spaces[:-1]]))
+    made = library.Tokenizer(
+        library.models.BPE(ids, [(space, space) for space in spaces[:-1]])
+    )
     made.save(str(tmp_path / "tokenizer.json"))
     tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
     whole = text_tokens(tokenizer, text)
     assert whole.tolist() == text_tokens(tokenizer, text, len(whole)).tolist()
-    assert whole.tolist() == text_tokens(tokenizer, text, (len(whole) + 1) // 2).tolist()
+    assert (
+        whole.tolist() == text_tokens(tokenizer, text, (len(whole) + 1) // 2).tolist()
+    )
 
 
 def test_a_text_whose_characters_are_dropped_or_fused_is_no_long_one(tmp_path):
     library = pytest.importorskip("tokenizers")
-    made = library.Tokenizer(library.models.BPE({"a": 0, "?": 1}, [], unk_token="?", fuse_unk=True))
+    made = library.Tokenizer(
+        library.models.BPE({"a": 0, "?": 1}, [], unk_token="?", fuse_unk=True)
+    )
     made.normalizer = library.normalizers.Replace("z", "")
     made.save(str(tmp_path / "tokenizer.json"))
     tokenizer = FileTokenizer(tmp_path / "tokenizer.json")
-    assert text_tokens(tokenizer, "z" * 50_000 + "y" * 50_000 + "a", 8).tolist() == [1, 0]
+    assert text_tokens(tokenizer, "z" * 50_000 + "y" * 50_000 + "a", 8).tolist() == [
+        1,
+        0,
+    ]
 
 
 CALLING = (
@@ -276,7 +321,12 @@ CALLING = (
 
 
 @pytest.mark.parametrize(
-    "kind", ["c.function.arguments", "c.function.arguments | tojson", "c.function['arguments']"]
+    "kind",
+    [
+        "c.function.arguments",
+        "c.function.arguments | tojson",
+        "c.function['arguments']",
+    ],
 )
 @pytest.mark.parametrize("arguments", ['{"a": 2}', {"a": 2}], ids=["text", "object"])
 @pytest.mark.parametrize("content", [None, ""], ids=["null", "nothing"])
@@ -284,7 +334,11 @@ def test_the_second_turn_of_an_agent_is_written_as_the_template_wants_it(
     kind, arguments, content, path
 ):
     said = conversations(path, CALLING.replace("ARGUMENTS", kind))
-    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    call = {
+        "id": "1",
+        "type": "function",
+        "function": {"name": "add", "arguments": arguments},
+    }
     calling = {"role": "assistant", "content": content, "tool_calls": [call]}
     messages = [*ASKED, calling, {"role": "tool", "content": "4", "tool_call_id": "1"}]
     assert said.text(messages) == '<user>hi<assistant>add {"a": 2}<tool>4'
@@ -292,10 +346,15 @@ def test_the_second_turn_of_an_agent_is_written_as_the_template_wants_it(
 
 def test_a_developer_and_parts_are_written_as_the_template_knows_them(path):
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
-    messages = [{"role": "developer", "content": "x"}, {"role": "user", "content": parts}]
+    messages = [
+        {"role": "developer", "content": "x"},
+        {"role": "user", "content": parts},
+    ]
     plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     assert conversations(path, plain).text(messages) == "<system>x<user>hi"
-    knowing = plain.replace("<{{ m.role }}>", "<{{ 'dev' if m.role == 'developer' else m.role }}>")
+    knowing = plain.replace(
+        "<{{ m.role }}>", "<{{ 'dev' if m.role == 'developer' else m.role }}>"
+    )
     assert conversations(path, knowing).text(messages) == "<dev>x<user>hi"
 
 
@@ -313,7 +372,8 @@ def test_whether_a_template_reads_tools_is_told_by_its_variables(template, reads
 
 def test_a_template_that_takes_for_ever_is_a_sentence(path):
     said = conversations(
-        path, "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+        path,
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     )
     with pytest.raises(ConfigError, match="no template may have"):
         said.tokens(ASKED)

@@ -7,8 +7,19 @@ from typing import Any
 import meshtrain as mt
 from meshtrain.config import Config
 
-MODEL = {"layers": 2, "d_model": 16, "heads": 2, "kv_heads": 2, "d_ff": 32, "vocab_size": 260}
-EXPERTS = {"family": "mixtral", "d_ff": 0, "moe": {"experts": 4, "top_k": 1, "d_ff": 16}}
+MODEL = {
+    "layers": 2,
+    "d_model": 16,
+    "heads": 2,
+    "kv_heads": 2,
+    "d_ff": 32,
+    "vocab_size": 260,
+}
+EXPERTS = {
+    "family": "mixtral",
+    "d_ff": 0,
+    "moe": {"experts": 4, "top_k": 1, "d_ff": 16},
+}
 REWARD = '''
 def score(prompt, answer, record):
     """The share of even bytes."""
@@ -22,7 +33,10 @@ def answering(directory: Path, **sections: Any) -> Config:
     directory.mkdir(parents=True, exist_ok=True)
     prompts = directory / "prompts.jsonl"
     # prompts of other lengths, so that rows are packed and padded
-    lines = [json.dumps({"prompt": "ab" * number + "=", "answer": "b"}) for number in range(8)]
+    lines = [
+        json.dumps({"prompt": "ab" * number + "=", "answer": "b"})
+        for number in range(8)
+    ]
     prompts.write_text("\n".join(lines))
     reward = directory / "evenness.py"
     reward.write_text(REWARD)

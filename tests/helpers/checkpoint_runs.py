@@ -42,7 +42,9 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 
 
 def config(
-    directory: Path | str = "unused", layout: str = "one device", **sections: dict[str, Any]
+    directory: Path | str = "unused",
+    layout: str = "one device",
+    **sections: dict[str, Any],
 ) -> Config:
     mesh, parallel = LAYOUTS[layout]
     values: dict[str, dict[str, Any]] = {
@@ -78,7 +80,9 @@ def numbered(built: Program, seed: int = 0) -> State:
 
     def fill(x: jax.ShapeDtypeStruct) -> jax.Array:
         if np.issubdtype(x.dtype, np.floating):
-            return jax.device_put(random.standard_normal(x.shape).astype(x.dtype), x.sharding)
+            return jax.device_put(
+                random.standard_normal(x.shape).astype(x.dtype), x.sharding
+            )
         return jax.device_put(np.full(x.shape, 3, x.dtype), x.sharding)
 
     return jax.tree.map(fill, built.state_shapes)
@@ -88,7 +92,9 @@ def batch(built: Program, step: int) -> dict[str, jax.Array]:
     """The global batch of a step."""
     train = built.config.train
     shape = (train.global_batch_size, train.sequence_length + 1)
-    text = np.random.default_rng(step).integers(0, built.config.model.vocab_size, shape, np.int32)
+    text = np.random.default_rng(step).integers(
+        0, built.config.model.vocab_size, shape, np.int32
+    )
     return built.place({"tokens": text[:, :-1], "labels": text[:, 1:]})
 
 
@@ -127,13 +133,18 @@ def saved(
     """A run directory with checkpoints of `steps` numbered states of one device; step k from seed k, with the eval loss
     that `evals` has for it.
     """
-    with opened(config(directory, checkpoint={"keep": steps, **checkpoint}), program()) as (
+    with opened(
+        config(directory, checkpoint={"keep": steps, **checkpoint}), program()
+    ) as (
         checkpointer,
         _,
     ):
         for step in range(1, steps + 1):
             checkpointer.save(
-                step, numbered(program(), step), loss=1 / step, eval_loss=evals.get(step)
+                step,
+                numbered(program(), step),
+                loss=1 / step,
+                eval_loss=evals.get(step),
             )
         checkpointer.wait()
     return directory

@@ -36,7 +36,9 @@ class Closing:
     name.
     """
 
-    def __init__(self, mesh: Mapping[str, int], reduce: Mapping[str, Any], **parallel: Any) -> None:
+    def __init__(
+        self, mesh: Mapping[str, int], reduce: Mapping[str, Any], **parallel: Any
+    ) -> None:
         self.config = load(
             {
                 "model": MODEL,
@@ -48,13 +50,22 @@ class Closing:
         self.mesh = make_mesh(self.config)
         self.layout = Layout(self.config, self.mesh)
         self.zero = make_zero(self.layout)
-        self.weights: dict[str, Placed] = {weight.name: weight for weight in self.layout.flat}
-        of_device, of_kept = PartitionSpec(*self.mesh.axis_names), self.zero.feedback.specs
+        self.weights: dict[str, Placed] = {
+            weight.name: weight for weight in self.layout.flat
+        }
+        of_device, of_kept = (
+            PartitionSpec(*self.mesh.axis_names),
+            self.zero.feedback.specs,
+        )
         lead = (0,) * len(self.mesh.axis_names)
 
-        def close(gradients: Any, kept: FeedbackState, scale: jax.Array) -> tuple[Any, ...]:
+        def close(
+            gradients: Any, kept: FeedbackState, scale: jax.Array
+        ) -> tuple[Any, ...]:
             return tuple(
-                self.zero.reduce_grads(jax.tree.map(lambda g: g[lead], gradients), kept, scale)
+                self.zero.reduce_grads(
+                    jax.tree.map(lambda g: g[lead], gradients), kept, scale
+                )
             )
 
         specs = (self.layout.shards, of_kept, PartitionSpec())
@@ -72,7 +83,8 @@ class Closing:
         )
         self.kept: FeedbackState = begin(jax.random.key(0))
         self.sent: Arrays = {
-            name: np.zeros(weight.whole, np.float64) for name, weight in self.weights.items()
+            name: np.zeros(weight.whole, np.float64)
+            for name, weight in self.weights.items()
         }
 
     def draw(self, random: np.random.Generator) -> Arrays:
@@ -81,19 +93,27 @@ class Closing:
         found = {}
         for n, (name, weight) in enumerate(self.weights.items()):
             local = tuple(
-                whole // ways for whole, ways in zip(weight.whole, weight.ways, strict=True)
+                whole // ways
+                for whole, ways in zip(weight.whole, weight.ways, strict=True)
             )
-            found[name] = random.standard_normal(sizes + local, np.float32) * np.float32(
-                10.0 ** -(n % 4)
-            )
+            found[name] = random.standard_normal(
+                sizes + local, np.float32
+            ) * np.float32(10.0 ** -(n % 4))
         return found
 
-    def close(self, gradients: Arrays, scale: float = 1.0) -> tuple[Arrays, dict[str, float]]:
+    def close(
+        self, gradients: Arrays, scale: float = 1.0
+    ) -> tuple[Arrays, dict[str, float]]:
         """The sums [*whole] of gradients times the loss scale, without it; what is kept goes on to the next call."""
-        tree = self.layout.map(lambda weight: gradients[weight.name] * np.float32(scale))
+        tree = self.layout.map(
+            lambda weight: gradients[weight.name] * np.float32(scale)
+        )
         shards, self.kept, statistics = self.step(tree, self.kept, jnp.float32(scale))
         named = zip(self.weights.values(), jax.tree.leaves(shards), strict=True)
-        found = {w.name: np.asarray(x)[tuple(slice(n) for n in w.whole)] / scale for w, x in named}
+        found = {
+            w.name: np.asarray(x)[tuple(slice(n) for n in w.whole)] / scale
+            for w, x in named
+        }
         for name, x in found.items():
             self.sent[name] += x
         return found, {name: float(x) for name, x in statistics.items()}
@@ -120,6 +140,10 @@ class Closing:
         found = {}
         flat = jax.tree.leaves(self.kept.residual, is_leaf=lambda x: x is None)
         for weight, x in zip(self.weights.values(), flat, strict=True):
-            summed = np.zeros(weight.whole) if x is None else np.asarray(x, np.float64).sum(0)
+            summed = (
+                np.zeros(weight.whole)
+                if x is None
+                else np.asarray(x, np.float64).sum(0)
+            )
             found[weight.name] = summed[tuple(slice(n) for n in weight.whole)]
         return found

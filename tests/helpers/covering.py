@@ -19,7 +19,9 @@ def pairs(cell: Cell) -> set[tuple[int, Any, int, Any]]:
 
 
 def covering(
-    cells: Sequence[Any], beside: Sequence[Any] = (), of: Callable[[Any], set[Any]] = pairs
+    cells: Sequence[Any],
+    beside: Sequence[Any] = (),
+    of: Callable[[Any], set[Any]] = pairs,
 ) -> list[Any]:
     """Some of `cells` in which, with those `beside` them, everything meets that meets in any of them: `of` a cell, its
     pairs of levels.
@@ -55,7 +57,9 @@ def thorough_but(
     the others slow.
     """
     cases = list(cases)
-    assert few is None or all(case in cases for case in few), "a case that is not there is not run"
+    assert few is None or all(case in cases for case in few), (
+        "a case that is not there is not run"
+    )
 
     def mark(case: Any) -> Any:
         return pytest.mark.thorough if few is None or case in few else pytest.mark.slow

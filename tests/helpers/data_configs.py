@@ -16,15 +16,21 @@ def config(
 ) -> Config:
     """A config that reads `source` in batches of `batch` rows of `length`."""
     train = {"sequence_length": length, "global_batch_size": batch}
-    return load({"data": {"source": str(source), **data}, "train": train, "run": {"seed": seed}})
+    return load(
+        {"data": {"source": str(source), **data}, "train": train, "run": {"seed": seed}}
+    )
 
 
-def write_random_shards(directory: Path, shards: int, documents: int, mean: int) -> None:
+def write_random_shards(
+    directory: Path, shards: int, documents: int, mean: int
+) -> None:
     """Shards of the byte tokenizer: documents of random bytes, of log-normal length."""
     draw, written = np.random.default_rng(0), []
     for number in range(shards):
         writer = ShardWriter(directory, f"train-{number:05d}", 256, np.dtype("<u2"))
-        for n in np.ceil(draw.lognormal(np.log(mean), 0.8, documents)).astype(int).tolist():
+        for n in (
+            np.ceil(draw.lognormal(np.log(mean), 0.8, documents)).astype(int).tolist()
+        ):
             writer.add(draw.integers(0, 256, n, np.uint16))
             writer.end_document()
         shard = writer.close()

@@ -34,7 +34,9 @@ def printed(*words: str) -> str:
     """Returns what Python prints that is started with these words, in an environment where JAX may see the described
     GPUs.
     """
-    environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")
+    }
     done = subprocess.run(
         [sys.executable, *words],
         capture_output=True,

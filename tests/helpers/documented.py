@@ -22,7 +22,8 @@ FENCED = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
 # What is typed: to the end of the code, else to where the sentence around it goes on.
 IN_CODE = re.compile(r"`((?:(?:python(?: -m)?|pip|srun) \w|meshtrain [a-z-])[^`]*)`")
 IN_TEXT = re.compile(
-    r"(?<!`)(python -m (?:meshtrain|experiments)\S*?(?: .*?)?)(?=: |:?$|\)| {2})", re.MULTILINE
+    r"(?<!`)(python -m (?:meshtrain|experiments)\S*?(?: .*?)?)(?=: |:?$|\)| {2})",
+    re.MULTILINE,
 )
 PATH = re.compile(r"(?<![\w./-])(?:meshtrain|tests|configs|experiments)/[\w./-]*[\w/]")
 NEIGHBOUR = re.compile(r"(?<![\w./-])\w+\.py\b")
@@ -66,10 +67,18 @@ def commands() -> dict[str, list[str]]:
         if language == "bash":
             typed += block.replace("\\\n", " ").splitlines()
     # Of the others no syntax tree is made.
-    typing = [path for path in MODULES if re.search(r"`pip |`srun |python -m", path.read_text())]
-    texts = [FENCED.sub("", GUIDE), *(text for path in typing for _, text in _docstrings(path))]
+    typing = [
+        path
+        for path in MODULES
+        if re.search(r"`pip |`srun |python -m", path.read_text())
+    ]
+    texts = [
+        FENCED.sub("", GUIDE),
+        *(text for path in typing for _, text in _docstrings(path)),
+    ]
     texts += [
-        path.read_text().replace("#", " ") for path in sorted((ROOT / "configs").rglob("*.yaml"))
+        path.read_text().replace("#", " ")
+        for path in sorted((ROOT / "configs").rglob("*.yaml"))
     ]
     for text in texts:
         typed += [*IN_CODE.findall(text), *IN_TEXT.findall(IN_CODE.sub("", text))]
@@ -91,13 +100,19 @@ def _by_module(words: list[str]) -> list[str]:
     if words[0] != "meshtrain" or len(words) == 1:
         return words
     _, name, *rest = words
-    module = ["meshtrain", name] if name[0] == "-" else [f"meshtrain.{MODULES_OF.get(name, name)}"]
+    module = (
+        ["meshtrain", name]
+        if name[0] == "-"
+        else [f"meshtrain.{MODULES_OF.get(name, name)}"]
+    )
     return ["python", "-m", *module, *rest]
 
 
 def paths() -> Iterator[tuple[str, Path]]:
     """Every path that the guides and the docstrings name, with where it is named."""
-    for page, line in ((page, line) for page, text in GUIDES.items() for line in text.splitlines()):
+    for page, line in (
+        (page, line) for page, text in GUIDES.items() for line in text.splitlines()
+    ):
         folder = ROOT
         for match in re.finditer(f"{PATH.pattern}|{NEIGHBOUR.pattern}", line):
             # The first of a row is whole, those after it lie beside it.

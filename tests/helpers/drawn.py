@@ -31,14 +31,17 @@ SEEN_BY = {
 
 def linear(colour: str) -> list[float]:
     channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return [
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels
+    ]
 
 
 def contrast(one: str, other: str) -> float:
     """By WCAG 2.2: 4.5 for text."""
     weights = (0.2126, 0.7152, 0.0722)
     low, high = sorted(
-        sum(w * c for w, c in zip(weights, linear(x), strict=True)) for x in (one, other)
+        sum(w * c for w, c in zip(weights, linear(x), strict=True))
+        for x in (one, other)
     )
     return (high + 0.05) / (low + 0.05)
 
@@ -59,7 +62,13 @@ def _lab(colour: str, eyes: str) -> tuple[float, float, float]:
 
 def apart(one: str, other: str, eyes: str) -> float:
     """How far two colours are apart in CIELAB; 2.3 can just be told."""
-    return sum((a - b) ** 2 for a, b in zip(_lab(one, eyes), _lab(other, eyes), strict=True)) ** 0.5
+    return (
+        sum(
+            (a - b) ** 2
+            for a, b in zip(_lab(one, eyes), _lab(other, eyes), strict=True)
+        )
+        ** 0.5
+    )
 
 
 def least_apart(colours) -> tuple[float, str, str, str]:
@@ -70,7 +79,11 @@ def least_apart(colours) -> tuple[float, str, str, str]:
 def axes(drawing: str) -> list[str]:
     """The small words of a drawing, or of all on a page, that are no numbers: the names of its axes."""
     small = re.findall(r'<text x="[^>]* font-size="11" fill="[^"]*">([^<]+)<', drawing)
-    return [unescape(words) for words in small if not re.match(r"-?[\d.]|to \d|over \d", words)]
+    return [
+        unescape(words)
+        for words in small
+        if not re.match(r"-?[\d.]|to \d|over \d", words)
+    ]
 
 
 def check_drawing(drawing: str) -> None:
@@ -82,7 +95,9 @@ def check_drawing(drawing: str) -> None:
     assert root.get("fill") in DARK
     left, top, width, height = map(float, root.get("viewBox").split())
     for box in (
-        e for e in root.iter() if e.tag.endswith("rect") and "%" not in e.get("width", "%")
+        e
+        for e in root.iter()
+        if e.tag.endswith("rect") and "%" not in e.get("width", "%")
     ):
         x, y = float(box.get("x", 0)) - left, float(box.get("y", 0)) - top
         inside = (
@@ -133,10 +148,15 @@ def check_page(page: str) -> None:
         and "@import" not in page
         and "url(http" not in page
     )
-    assert "@media screen and (prefers-color-scheme: dark)" in page and 'name="viewport"' in page
+    assert (
+        "@media screen and (prefers-color-scheme: dark)" in page
+        and 'name="viewport"' in page
+    )
     for drawing in re.findall(r"<svg.*?</svg>", page, re.S):
         check_drawing(drawing)
-    assert page.count("<table>") == len(re.findall(r'<div class="table[^>]*><table>', page))
+    assert page.count("<table>") == len(
+        re.findall(r'<div class="table[^>]*><table>', page)
+    )
     assert len(re.findall(r'<svg[^>]* width="', page)) == len(
         re.findall(r'<div class="wide"[^>]*><svg', page)
     )

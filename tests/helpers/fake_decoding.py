@@ -24,7 +24,11 @@ def saying(text: str, choose: Choose = letters) -> Choose:
     """An answer to any prompt that ends on `>`: this text, then the end of document."""
 
     def chosen(history: tuple[int, ...], how: Sampling) -> int:
-        said = len(history) - 1 - max(i for i, token in enumerate(history) if token == ord(">"))
+        said = (
+            len(history)
+            - 1
+            - max(i for i, token in enumerate(history) if token == ord(">"))
+        )
         spelt = text.encode()
         return spelt[said] if said < len(spelt) else ByteTokenizer.end_of_document
 
@@ -75,15 +79,24 @@ class FakeDecoding:
 
     note: str = ""
     freed: bool = False
-    drafts: Callable[[int], bool] | None = None  # whether the draft for a position is right
+    # Whether the draft for a position is right
+    drafts: Callable[[int], bool] | None = None
 
     def free(self) -> None:
         self.freed = True
 
     @property
     def names(self) -> list[tuple]:
-        buckets = [16 << k for k in range(self.length.bit_length()) if 16 << k < 2 * self.length]
-        return [("decode", False), ("decode", True), *(("prefill", bucket) for bucket in buckets)]
+        buckets = [
+            16 << k
+            for k in range(self.length.bit_length())
+            if 16 << k < 2 * self.length
+        ]
+        return [
+            ("decode", False),
+            ("decode", True),
+            *(("prefill", bucket) for bucket in buckets),
+        ]
 
     def compile(self, name: tuple) -> None:
         if name not in self.done:
@@ -129,9 +142,16 @@ class FakeDecoding:
         right = np.array([self.drafts(len(history) - 1) for history in new.histories])
         before = list(new.histories)
         second = self._next(new)
-        new.histories = [new.histories[s] if right[s] else before[s] for s in range(self.slots)]
-        both = [self._picked(of, ("read", "decode"), likeliest) for of in (tokens, second)]
-        arrays = [None if x[0] is None else np.stack(x, axis=1) for x in zip(*both, strict=True)]
+        new.histories = [
+            new.histories[s] if right[s] else before[s] for s in range(self.slots)
+        ]
+        both = [
+            self._picked(of, ("read", "decode"), likeliest) for of in (tokens, second)
+        ]
+        arrays = [
+            None if x[0] is None else np.stack(x, axis=1)
+            for x in zip(*both, strict=True)
+        ]
         return new, Picked(*arrays[:4], right)
 
     def _next(self, state: State) -> np.ndarray:
@@ -154,8 +174,15 @@ class FakeDecoding:
             self.fails("read")
             self.calls.append(call)
 
-        ids = np.stack([tokens + i for i in range(MOST_LIKELY)], axis=1) % self.vocabulary
-        arrays = [tokens, -tokens / 100, ids, -np.arange(MOST_LIKELY) - tokens[:, None] / 100]
+        ids = (
+            np.stack([tokens + i for i in range(MOST_LIKELY)], axis=1) % self.vocabulary
+        )
+        arrays = [
+            tokens,
+            -tokens / 100,
+            ids,
+            -np.arange(MOST_LIKELY) - tokens[:, None] / 100,
+        ]
         if not likeliest:
             arrays[1:] = [None] * 3
         first, *others = [x if x is None or not alone else x[0] for x in arrays]

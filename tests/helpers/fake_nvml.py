@@ -30,7 +30,9 @@ class Nvml:
             "nvmlDeviceGetFieldValues": lambda handle, numbers: [
                 SimpleNamespace(nvmlReturn=0, value=temperature)
             ],
-            "nvmlDeviceGetCurrentClocksThrottleReasons": lambda handle: 0x4 | 0x1 | 0x40,
+            "nvmlDeviceGetCurrentClocksThrottleReasons": lambda handle: (
+                0x4 | 0x1 | 0x40
+            ),
         }
 
     def __getattr__(self, name):

@@ -25,13 +25,21 @@ class FakeProcess:
     """`step`: seconds that a step of decoding takes; `loading`: until the model is there."""
 
     def __init__(
-        self, step: float = 0.0, notice: float = 0.5, drain: float = 20.0, loading: float = 0.0
+        self,
+        step: float = 0.0,
+        notice: float = 0.5,
+        drain: float = 20.0,
+        loading: float = 0.0,
     ) -> None:
         self.port = free_port()
         settings = step, notice, drain, loading
-        self.process = FORKED.Process(target=_serve, args=(self.port, *settings), daemon=True)
+        self.process = FORKED.Process(
+            target=_serve, args=(self.port, *settings), daemon=True
+        )
         self.process.start()
-        self.until(lambda: self.health()["status"] == ("loading" if loading else "ready"), 60)
+        self.until(
+            lambda: self.health()["status"] == ("loading" if loading else "ready"), 60
+        )
 
     def health(self) -> dict:
         """What /health says; without a server {"status": ""}."""
@@ -93,11 +101,19 @@ def post(body: object, path: str = "/v1/completions", close: bool = True) -> byt
     """A whole request."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
-    return (head + ("Connection: close\r\n" if close else "") + "\r\n").encode() + content
+    return (
+        head + ("Connection: close\r\n" if close else "") + "\r\n"
+    ).encode() + content
 
 
 def asked(most: int, stream: bool = False, **more: object) -> dict:
-    return {"model": "fake", "prompt": "abc", "max_tokens": most, "stream": stream, **more}
+    return {
+        "model": "fake",
+        "prompt": "abc",
+        "max_tokens": most,
+        "stream": stream,
+        **more,
+    }
 
 
 @contextlib.contextmanager
@@ -120,11 +136,13 @@ def _serve(port: int, step: float, notice: float, drain: float, loading: float) 
         service, served = made.service, made.service.served
         if loading:
             service.served = None
-            loaded = threading.Timer(loading, lambda: setattr(service, "served", served))
+            loaded = threading.Timer(
+                loading, lambda: setattr(service, "served", served)
+            )
             loaded.daemon = True
             loaded.start()
         door = listening.listening("127.0.0.1", port)
-        listening.Server(application(service), service, notice, drain, access_log=False).run(
-            sockets=[door]
-        )
+        listening.Server(
+            application(service), service, notice, drain, access_log=False
+        ).run(sockets=[door])
         service.served = served

@@ -68,7 +68,9 @@ class Template:
     def tokens(self, messages: Any, tools: Any = None, most: int | None = None) -> Any:
         if any(message["content"] == "refuse me" for message in messages):
             raise ConfigError("the chat template fake does not take these messages.")
-        said = "".join(f"{message['role']}:{text_of(message['content'])};" for message in messages)
+        said = "".join(
+            f"{message['role']}:{text_of(message['content'])};" for message in messages
+        )
         return encoded(self._tokenizer, f"{'tools;' if tools else ''}{said}>", most)
 
 
@@ -83,7 +85,8 @@ class Fake:
 
     def completion(self, **fields: Any) -> Any:
         return self.client.post(
-            "/v1/completions", json={"model": "fake", "prompt": "abc", "max_tokens": 4, **fields}
+            "/v1/completions",
+            json={"model": "fake", "prompt": "abc", "max_tokens": 4, **fields},
         )
 
     def chat(self, text: str = "hello", **fields: Any) -> Any:
@@ -138,13 +141,19 @@ def fake(
     # What is asked of the device is not recorded: that alone would grow with each request.
     calls: deque[tuple] = deque(maxlen=0)
     engine = Engine(
-        opened, slots, waiting=waiting, decoding=faked(choose=choose, fails=pace, calls=calls)
+        opened,
+        slots,
+        waiting=waiting,
+        decoding=faked(choose=choose, fails=pace, calls=calls),
     )
     service = Service("fake", waiting, **settings)
     service.served = ServedModel("fake", engine.start())
     try:
         yield Fake(
-            service, engine, pace, TestClient(application(service), raise_server_exceptions=False)
+            service,
+            engine,
+            pace,
+            TestClient(application(service), raise_server_exceptions=False),
         )
     finally:
         pace.go()
@@ -158,7 +167,9 @@ def on_a_port(
     """Its address, and the server, which a thread runs."""
     door = listening("127.0.0.1", 0, stalled)
     server = Server(application(service), service, notice, patience, access_log=False)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [door]}, daemon=True)
+    thread = threading.Thread(
+        target=server.run, kwargs={"sockets": [door]}, daemon=True
+    )
     thread.start()
     until(lambda: server.started)
     try:
@@ -174,7 +185,11 @@ def main(port: int) -> None:
         made.pace.seconds = 0.001
         door = listening("127.0.0.1", port)
         server = Server(
-            application(made.service), made.service, notice=1.0, patience=30.0, access_log=False
+            application(made.service),
+            made.service,
+            notice=1.0,
+            patience=30.0,
+            access_log=False,
         )
         print(f"fake at {url(door)}", file=sys.stderr, flush=True)
         server.run(sockets=[door])

@@ -21,9 +21,13 @@ WIDTH = 120  # columns
 # A key such as mesh.data or the name of a file is what a test matches, and no wording.
 PLAIN_WORD = re.compile(r"(?<![\w.\\/-])[A-Za-z][a-z']+(?![\w/-]|\\?\.\w)")
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
-PREPOSITION = re.compile(r"_*(of|by|in|at|on|as|to|over|under|beside|near|with|without|from)(_|$)")
+PREPOSITION = re.compile(
+    r"_*(of|by|in|at|on|as|to|over|under|beside|near|with|without|from)(_|$)"
+)
 OPENING = re.compile(r"^(Of|What|Those|That of)\b")
-NO_NOUN = re.compile(r"(?<!there )\b(is|are|was|were) no (?!longer|more|less|fewer|other)[a-z]+")
+NO_NOUN = re.compile(
+    r"(?<!there )\b(is|are|was|were) no (?!longer|more|less|fewer|other)[a-z]+"
+)
 SUBJECTLESS = re.compile(
     r"(What|Of|How|Whether|Those|That|Likewise|The same|By|Over|Where|In which)\b"
 )
@@ -33,7 +37,8 @@ SUBJECTLESS = re.compile(
 def files() -> dict[str, str]:
     """Returns the text of each file of the package, by its path in it."""
     return {
-        str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))
+        str(path.relative_to(PACKAGE)): path.read_text()
+        for path in sorted(PACKAGE.rglob("*.py"))
     }
 
 
@@ -133,15 +138,21 @@ def count(paths: Iterable[str]) -> Counter[str]:
     for path in paths:
         counts["nodes"] += size(tree(path))
         counts["code lines"] += code_lines(path)
-        counts["lines over 120"] += sum(len(line) > WIDTH for line in files()[path].splitlines())
+        counts["lines over 120"] += sum(
+            len(line) > WIDTH for line in files()[path].splitlines()
+        )
         counts["formatter switched off"] += files()[path].count("fmt: skip")
         for node in ast.walk(tree(path)):
             if isinstance(node, FUNCTIONS):
                 counts.update(_of_function(node))
             if isinstance(node, ast.Assign):
-                pair = isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
+                pair = isinstance(node.targets[0], ast.Tuple) and isinstance(
+                    node.value, ast.Tuple
+                )
                 alias = isinstance(node.value, ast.Name) and node.value.id == "Any"
-                counts.update({"assignments": 1, "pairs": pair, "aliases of Any": alias})
+                counts.update(
+                    {"assignments": 1, "pairs": pair, "aliases of Any": alias}
+                )
     return counts
 
 
@@ -203,7 +214,9 @@ def odd_sentences() -> dict[str, list[str]]:
         "sentences that open with Of, What or Those": OPENING,
         "sentences with `is no NOUN`": NO_NOUN,
     }
-    found: dict[str, list[str]] = {name: [] for name in (*kinds, "sentences over 30 words")}
+    found: dict[str, list[str]] = {
+        name: [] for name in (*kinds, "sentences over 30 words")
+    }
     for path, text in prose():
         for sentence in sentences(text):
             for name, pattern in kinds.items():
@@ -219,11 +232,15 @@ def pinned_sentences() -> list[str]:
     pinned = []
     for path in sorted(TESTS.rglob("test_*.py")):
         for function in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(function, ast.FunctionDef) or not function.name.startswith("test_"):
+            if not isinstance(
+                function, ast.FunctionDef
+            ) or not function.name.startswith("test_"):
                 continue
             doc = docstring(function)
             body = [n for n in function.body if n is not doc]
-            literals = [n for part in (*function.decorator_list, *body) for n in ast.walk(part)]
+            literals = [
+                n for part in (*function.decorator_list, *body) for n in ast.walk(part)
+            ]
             for node in literals:
                 if (
                     isinstance(node, ast.Constant)
@@ -262,12 +279,22 @@ def measure() -> dict[str, float]:
 
 if __name__ == "__main__":
     for name, value in measure().items():
-        print(f"{name:36s} {value:9,.2f}" if isinstance(value, float) else f"{name:36s} {value:9,}")
+        print(
+            f"{name:36s} {value:9,.2f}"
+            if isinstance(value, float)
+            else f"{name:36s} {value:9,}"
+        )
     for circle in circles():
         print("circle:", *circle)
     if sys.argv[1:]:
         # The findings of a room: python tests/helpers/house.py serve
         found = [*odd_sentences().values(), pinned_sentences()]
         print(
-            *(line for lines in found for line in lines if line.startswith(sys.argv[1])), sep="\n"
+            *(
+                line
+                for lines in found
+                for line in lines
+                if line.startswith(sys.argv[1])
+            ),
+            sep="\n",
         )

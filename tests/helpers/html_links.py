@@ -24,12 +24,16 @@ class HtmlPage(HTMLParser):
         return [*self.found["href"], *self.found["src"]]
 
 
-def broken(pages: Mapping[Path, str], *outside: str) -> tuple[list[tuple[str, str]], int]:
+def broken(
+    pages: Mapping[Path, str], *outside: str
+) -> tuple[list[tuple[str, str]], int]:
     """Returns the links that lead to no page, file or anchor, each with its page, and how many were followed; not those
     that begin as `outside`.
     """
     read = {path: HtmlPage(page) for path, page in pages.items()}
-    anchors = {path: {*page.found["id"], *page.found["name"]} for path, page in read.items()}
+    anchors = {
+        path: {*page.found["id"], *page.found["name"]} for path, page in read.items()
+    }
     lost, followed = [], 0
     for path, page in read.items():
         for link in page.links:
@@ -39,7 +43,9 @@ def broken(pages: Mapping[Path, str], *outside: str) -> tuple[list[tuple[str, st
             file, _, anchor = unquote(link).partition("#")
             target = (path.parent / file).resolve() if file else path
             target = target / "index.html" if target.is_dir() else target
-            known = anchor in anchors.get(target, ()) or not anchor or anchor == "__skip"
+            known = (
+                anchor in anchors.get(target, ()) or not anchor or anchor == "__skip"
+            )
             if not target.is_file() or not known:
                 lost.append((path.name, link))
     return lost, followed

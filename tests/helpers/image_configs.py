@@ -35,7 +35,9 @@ def image_config(
         "model": {**model, "layers": 1, "d_model": 16, "heads": 2},
         "data": {"source": str(source), "images": images or {}, **data},
     }
-    return load({**sections, "train": {"global_batch_size": batch}, "run": {"seed": seed}})
+    return load(
+        {**sections, "train": {"global_batch_size": batch}, "run": {"seed": seed}}
+    )
 
 
 def refusal(source: Path | str, **more: Any) -> str:
@@ -46,7 +48,10 @@ def refusal(source: Path | str, **more: Any) -> str:
 
 
 def write_images(
-    folder: Path, classes: dict[str, int], size: tuple[int, int] = (12, 10), seed: int = 0
+    folder: Path,
+    classes: dict[str, int],
+    size: tuple[int, int] = (12, 10),
+    seed: int = 0,
 ) -> None:
     """So many PNG files of random pixels, width x height, for each class."""
     draw = np.random.default_rng(seed)

@@ -47,7 +47,9 @@ def program(*args: Any, **sections: Any) -> Program:
 def batches(count: int, first: int = 0) -> Iterator[dict[str, np.ndarray]]:
     """The batches of steps first + 1 .. first + count."""
     for k in range(first, first + count):
-        tokens = np.random.default_rng(k).integers(0, VOCABULARY, (ROWS, LENGTH + 1), np.int32)
+        tokens = np.random.default_rng(k).integers(
+            0, VOCABULARY, (ROWS, LENGTH + 1), np.int32
+        )
         yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
 
 
@@ -73,7 +75,9 @@ def same_bits(a: Any, b: Any) -> bool:
 
 def largest_difference(a: Any, b: Any) -> float:
     return max(
-        float(np.abs(x - y).max()) for x, y in zip(numbers(a), numbers(b), strict=True) if x.size
+        float(np.abs(x - y).max())
+        for x, y in zip(numbers(a), numbers(b), strict=True)
+        if x.size
     )
 
 
@@ -83,7 +87,9 @@ def copies_differ(tree) -> list[str]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         parts: dict[str, set[bytes]] = {}
         for shard in leaf.addressable_shards:
-            parts.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
+            parts.setdefault(str(shard.index), set()).add(
+                np.asarray(shard.data).tobytes()
+            )
         if any(len(of_part) > 1 for of_part in parts.values()):
             found.append(jax.tree_util.keystr(path))
     return found

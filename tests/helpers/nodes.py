@@ -81,7 +81,12 @@ class Nodes:
     """Of the run in a directory of its own. Used as a context: at its end nothing is left of them."""
 
     def __init__(
-        self, server: Server, directory: Path, nodes: int = 3, steps: int = 60, **survive: Any
+        self,
+        server: Server,
+        directory: Path,
+        nodes: int = 3,
+        steps: int = 60,
+        **survive: Any,
     ) -> None:
         self.server, self.directory, self.run = server, directory, directory / "run"
         self.config = directory / "config.yaml"
@@ -97,12 +102,19 @@ class Nodes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def start(self, *names: str, output: Path | str | None = None, **how: Any) -> list[Node]:
+    def start(
+        self, *names: str, output: Path | str | None = None, **how: Any
+    ) -> list[Node]:
         """`how`: `clock` seconds by which its clock is ahead, `set` more of the config, constants by module.NAME."""
         found = []
         for name in names:
             where = Path(output or self.directory / f"{name}.said")
-            told = {"config": str(self.config), "name": name, "output": str(where), **how}
+            told = {
+                "config": str(self.config),
+                "name": name,
+                "output": str(where),
+                **how,
+            }
             told["set"] = [*self.set, *how.get("set", [])]
             found.append(Node(self, name, self.server.fork(told), where))
             self.nodes[name] = found[-1]
@@ -135,10 +147,14 @@ class Nodes:
     def until_plan(self, state: str, generation: int = 1) -> dict[str, Any]:
         def found() -> list[dict[str, Any]]:
             return [
-                p for p in self.plans() if p["state"] == state and p["generation"] == generation
+                p
+                for p in self.plans()
+                if p["state"] == state and p["generation"] == generation
             ]
 
-        until(lambda: bool(found()), f"generation {generation} to be {state}", self.told)
+        until(
+            lambda: bool(found()), f"generation {generation} to be {state}", self.told
+        )
         return found()[-1]
 
     def faults(self) -> list[tuple[str, list[str]]]:
@@ -151,7 +167,9 @@ class Nodes:
     def events(self, name: str) -> list[dict[str, Any]]:
         """Of one kind, from all nodes."""
         files = (self.run / "survive").glob("events.*.jsonl")
-        lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        lines = [
+            json.loads(line) for file in files for line in file.read_text().splitlines()
+        ]
         return [line for line in lines if line["event"] == name]
 
     def living(self) -> list[int]:
@@ -163,7 +181,9 @@ class Nodes:
                 continue
             with contextlib.suppress(OSError):
                 state = (entry / "stat").read_text().rpartition(") ")[2][0]
-                words = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+                words = (entry / "cmdline").read_bytes() + (
+                    entry / "environ"
+                ).read_bytes()
                 if state not in "ZX" and (mark in words or int(entry.name) in ours):
                     found.append(int(entry.name))
         return found
@@ -172,21 +192,32 @@ class Nodes:
         outputs = sorted(self.run.glob("survive/gen-*/*.out"))
         said = [f"{name}: {node.said}" for name, node in self.nodes.items()]
         return "\n".join(
-            [*said, *(f"{path.parent.name}/{path.name}: {path.read_text()}" for path in outputs)]
+            [
+                *said,
+                *(
+                    f"{path.parent.name}/{path.name}: {path.read_text()}"
+                    for path in outputs
+                ),
+            ]
         )
 
     def check(self, steps: int = 60) -> None:
         """The run is done: each step is there once, in order; no two generations were at work at once; nothing is
         left.
         """
-        rows = [int(line.split()[0]) for line in (self.run / "rows").read_text().splitlines()]
+        rows = [
+            int(line.split()[0])
+            for line in (self.run / "rows").read_text().splitlines()
+        ]
         assert rows == list(range(1, steps + 1)), self.told()
         overlaps = self.run / "overlaps"
         assert not overlaps.exists(), overlaps.read_text()
         until(lambda: not self.living(), "all processes to be gone")
 
 
-def until(condition: Callable[[], object], what: str, told: Callable[[], str] = str) -> None:
+def until(
+    condition: Callable[[], object], what: str, told: Callable[[], str] = str
+) -> None:
     ends = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < ends, f"waited for {what}\n{told()}"
@@ -259,9 +290,14 @@ def _supervise(told: dict[str, Any]) -> int:
 
     @command
     def main(_: object) -> int:
-        words, config = [sys.executable, "-IS", str(STAND_IN)], load(told["config"], told["set"])
+        words, config = (
+            [sys.executable, "-IS", str(STAND_IN)],
+            load(told["config"], told["set"]),
+        )
         address = told.get("address", "127.0.0.1")
-        return Supervisor(config, told["name"], address, lambda c: [*words, str(c)]).run()
+        return Supervisor(
+            config, told["name"], address, lambda c: [*words, str(c)]
+        ).run()
 
     code = main()
     sys.stdout.flush()

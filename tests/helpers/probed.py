@@ -13,7 +13,9 @@ PAIR_SIZES = (2**12, 2**24)
 def collective(axis, kind, devices, latency, bandwidth, spread=0.05):
     """All kinds take latency + bytes / bandwidth of the whole array."""
     seconds = tuple(latency + size / bandwidth for size in SIZES)
-    return MeasuredCollective(axis, kind, devices, SIZES, seconds, (spread,) * len(SIZES))
+    return MeasuredCollective(
+        axis, kind, devices, SIZES, seconds, (spread,) * len(SIZES)
+    )
 
 
 def pairs(devices, latency=1e-5, bandwidth=1e10, noise=0.0, seed=0, spread=0.05):
@@ -28,7 +30,9 @@ def pairs(devices, latency=1e-5, bandwidth=1e10, noise=0.0, seed=0, spread=0.05)
 
 def devices(number, noise=0.0, seed=0, spread=0.05):
     random = np.random.default_rng(seed)
-    flops, memory = (rate * (1 + noise * random.uniform(-1, 1, number)) for rate in (5e14, 3e12))
+    flops, memory = (
+        rate * (1 + noise * random.uniform(-1, 1, number)) for rate in (5e14, 3e12)
+    )
     rates = {"float32": 2e14, "bfloat16": 4e14, "float16": 4e14}
     return Devices("bfloat16", 8192, flops, memory, rates, 2.5e12, 80 * 2**30, spread)
 

@@ -23,8 +23,13 @@ def settings(directory: Path) -> Config:
 
     The base is frozen.
     """
-    layout = {"mesh": {"pipeline": 2}, "parallel": {"schedule": "gpipe", "microbatches": 2}}
-    return config(directory, lora={"rank": 2}, optimizer={"learning_rate": 0.1}, **layout)
+    layout = {
+        "mesh": {"pipeline": 2},
+        "parallel": {"schedule": "gpipe", "microbatches": 2},
+    }
+    return config(
+        directory, lora={"rank": 2}, optimizer={"learning_rate": 0.1}, **layout
+    )
 
 
 def main(rank: int, port: str, directory: Path) -> None:

@@ -47,6 +47,10 @@ def ragged_table(
 def random_table(seed: int) -> Table:
     """Of random sizes."""
     random = np.random.default_rng(seed)
-    stages, microbatches, chunks, spread = (int(random.integers(2, most)) for most in (5, 17, 4, 5))
+    stages, microbatches, chunks, spread = (
+        int(random.integers(2, most)) for most in (5, 17, 4, 5)
+    )
     split, placement = bool(random.integers(2)), ("loop", "v")[random.integers(2)]
-    return ragged_table(stages, microbatches - 1, chunks - 1, split, placement, spread, seed)
+    return ragged_table(
+        stages, microbatches - 1, chunks - 1, split, placement, spread, seed
+    )

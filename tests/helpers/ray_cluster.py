@@ -21,7 +21,10 @@ from meshtrain.orphans import die_with_parent
 
 def missing() -> str:
     """Returns why no cluster can be started here; nothing if one can."""
-    if importlib.util.find_spec("ray") is None or importlib.util.find_spec("ray.dashboard") is None:
+    if (
+        importlib.util.find_spec("ray") is None
+        or importlib.util.find_spec("ray.dashboard") is None
+    ):
         return "ray is not installed (pip install 'ray[default]', 0.3 GB)"
     return ""
 
@@ -89,7 +92,10 @@ class RayCluster:
                 preexec_fn=die_with_parent(),
             )
         until(
-            lambda: "Ray runtime started" in output.read_text() or process.poll() is not None,
+            lambda: (
+                "Ray runtime started" in output.read_text()
+                or process.poll() is not None
+            ),
             300,
             "a node of Ray",
         )

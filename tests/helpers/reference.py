@@ -15,7 +15,8 @@ import numpy as np
 import optax
 
 Tree = Any
-DROPPED = ("scores", "attention", "mlp")  # in each layer: [L, heads, T, T], [L, T, D], [L, T, D]
+# In each layer: [L, heads, T, T], [L, T, D], [L, T, D]
+DROPPED = ("scores", "attention", "mlp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,17 +58,29 @@ class Recipe:
             """Of the step that has so many before it: step `warmup` has the peak, the last one `final_ratio` of it."""
             step = before + 1
             way = (step - self.warmup) / (self.steps - self.warmup)
-            falling = self.final_ratio + (1 - self.final_ratio) * (1 + jnp.cos(jnp.pi * way)) / 2
-            return self.peak * jnp.where(step < self.warmup, step / self.warmup, falling)
+            falling = (
+                self.final_ratio
+                + (1 - self.final_ratio) * (1 + jnp.cos(jnp.pi * way)) / 2
+            )
+            return self.peak * jnp.where(
+                step < self.warmup, step / self.warmup, falling
+            )
 
         matrices = jax.tree_util.tree_map_with_path(
             lambda path, _: (
-                not any(word in path[-1].key for word in ("scale", "bias", "class_token"))
+                not any(
+                    word in path[-1].key for word in ("scale", "bias", "class_token")
+                )
             ),
             parameters,
         )
         adamw = optax.adamw(
-            rate, self.beta1, self.beta2, self.eps, weight_decay=self.weight_decay, mask=matrices
+            rate,
+            self.beta1,
+            self.beta2,
+            self.eps,
+            weight_decay=self.weight_decay,
+            mask=matrices,
         )
         return optax.chain(optax.clip_by_global_norm(self.clip), adamw)
 
@@ -96,7 +109,9 @@ def rotate(
         for theta in (model.rope_theta, model.rope_theta_local or model.rope_theta)
     )
     turns = positions[:, None] * jnp.where(sees_all, far, near)
-    z = (x[..., : width // 2] + 1j * x[..., width // 2 :]) * jnp.exp(1j * turns)[:, None]
+    z = (x[..., : width // 2] + 1j * x[..., width // 2 :]) * jnp.exp(1j * turns)[
+        :, None
+    ]
     return jnp.concatenate([z.real, z.imag], -1)
 
 
@@ -109,9 +124,14 @@ def attention(
     drop: Tree,
     index: jax.Array,
 ) -> jax.Array:
-    sees_all = (index + 1) % model.global_every == 0 if model.global_every else not model.window
+    sees_all = (
+        (index + 1) % model.global_every == 0
+        if model.global_every
+        else not model.window
+    )
     q, k, v = (
-        jnp.einsum("td,dhk->thk", x, p[n]) + p.get(f"{n}_bias", 0.0) for n in ("q", "k", "v")
+        jnp.einsum("td,dhk->thk", x, p[n]) + p.get(f"{n}_bias", 0.0)
+        for n in ("q", "k", "v")
     )
     if "q_norm" in p:
         q, k = (norm(model, p[f"{n}_norm"], a) for n, a in (("q", q), ("k", k)))
@@ -127,24 +147,35 @@ def attention(
         else np.tril(np.ones((length, length), bool))
     )
     if model.window:
-        allowed = allowed & (sees_all | np.triu(np.ones((length, length), bool), 1 - model.window))
+        allowed = allowed & (
+            sees_all | np.triu(np.ones((length, length), bool), 1 - model.window)
+        )
     if segments is not None:
         allowed = allowed & (segments[:, None] == segments[None, :])
     scores = cap(
-        model.score_cap, jnp.einsum("qhk,shk->hqs", q, k) / np.sqrt(model.query_scalar or width)
+        model.score_cap,
+        jnp.einsum("qhk,shk->hqs", q, k) / np.sqrt(model.query_scalar or width),
     )
-    weights = jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf), axis=-1) * drop["scores"]
+    weights = (
+        jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf), axis=-1) * drop["scores"]
+    )
     return jnp.einsum("hqs,shk,hkd->qd", weights, v, p["out"]) + p.get("out_bias", 0.0)
 
 
 def mlp(model: Model, p: Tree, x: jax.Array) -> jax.Array:
     up = x @ p["up"] + p.get("up_bias", 0.0)
     first = x @ p["gate"] if "gate" in p else up
-    kind = model.activation or {"gpt2": "gelu", "vit": "gelu_exact"}.get(model.family, "silu")
+    kind = model.activation or {"gpt2": "gelu", "vit": "gelu_exact"}.get(
+        model.family, "silu"
+    )
     if kind == "silu":
         first = first / (1 + jnp.exp(-first))
     elif kind == "gelu":  # GPT-2's
-        first = 0.5 * first * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (first + 0.044715 * first**3)))
+        first = (
+            0.5
+            * first
+            * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (first + 0.044715 * first**3)))
+        )
     else:
         assert kind == "gelu_exact"
         first = 0.5 * first * (1 + jax.lax.erf(first / np.sqrt(2)))
@@ -177,7 +208,8 @@ def logits(
     x = blocks(model, parameters, x, positions, segments, drops)
     x = norm(model, parameters["head"]["norm"], x)
     return cap(
-        model.logit_cap, x @ parameters["head"].get("weight", parameters["embedding"]["tokens"].T)
+        model.logit_cap,
+        x @ parameters["head"].get("weight", parameters["embedding"]["tokens"].T),
     )
 
 
@@ -215,7 +247,9 @@ def blocks(
     x = x * drops["embedding"]
     of_layers = {name: drops[name] for name in DROPPED}
 
-    def block(x: jax.Array, of_layer: tuple[Tree, Tree, jax.Array]) -> tuple[jax.Array, None]:
+    def block(
+        x: jax.Array, of_layer: tuple[Tree, Tree, jax.Array]
+    ) -> tuple[jax.Array, None]:
         p, drop, index = of_layer
         a = attention(
             model,
@@ -226,7 +260,11 @@ def blocks(
             drop,
             index,
         )
-        a = norm(model, p["attention_post_norm"], a) if "attention_post_norm" in p else a
+        a = (
+            norm(model, p["attention_post_norm"], a)
+            if "attention_post_norm" in p
+            else a
+        )
         x = x + a * drop["attention"]
         m = mlp(model, p["mlp"], norm(model, p["mlp_norm"], x))
         m = norm(model, p["mlp_post_norm"], m) if "mlp_post_norm" in p else m
@@ -243,7 +281,9 @@ def loss(model: Model, parameters: Tree, labels: jax.Array, **more: Tree) -> jax
     Or per image of patches [B, N, P] with labels [B, 1]; `more` may hold drops, weights, and of mixed images labels_b
     and mix.
     """
-    weights, others, mix = (more.pop(name, None) for name in ("weights", "labels_b", "mix"))
+    weights, others, mix = (
+        more.pop(name, None) for name in ("weights", "labels_b", "mix")
+    )
     of_row = image_logits if "patches" in more else logits
     z = jax.vmap(lambda row: of_row(model, parameters, **row))(more)
     log_p = jax.nn.log_softmax(z)
@@ -272,7 +312,9 @@ def train(
     def step(
         parameters: Tree, state: Tree, batch: dict[str, Tree]
     ) -> tuple[Tree, Tree, jax.Array, Tree]:
-        value, gradient = jax.value_and_grad(lambda p: loss(model, p, **batch))(parameters)
+        value, gradient = jax.value_and_grad(lambda p: loss(model, p, **batch))(
+            parameters
+        )
         updates, state = optimizer.update(gradient, state, parameters)
         return optax.apply_updates(parameters, updates), state, value, gradient
 

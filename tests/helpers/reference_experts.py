@@ -31,7 +31,9 @@ def chosen_by(moe: Tree, scores: np.ndarray) -> np.ndarray:
         groups, taken = moe["groups"]
         for row in scores:
             parts = np.split(np.arange(row.size), groups)
-            best = sorted(range(groups), key=lambda g: -np.sort(row[parts[g]])[-2:].sum())[:taken]
+            best = sorted(
+                range(groups), key=lambda g: -np.sort(row[parts[g]])[-2:].sum()
+            )[:taken]
             row[[e for g in range(groups) if g not in best for e in parts[g]]] = -np.inf
     return np.argsort(-scores, axis=-1, kind="stable")[:, : moe["top_k"]]
 
@@ -43,7 +45,9 @@ def experts(
     z = x @ p["router"]
     scores, probabilities = scores_of(moe, z)
     rows = np.arange(len(x))
-    weights = jnp.stack([scores[rows, chosen[:, k]] for k in range(moe["top_k"])], axis=1)
+    weights = jnp.stack(
+        [scores[rows, chosen[:, k]] for k in range(moe["top_k"])], axis=1
+    )
     if moe["router"] == "softmax_top_k":
         weights = jnp.exp(weights) / jnp.exp(weights).sum(-1, keepdims=True)
     elif moe["normalize"]:
@@ -58,11 +62,19 @@ def experts(
     loss = moe["z_loss"] * (jnp.log(jnp.exp(z).sum(-1)) ** 2 * routed).sum() / tokens
     if moe["balance"] == "sequence":
         share = (
-            np.array([((chosen == e).any(-1) * routed).sum() for e in range(moe["experts"])])
+            np.array(
+                [((chosen == e).any(-1) * routed).sum() for e in range(moe["experts"])]
+            )
             / tokens
         )
         mean = (probabilities * routed[:, None]).sum(0) / tokens
-        loss = loss + moe["balance_weight"] * moe["experts"] / moe["top_k"] * (share * mean).sum()
+        loss = (
+            loss
+            + moe["balance_weight"]
+            * moe["experts"]
+            / moe["top_k"]
+            * (share * mean).sum()
+        )
     return y, loss
 
 
@@ -86,23 +98,40 @@ def run(
 
     def of_row(parameters: Tree, row: Tree) -> tuple[jax.Array, jax.Array]:
         tokens = row["tokens"]
-        routed = row["segments"] > 0 if "segments" in row else np.ones(len(tokens), bool)
-        routed = routed & (row["weights"].sum() > 0) if "segments" not in row else routed
+        routed = (
+            row["segments"] > 0 if "segments" in row else np.ones(len(tokens), bool)
+        )
+        routed = (
+            routed & (row["weights"].sum() > 0) if "segments" not in row else routed
+        )
         positions = jnp.asarray(row.get("positions", np.arange(len(tokens))))
         x, own = parameters["embedding"]["tokens"][tokens], 0.0
         for layer, (stack, place) in enumerate(in_order(parameters)):
             p = jax.tree.map(lambda a, i=place: a[i], parameters[stack])
             a = reference.norm(model, p["attention_norm"], x)
             x = x + reference.attention(
-                model, p["attention"], a, positions, row.get("segments"), drop, jnp.int32(layer)
+                model,
+                p["attention"],
+                a,
+                positions,
+                row.get("segments"),
+                drop,
+                jnp.int32(layer),
             )
             h = reference.norm(model, p["mlp_norm"], x)
             if "experts" not in p:
                 x = x + reference.mlp(model, p["mlp"], h)
                 continue
-            bias = p["experts"]["load"][: moe["experts"]] if moe["balance"] == "bias" else 0.0
+            bias = (
+                p["experts"]["load"][: moe["experts"]]
+                if moe["balance"] == "bias"
+                else 0.0
+            )
             chosen = chosen_by(
-                moe, jax.lax.stop_gradient(scores_of(moe, h @ p["experts"]["router"])[0] + bias)
+                moe,
+                jax.lax.stop_gradient(
+                    scores_of(moe, h @ p["experts"]["router"])[0] + bias
+                ),
             )
             y, loss = experts(moe, p["experts"], h, routed, chosen)
             if "mlp" in p:  # shared experts
@@ -122,11 +151,18 @@ def run(
         exact = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), parameters)
         losses, gradients = 0.0, None
         for i in range(len(batch["labels"])):
-            row = {name: np.asarray(a[i]) for name, a in {**batch, "weights": weights}.items()}
+            row = {
+                name: np.asarray(a[i])
+                for name, a in {**batch, "weights": weights}.items()
+            }
             # Traced with jax.vjp and not jit: which experts are chosen is looked at in NumPy.
             cross, gradient = _with_gradient(one, exact, row)
             losses += float(cross)
-            gradients = gradient if gradients is None else jax.tree.map(np.add, gradients, gradient)
+            gradients = (
+                gradient
+                if gradients is None
+                else jax.tree.map(np.add, gradients, gradient)
+            )
     return losses, gradients, counts
 
 

@@ -11,6 +11,13 @@ from scipy.special import erf
 Tree = Any
 
 
+def of_layer(tree: Tree, layer: int) -> Tree:
+    """The weights of a layer, out of stacked ones."""
+    if isinstance(tree, dict):
+        return {name: of_layer(part, layer) for name, part in tree.items()}
+    return tree[layer]
+
+
 def patches(image: np.ndarray, size: int) -> np.ndarray:
     """An image [H, W, C] as patches from the upper left along the rows, each's numbers in the order row, column,
     channel.
@@ -48,14 +55,16 @@ def logits(parameters: Tree, image: np.ndarray, size: int, eps: float) -> np.nda
     )
     p = as_float64(parameters)
     embedding, blocks, head = p["embedding"], p["blocks"], p["head"]
-    x = patches(np.asarray(image, np.float64), size) @ embedding["patches"] + embedding["bias"]
+    x = (
+        patches(np.asarray(image, np.float64), size) @ embedding["patches"]
+        + embedding["bias"]
+    )
     has_class = "class_token" in embedding
     if has_class:
         x = np.concatenate([embedding["class_token"][None], x])
     x = x + embedding["positions"]
     for layer in range(len(blocks["mlp"]["up"])):
-        of = lambda tree: {k: of(v) if isinstance(v, dict) else v[layer] for k, v in tree.items()}  # noqa: B023
-        block = of(blocks)
+        block = of_layer(blocks, layer)
         x = x + attention(block["attention"], norm(block["attention_norm"], x, eps))
         x = x + mlp(block["mlp"], norm(block["mlp_norm"], x, eps))
     x = norm(head["norm"], x, eps)

@@ -33,6 +33,10 @@ def refused(main: Callable[[Sequence[str]], int], capsys, *words: str) -> str:
     """The sentence with which a command refuses."""
     code = code_of(main, words)
     out, err = capsys.readouterr()
-    assert (code, out) == (2, "") and err.startswith("meshtrain: ") and err.count("\n") == 1, err
+    assert (
+        (code, out) == (2, "")
+        and err.startswith("meshtrain: ")
+        and err.count("\n") == 1
+    ), err
     assert err.rstrip()[-1] in ".?", err
     return err

@@ -14,7 +14,13 @@ class RefusingDisk:
     """Refuses `call` (open, read, stat, list) on paths that end with `name`, `times` times, with the error `number`."""
 
     def __init__(self, call, name, number, times=math.inf):
-        self.call, self.name, self.number, self.left, self.refused = call, name, number, times, 0
+        self.call, self.name, self.number, self.left, self.refused = (
+            call,
+            name,
+            number,
+            times,
+            0,
+        )
 
     def ask(self, call, path):
         if (

@@ -21,7 +21,9 @@ class _Buffer:
 
     def put(self, place: int, entry: tuple[int, int]) -> None:
         if not 0 <= place < len(self.places):
-            raise IllegalTable(f"place {place} of the {self.name}, which has {len(self.places)}")
+            raise IllegalTable(
+                f"place {place} of the {self.name}, which has {len(self.places)}"
+            )
         if self.places[place] is not None:
             raise IllegalTable(
                 f"place {place} of the {self.name} still holds {self.places[place]} when {entry} is put there"
@@ -45,7 +47,8 @@ class _Buffer:
 @dataclass
 class _Stage:
     buffers: dict[str, _Buffer]
-    sent: dict[int, tuple[int, int]] = field(default_factory=dict)  # in this clock, by slot F or B
+    # In this clock, by slot F or B
+    sent: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> _Buffer:
         return self.buffers[name]
@@ -82,9 +85,13 @@ def replay(table: Table, buffers: Buffers) -> dict[str, list[int]]:
                 _replay_arrivals(table, buffers, clock, stage, stages)
             for stage in range(table.stages):
                 if stages[stage].sent:
-                    raise IllegalTable(f"nobody keeps what was sent: {stages[stage].sent}")
+                    raise IllegalTable(
+                        f"nobody keeps what was sent: {stages[stage].sent}"
+                    )
         except IllegalTable as error:
-            raise IllegalTable(f"{describe_place(table, clock, stage)}: {error}") from None
+            raise IllegalTable(
+                f"{describe_place(table, clock, stage)}: {error}"
+            ) from None
     for stage, state in enumerate(stages):
         for name in depths:
             if state[name].live:
@@ -119,7 +126,9 @@ def _check_idle(table: Table, buffers: Buffers) -> None:
             )
 
 
-def _replay_op(table: Table, buffers: Buffers, op: Op, state: _Stage) -> Callable[[], None]:
+def _replay_op(
+    table: Table, buffers: Buffers, op: Op, state: _Stage
+) -> Callable[[], None]:
     """Plays an op; returns what the loss head does behind it."""
     head = lambda: None
     at = (op.clock, op.stage)
@@ -133,7 +142,9 @@ def _replay_op(table: Table, buffers: Buffers, op: Op, state: _Stage) -> Callabl
     )
     found = [array[at] for array in arrays[op.slot]]
     if found != [True, op.microbatch, op.chunk]:
-        raise IllegalTable(f"the buffers' arrays have {found} in slot {table.letters[op.slot]}")
+        raise IllegalTable(
+            f"the buffers' arrays have {found} in slot {table.letters[op.slot]}"
+        )
     if op.slot == F:
         if (buffers.first[at], buffers.last[at]) != (first, last):
             raise IllegalTable("first or last is wrong")
@@ -178,6 +189,8 @@ def _replay_arrivals(
         virtual, microbatch = sender.sent.pop(arrival.slot)
         virtual += 1 if arrival.slot == F else -1
         if table.stage_of(virtual) != stage:
-            raise IllegalTable(f"{name} is a message for stage {table.stage_of(virtual)}")
+            raise IllegalTable(
+                f"{name} is a message for stage {table.stage_of(virtual)}"
+            )
         inbox = stages[stage]["f_inbox" if arrival.slot == F else "b_inbox"]
         inbox.put(arrival.place[clock, stage], (virtual, microbatch))

@@ -18,7 +18,15 @@ from meshtrain.mesh import make_mesh
 from meshtrain.step import Program
 
 # What runs are told about where they write, read, save and report
-UNKNOWN_TO_PROGRAMS = ("run", "data", "checkpoint", "eval", "log", "survive", "telemetry")
+UNKNOWN_TO_PROGRAMS = (
+    "run",
+    "data",
+    "checkpoint",
+    "eval",
+    "log",
+    "survive",
+    "telemetry",
+)
 
 
 class _Key:
@@ -26,8 +34,16 @@ class _Key:
 
     def __init__(self, config: Config, *others: Any) -> None:
         self.config, self.others = config, others
-        known = [f.name for f in dataclasses.fields(config) if f.name not in UNKNOWN_TO_PROGRAMS]
-        self.known = (config.run.seed, *(repr(getattr(config, name)) for name in known), *others)
+        known = [
+            f.name
+            for f in dataclasses.fields(config)
+            if f.name not in UNKNOWN_TO_PROGRAMS
+        ]
+        self.known = (
+            config.run.seed,
+            *(repr(getattr(config, name)) for name in known),
+            *others,
+        )
 
     def __hash__(self) -> int:
         return hash(self.known)
@@ -60,6 +76,8 @@ def shared_program(
     """In place of `Program`."""
     if any(hook is not None for hook in hooks.values()):
         return Program(config, mesh, masters=masters, **hooks)
-    view = copy.copy(_built(_Key(config, make_mesh(config) if mesh is None else mesh, masters)))
+    view = copy.copy(
+        _built(_Key(config, make_mesh(config) if mesh is None else mesh, masters))
+    )
     view.config = config
     return view

@@ -42,7 +42,9 @@ def canonical_numbers(layout: Layout, seed: int = 0) -> Tree:
         if leaf.name.endswith("scale"):
             return 1 + np.float32(0.2) * x
         return x * np.float32(
-            0.1 if leaf.name.endswith("bias") else 0.5 / np.sqrt(layout.config.model.d_model) * 2
+            0.1
+            if leaf.name.endswith("bias")
+            else 0.5 / np.sqrt(layout.config.model.d_model) * 2
         )
 
     return layout.map(draw)
@@ -71,27 +73,35 @@ def merged(config: Config, parameters: Tree) -> Tree:
     blocks = {part: dict(leaves) for part, leaves in parameters["blocks"].items()}
     for part in ("attention", "mlp"):
         for name in [
-            name.removesuffix("_lora_a") for name in blocks[part] if name.endswith("_lora_a")
+            name.removesuffix("_lora_a")
+            for name in blocks[part]
+            if name.endswith("_lora_a")
         ]:
             a, b = (blocks[part].pop(f"{name}_lora_{which}") for which in "ab")
             layers, rank = b.shape[:2]
             product = jnp.einsum(
                 "lir,lro->lio", a.reshape(layers, -1, rank), b.reshape(layers, rank, -1)
             )
-            blocks[part][name] = blocks[part][name] + lora_scale(config.lora) * product.reshape(
-                blocks[part][name].shape
-            )
+            blocks[part][name] = blocks[part][name] + lora_scale(
+                config.lora
+            ) * product.reshape(blocks[part][name].shape)
     return {**parameters, "blocks": blocks}
 
 
-def token_batches(config: Config, steps: int, seed: int = 1) -> list[tuple[np.ndarray, np.ndarray]]:
+def token_batches(
+    config: Config, steps: int, seed: int = 1
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """(tokens, labels) of each step, int32 [B, T] each."""
     shape = (steps, config.train.global_batch_size, config.train.sequence_length + 1)
-    text = np.random.default_rng(seed).integers(0, config.model.vocab_size, shape, np.int32)
+    text = np.random.default_rng(seed).integers(
+        0, config.model.vocab_size, shape, np.int32
+    )
     return [(t[:, :-1], t[:, 1:]) for t in text]
 
 
-def packed_batch(tokens: np.ndarray, labels: np.ndarray, seed: int = 2) -> dict[str, np.ndarray]:
+def packed_batch(
+    tokens: np.ndarray, labels: np.ndarray, seed: int = 2
+) -> dict[str, np.ndarray]:
     """The same tokens [B, T] as two or three documents in each sequence, positions counted within each.
 
     Labels across a seam, and some others, weigh nothing.
@@ -99,7 +109,9 @@ def packed_batch(tokens: np.ndarray, labels: np.ndarray, seed: int = 2) -> dict[
     random, (rows, length) = np.random.default_rng(seed), tokens.shape
     starts = np.zeros(tokens.shape, bool)
     for row in range(rows):
-        starts[row, random.choice(np.arange(1, length), 1 + row % 2, replace=False)] = True
+        starts[row, random.choice(np.arange(1, length), 1 + row % 2, replace=False)] = (
+            True
+        )
     at = np.broadcast_to(np.arange(length), tokens.shape)
     first = np.maximum.accumulate(np.where(starts, at, 0), axis=1)
     seams = np.roll(starts, -1, axis=1)
@@ -118,7 +130,9 @@ def start_optimizer(
     """The optimizer's state before the first step, and the compiled step (params, state, gradients) -> (params,
     state).
     """
-    init = jax.jit(program.optimizer.init, out_shardings=program.state_shardings.optimizer)
+    init = jax.jit(
+        program.optimizer.init, out_shardings=program.state_shardings.optimizer
+    )
 
     @jax.jit
     def step(params: Tree, state: Tree, gradients: Tree) -> tuple[Tree, Tree]:
@@ -131,12 +145,15 @@ def start_optimizer(
 def start(program: Program, canonical: Tree) -> State:
     """The state before the first step with the given parameters; an optimizer state starts at zero (as Adam's does)."""
     zeros = jax.tree.map(
-        lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding), program.state_shapes
+        lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding),
+        program.state_shapes,
     )
     scale = zeros.scale
     if scale is not None:
         precision = program.config.precision
-        put = lambda value, like: jax.device_put(np.asarray(value, like.dtype), like.sharding)
+        put = lambda value, like: jax.device_put(
+            np.asarray(value, like.dtype), like.sharding
+        )
         scale = scale._replace(
             value=put(precision.loss_scale, scale.value),
             patience=put(precision.loss_scale_hysteresis, scale.patience),
@@ -155,16 +172,22 @@ def train(
         for batch in token_batches(config, steps)
     ]
     return train_on(
-        [packed_batch(**batch) for batch in batches] if packed else batches, config, canonical
+        [packed_batch(**batch) for batch in batches] if packed else batches,
+        config,
+        canonical,
     )
 
 
 def train_on(
-    batches: Sequence[dict[str, np.ndarray]], config: Config, canonical: Tree | None = None
+    batches: Sequence[dict[str, np.ndarray]],
+    config: Config,
+    canonical: Tree | None = None,
 ) -> tuple[list[dict[str, float]], Program, list[State]]:
     """The same of these batches, one a step."""
     program, steps = Program(config, make_mesh(config)), len(batches)
-    state = start(program, canonical_numbers(program.layout) if canonical is None else canonical)
+    state = start(
+        program, canonical_numbers(program.layout) if canonical is None else canonical
+    )
     compiled = program.lower(program.batch_shapes(batches[0])).compile()
     metrics, kept = [], []
     for i, batch in enumerate(batches):

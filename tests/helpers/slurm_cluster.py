@@ -68,9 +68,13 @@ def missing() -> str:
     if os.geteuid() != 0:
         return "namespaces of nodes need root"
     links = "ip link add mt0 type bridge && ip link add mt1 type veth peer name mt2"
-    tried = subprocess.run(["unshare", *NAMESPACES, "sh", "-c", links], capture_output=True)
+    tried = subprocess.run(
+        ["unshare", *NAMESPACES, "sh", "-c", links], capture_output=True
+    )
     return (
-        f"no nodes as namespaces here: {tried.stderr.decode().strip()}" if tried.returncode else ""
+        f"no nodes as namespaces here: {tried.stderr.decode().strip()}"
+        if tried.returncode
+        else ""
     )
 
 
@@ -82,7 +86,9 @@ def until(holds: Callable[[], object], seconds: float, what: str) -> None:
     """Waits until something holds; AssertionError after so many seconds."""
     end = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < end, f"after {seconds:.0f} s there was not yet: {what}"
+        assert time.monotonic() < end, (
+            f"after {seconds:.0f} s there was not yet: {what}"
+        )
         time.sleep(0.2)
 
 
@@ -144,13 +150,18 @@ class SlurmCluster:
             subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
         for words in (["add", BRIDGE, "type", "bridge"], ["set", BRIDGE, "up"]):
             subprocess.run(["ip", "link", *words], check=True)
-        subprocess.run(["ip", "addr", "add", f"{NETWORK}.1/24", "dev", BRIDGE], check=True)
+        subprocess.run(
+            ["ip", "addr", "add", f"{NETWORK}.1/24", "dev", BRIDGE], check=True
+        )
         until((here / "munge.socket").exists, 20, "munge's socket")
         self._launch("slurmctld", ["slurmctld", "-D", "-i"])
         for name in self.nodes:
             self.start_node(name)
         until(
-            lambda: self.command("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == str(count),
+            lambda: (
+                self.command("sinfo", "-h", "-t", "idle", "-o", "%D").strip()
+                == str(count)
+            ),
             60,
             "idle nodes",
         )
@@ -191,7 +202,9 @@ class SlurmCluster:
         until(lambda: children(process.pid), 20, f"the first process of {node}")
         first, link = self._first(node), f"{BRIDGE[:8]}{node}"
         until(
-            lambda: os.readlink(f"/proc/{first}/ns/net") != os.readlink("/proc/self/ns/net"),
+            lambda: (
+                os.readlink(f"/proc/{first}/ns/net") != os.readlink("/proc/self/ns/net")
+            ),
             20,
             "a network",
         )
@@ -212,11 +225,10 @@ class SlurmCluster:
             check=True,
         )
         subprocess.run(["ip", "link", "set", link, "master", BRIDGE, "up"], check=True)
-        network = (
-            f"ip link set lo up; ip addr add {self._address(node)}/24 dev eth0; ip link set eth0 up"
-        )
+        network = f"ip link set lo up; ip addr add {self._address(node)}/24 dev eth0; ip link set eth0 up"
         subprocess.run(
-            ["nsenter", "--net", "--target", str(first), "sh", "-c", network], check=True
+            ["nsenter", "--net", "--target", str(first), "sh", "-c", network],
+            check=True,
         )
         (self.directory / f"{node}.up").touch()
         until(lambda: "n" in self.on(node, "hostname"), 20, f"the name of {node}")
@@ -225,23 +237,38 @@ class SlurmCluster:
     def kill_node(self, node: str) -> None:
         """Cuts its power."""
         self._end(node)
-        subprocess.run(["ip", "link", "del", f"{BRIDGE[:8]}{node}"], capture_output=True)
+        subprocess.run(
+            ["ip", "link", "del", f"{BRIDGE[:8]}{node}"], capture_output=True
+        )
 
     def start_daemon(self, node: str) -> None:
         self.on(node, "slurmd", "-N", node)
 
     def kill_daemon(self, node: str) -> None:
         """Ends slurmd alone; what runs on the node goes on."""
-        _kill(int((self.directory / f"{node}.pid").read_text()), inside=self._processes[node].pid)
+        _kill(
+            int((self.directory / f"{node}.pid").read_text()),
+            inside=self._processes[node].pid,
+        )
 
     def on(self, node: str, *words: str) -> str:
         """Runs a command on a node; returns what it printed."""
-        entered = ["nsenter", "--all", "--target", str(self._first(node)), f"--wd={os.getcwd()}"]
+        entered = [
+            "nsenter",
+            "--all",
+            "--target",
+            str(self._first(node)),
+            f"--wd={os.getcwd()}",
+        ]
         return self.command(*entered, *words)
 
     def processes(self, node: str, words: str) -> list[int]:
         """Returns the processes of a node whose command has some words, by their numbers outside of it."""
-        return [pid for pid in sorted(tree(self._processes[node].pid)) if words in command_of(pid)]
+        return [
+            pid
+            for pid in sorted(tree(self._processes[node].pid))
+            if words in command_of(pid)
+        ]
 
     def _first(self, node: str) -> int:
         return children(self._processes[node].pid)[0]
@@ -251,7 +278,11 @@ class SlurmCluster:
     def command(self, *words: str, check: bool = True) -> str:
         """Runs a command of Slurm's; returns what it printed."""
         ended = subprocess.run(
-            words, env=os.environ | self.variables, capture_output=True, text=True, timeout=120
+            words,
+            env=os.environ | self.variables,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
         assert not check or ended.returncode == 0, f"{' '.join(words)}: {ended.stderr}"
         return ended.stdout
@@ -268,7 +299,11 @@ class SlurmCluster:
     def ended(self, number: str, seconds: float = 300) -> dict[str, str]:
         """Waits for a job's end; returns what Slurm knows of it."""
         over = ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL", "TIMEOUT")
-        until(lambda: self.job(number)["JobState"] in over, seconds, f"the end of job {number}")
+        until(
+            lambda: self.job(number)["JobState"] in over,
+            seconds,
+            f"the end of job {number}",
+        )
         return self.job(number)
 
 
@@ -288,7 +323,10 @@ def tree(pid: int) -> Iterable[int]:
 def command_of(pid: int) -> str:
     with contextlib.suppress(OSError):
         return (
-            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            Path(f"/proc/{pid}/cmdline")
+            .read_bytes()
+            .replace(b"\0", b" ")
+            .decode(errors="replace")
         )
     return ""
 
@@ -297,7 +335,10 @@ def _kill(pid: int, inside: int = 0) -> None:
     """SIGKILL; `inside`: the process below which a namespace has given the number."""
     for outer in tree(inside) if inside else [pid]:
         status = Path(f"/proc/{outer}/status").read_text()
-        if not inside or f"{pid}" == status.partition("NSpid:")[2].partition("\n")[0].split()[-1]:
+        if (
+            not inside
+            or f"{pid}" == status.partition("NSpid:")[2].partition("\n")[0].split()[-1]
+        ):
             os.kill(outer, signal.SIGKILL)
             return
 

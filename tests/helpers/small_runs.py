@@ -37,7 +37,9 @@ def rows(run: Path) -> list[dict]:
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines(True) if path.exists() else []
     return [
-        row for row in (json.loads(line) for line in lines if line.endswith("\n")) if "loss" in row
+        row
+        for row in (json.loads(line) for line in lines if line.endswith("\n"))
+        if "loss" in row
     ]
 
 

@@ -25,8 +25,16 @@ config = Path(sys.argv[1]).read_text()
 steps = int(re.search(r"^  steps: (\d+)$", config, re.M)[1])
 every = int(re.search(r"^checkpoint:\n(?:  .*\n)*?  every: (\d+)$", config, re.M)[1])
 rank, number = told["rank"], told["number"]
-files, local, run = Path(told["generation"]), Path(told["local"]), Path(told["survive"]).parent
-faulthandler.register(signal.SIGUSR1, open(files / f"rank-{rank}.stack", "w"), all_threads=True)  # noqa: SIM115
+files, local, run = (
+    Path(told["generation"]),
+    Path(told["local"]),
+    Path(told["survive"]).parent,
+)
+faulthandler.register(
+    signal.SIGUSR1,
+    open(files / f"rank-{rank}.stack", "w"),  # noqa: SIM115
+    all_threads=True,
+)
 count = int(os.environ.get("JAX_NUM_PROCESSES", "1"))
 # From within: if the directory is renamed away, what is written goes with it, and not to the run that has taken its
 # name.
@@ -88,7 +96,9 @@ def do(asked: Path) -> None:
     if "always" not in what:
         asked.unlink()
     if what[0] in ("kill", "frozen"):
-        os.kill(os.getpid(), {"kill": signal.SIGKILL, "frozen": signal.SIGSTOP}[what[0]])
+        os.kill(
+            os.getpid(), {"kill": signal.SIGKILL, "frozen": signal.SIGSTOP}[what[0]]
+        )
     elif what[0] == "exit":
         fail(what[2], "as asked", int(what[1]))
     elif what[0] == "nap":
@@ -120,7 +130,10 @@ def look_for_others() -> None:
     for other in run.glob("alive.*"):
         for _ in range(3):
             # Two processes of this generation may look at once.
-            if other.name == f"alive.{number}" or (held := hold(other, fcntl.LOCK_EX)) is not None:
+            if (
+                other.name == f"alive.{number}"
+                or (held := hold(other, fcntl.LOCK_EX)) is not None
+            ):
                 break
             time.sleep(0.01)
         else:
@@ -158,7 +171,8 @@ if rank == 0:
     assert len(kept) == step, f"{len(kept)} rows for {step} steps"
     rows.with_suffix(".new").write_text("".join(line + "\n" for line in kept))
     os.replace(rows.with_suffix(".new"), rows)
-asked = files / "stop"  # the step after which all stop, as JAX's preemption service has it
+# The step after which all stop, as JAX's preemption service has it
+asked = files / "stop"
 while step < steps:
     beat("data")
     do(run / f"do.{rank}")

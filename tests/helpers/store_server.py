@@ -29,7 +29,8 @@ NEEDS = {"s3": "moto", "gs": "gcp_storage_emulator"}
 # for parametrize: skipped where its library is not installed
 SERVERS = [
     pytest.param(
-        scheme, marks=pytest.mark.skipif(find_spec(library) is None, reason=f"needs {library}")
+        scheme,
+        marks=pytest.mark.skipif(find_spec(library) is None, reason=f"needs {library}"),
     )
     for scheme, library in NEEDS.items()
 ]
@@ -90,15 +91,24 @@ class S3Server(StoreServer):
         super().__init__()
         self.application = application
 
-    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+    def __call__(
+        self, environ: dict[str, Any], start: Callable[..., Any]
+    ) -> Iterable[bytes]:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]
         fault = self.meet(method, path)
         if fault in ("busy", "expired"):
             environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
-            status, body = {"busy": ("503 Slow Down", BUSY), "expired": ("403 Forbidden", EXPIRED)}[
-                fault
-            ]
-            start(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
+            status, body = {
+                "busy": ("503 Slow Down", BUSY),
+                "expired": ("403 Forbidden", EXPIRED),
+            }[fault]
+            start(
+                status,
+                [
+                    ("Content-Type", "application/xml"),
+                    ("Content-Length", str(len(body))),
+                ],
+            )
             return [body]
         if fault == "hang":
             time.sleep(self.drip * 50)
@@ -122,7 +132,9 @@ def _s3_server() -> Iterator[StoreServer]:
             pass
 
     server = S3Server(DomainDispatcherApplication(create_backend_app))
-    listening = make_server("127.0.0.1", 0, server, threaded=True, request_handler=Quiet)
+    listening = make_server(
+        "127.0.0.1", 0, server, threaded=True, request_handler=Quiet
+    )
     server.url = f"http://127.0.0.1:{listening.server_port}"
     environment = {
         "AWS_ENDPOINT_URL": server.url,
@@ -248,7 +260,11 @@ def store_server(scheme: str = "s3") -> Iterator[StoreServer]:
 
 @contextmanager
 def impatient(
-    patch: pytest.MonkeyPatch, server: StoreServer, cache: Path, root: str, patience: float = 3.0
+    patch: pytest.MonkeyPatch,
+    server: StoreServer,
+    cache: Path,
+    root: str,
+    patience: float = 3.0,
 ) -> Iterator[None]:
     """Has requests tried again at once, with a cache of a test's own; behind it the store is whole and `root` empty."""
     patch.setattr(stores, "PAUSES", (0.01, 0.02))

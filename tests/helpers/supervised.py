@@ -38,7 +38,11 @@ class Rank:
     """A process that does `work` under a supervisor; its lease is renewed as long as `renewing`."""
 
     def __init__(
-        self, told: Supervised, work: Callable[..., None], *arguments: Any, **environment: str
+        self,
+        told: Supervised,
+        work: Callable[..., None],
+        *arguments: Any,
+        **environment: str,
     ) -> None:
         self.told, self.renewing = told, True
         (told.local / "beat").unlink(missing_ok=True)
@@ -94,7 +98,10 @@ class Rank:
 
 
 def _work(
-    output: Path, environment: dict[str, str], work: Callable[..., None], arguments: tuple[Any, ...]
+    output: Path,
+    environment: dict[str, str],
+    work: Callable[..., None],
+    arguments: tuple[Any, ...],
 ) -> None:
     with output.open("ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)

@@ -92,7 +92,10 @@ def is_gone(pid: int) -> bool:
     ends = time.monotonic() + PATIENCE
     while time.monotonic() < ends:
         try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            if (
+                Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+                == "Z"
+            ):
                 return True
             os.kill(pid, 0)
         except (ProcessLookupError, FileNotFoundError):

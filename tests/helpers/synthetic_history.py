@@ -101,7 +101,10 @@ class Synthetic:
             for name in self.names:
                 if name != leader and (leader == "n0" or self.dice.random() < 0.5):
                     self.event(
-                        leader, "clock", node=name, ahead=self.ahead[name] - self.ahead[leader]
+                        leader,
+                        "clock",
+                        node=name,
+                        ahead=self.ahead[name] - self.ahead[leader],
                     )
         saved, kind, blamed = [0], "start", []
         for generation in range(1, self.faults + 2):
@@ -110,14 +113,23 @@ class Synthetic:
             self.wait(self.dice.uniform(0.1, 3))
             self.plan(generation, "forming", kind, blamed, members)
             self.event(
-                members[0], "formed", generation=generation, members=members, kind=kind, reason=""
+                members[0],
+                "formed",
+                generation=generation,
+                members=members,
+                kind=kind,
+                reason="",
             )
             self.wait(self.dice.uniform(0.1, 1))
             for rank, name in enumerate(members):
                 self.event(name, "started", generation=generation, rank=rank, pid=7)
-            kind, blamed = self.live(generation, members, saved, generation == self.faults + 1)
+            kind, blamed = self.live(
+                generation, members, saved, generation == self.faults + 1
+            )
         self.plan(generation, "over", "done", [], members, code=0)
-        self.event(members[0], "over", verdict="done", code=0, reason="the last step is taken")
+        self.event(
+            members[0], "over", verdict="done", code=0, reason="the last step is taken"
+        )
         return self
 
     def live(
@@ -168,7 +180,12 @@ class Synthetic:
                     )
                 if step % every == 0:
                     self.event(
-                        rank0, "save", generation=generation, rank=0, step=step, seconds=dict(spent)
+                        rank0,
+                        "save",
+                        generation=generation,
+                        rank=0,
+                        step=step,
+                        seconds=dict(spent),
                     )
                     save = step
                     spend("checkpoint", dice.uniform(0.2, 2))
@@ -234,7 +251,11 @@ class Synthetic:
         if stopped is not None and stopped <= start:
             return
         own = [i for i, s in enumerate(self.stretches) if s.generation == generation]
-        kept = [i for i in own if (save := self.stretches[i].save) is not None and save <= start]
+        kept = [
+            i
+            for i in own
+            if (save := self.stretches[i].save) is not None and save <= start
+        ]
         newest = self.stretches[kept[-1]].save if kept else None
         self.lost |= (
             {i for i in own if i > kept[-1] or self.stretches[i].save == newest}
@@ -263,7 +284,9 @@ def told(
         for name, record in (records or {}).items()
     }
     nodes = {
-        name: node for name, text in written.items() if (node := decode(Node, text)) is not None
+        name: node
+        for name, text in written.items()
+        if (node := decode(Node, text)) is not None
     }
     return together(lines, [plan for plan in decided if plan is not None], nodes)
 

@@ -31,7 +31,14 @@ def _byte_level(special: tuple[str, ...], split: str | None = None) -> Tokenizer
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["th", "the", "Ġm", "es", "Ġmes", "Ġmesh"]
     ids = {token: i for i, token in enumerate([*letters, *words])}
-    merges = [("t", "h"), ("th", "e"), ("Ġ", "m"), ("e", "s"), ("Ġm", "es"), ("Ġmes", "h")]
+    merges = [
+        ("t", "h"),
+        ("th", "e"),
+        ("Ġ", "m"),
+        ("e", "s"),
+        ("Ġm", "es"),
+        ("Ġmes", "h"),
+    ]
     made = Tokenizer(models.BPE(ids, merges))
     if split is None:
         made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -59,10 +66,14 @@ def _sentencepiece(special: tuple[str, ...], prepend: bool = True) -> Tokenizer:
     ]
     ids = {token: i for i, token in enumerate(tokens)}
     merges = [("▁", "m"), ("e", "s"), ("▁m", "es")]
-    made = Tokenizer(models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    made = Tokenizer(
+        models.BPE(ids, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
     replace = normalizers.Replace(" ", "▁")
     made.normalizer = (
-        normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prepend else replace
+        normalizers.Sequence([normalizers.Prepend("▁"), replace])
+        if prepend
+        else replace
     )
     strip = [decoders.Strip(" ", 1, 0)] if prepend else []
     made.decoder = decoders.Sequence(
@@ -76,7 +87,9 @@ def _around(made: Tokenizer, template: str, *before: Any) -> Tokenizer:
     names = [word for word in template.split() if not word.startswith("$")]
     named = [(name, made.token_to_id(name)) for name in dict.fromkeys(names)]
     processor = processors.TemplateProcessing(template, special_tokens=named)
-    made.post_processor = processors.Sequence([*before, processor]) if before else processor
+    made.post_processor = (
+        processors.Sequence([*before, processor]) if before else processor
+    )
     return made
 
 
@@ -85,26 +98,41 @@ def _llama2() -> Tokenizer:
 
 
 def _llama3() -> Tokenizer:
-    made = _byte_level(("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|end|>"), SPLIT)
-    return _around(made, "<|begin_of_text|> $A", processors.ByteLevel(trim_offsets=False))
+    made = _byte_level(
+        ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|end|>"), SPLIT
+    )
+    return _around(
+        made, "<|begin_of_text|> $A", processors.ByteLevel(trim_offsets=False)
+    )
 
 
 def _qwen2() -> Tokenizer:
-    made = _byte_level(("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|end|>"), SPLIT)
+    made = _byte_level(
+        ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|end|>"), SPLIT
+    )
     made.normalizer = normalizers.NFC()
     return made
 
 
 def _deepseek() -> Tokenizer:
     made = _byte_level(
-        ("<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"), SPLIT
+        (
+            "<｜end▁of▁sentence｜>",
+            "<｜begin▁of▁sentence｜>",
+            "<｜User｜>",
+            "<｜Assistant｜>",
+        ),
+        SPLIT,
     )
-    return _around(made, "<｜begin▁of▁sentence｜> $A", processors.ByteLevel(trim_offsets=False))
+    return _around(
+        made, "<｜begin▁of▁sentence｜> $A", processors.ByteLevel(trim_offsets=False)
+    )
 
 
 def _gemma() -> Tokenizer:
     made = _sentencepiece(
-        ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"), prepend=False
+        ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"),
+        prepend=False,
     )
     made.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     return _around(made, "<bos> $A")
@@ -118,13 +146,18 @@ def _mistral() -> Tokenizer:
 def _phi3() -> Tokenizer:
     made = _sentencepiece(("<unk>", "<s>", "</s>"))
     made.add_tokens(
-        [AddedToken(t, special=True, rstrip=True) for t in ("<|endoftext|>", "<|end|>", "<|user|>")]
+        [
+            AddedToken(t, special=True, rstrip=True)
+            for t in ("<|endoftext|>", "<|end|>", "<|user|>")
+        ]
     )
     return made
 
 
 def _command_r() -> Tokenizer:
-    made = _byte_level(("<PAD>", "<UNK>", "<BOS_TOKEN>", "<EOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"))
+    made = _byte_level(
+        ("<PAD>", "<UNK>", "<BOS_TOKEN>", "<EOS_TOKEN>", "<|END_OF_TURN_TOKEN|>")
+    )
     made.normalizer = normalizers.NFC()
     digits = pre_tokenizers.Digits(individual_digits=True)
     made.pre_tokenizer = pre_tokenizers.Sequence(
@@ -144,7 +177,9 @@ def _t5() -> Tokenizer:
         ("es", -2.5),
     ]
     made = Tokenizer(
-        models.Unigram([*pieces, *((c, -5.0) for c in "abcdefghijklmnopqrstuvwxyz")], unk_id=2)
+        models.Unigram(
+            [*pieces, *((c, -5.0) for c in "abcdefghijklmnopqrstuvwxyz")], unk_id=2
+        )
     )
     made.normalizer = normalizers.Sequence(
         [normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")]
@@ -169,7 +204,9 @@ def _bert() -> Tokenizer:
         *(f"##{c}" for c in "abcxyz"),
     ]
     made = Tokenizer(
-        models.WordPiece({token: i for i, token in enumerate(tokens)}, unk_token="[UNK]")
+        models.WordPiece(
+            {token: i for i, token in enumerate(tokens)}, unk_token="[UNK]"
+        )
     )
     made.normalizer = normalizers.BertNormalizer()
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -189,11 +226,24 @@ def _object(content: str) -> dict[str, Any]:
 # with, the end of a document, its source). Written down, and compared with what transformers says by the experiment.
 NAMED = "tokenizer_config.json"
 FAMILIES: dict[
-    str, tuple[Callable[[], Tokenizer], dict[str, Any], dict[str, Any], tuple[str, ...], str, str]
+    str,
+    tuple[
+        Callable[[], Tokenizer],
+        dict[str, Any],
+        dict[str, Any],
+        tuple[str, ...],
+        str,
+        str,
+    ],
 ] = {
     "llama2": (
         _llama2,
-        {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True},
+        {
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "unk_token": "<unk>",
+            "add_bos_token": True,
+        },
         {"eos_token_id": 2},
         ("<s>",),
         "</s>",
@@ -229,7 +279,12 @@ FAMILIES: dict[
     ),
     "gemma": (
         _gemma,
-        {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"},
+        {
+            "bos_token": "<bos>",
+            "eos_token": "<eos>",
+            "unk_token": "<unk>",
+            "pad_token": "<pad>",
+        },
         {"eos_token_id": 1},
         ("<bos>",),
         "<eos>",

@@ -26,7 +26,13 @@ def settings(directory: Path, steps: int, every: int, **sections: dict) -> Path:
     """The config file of a run whose steps take a few milliseconds."""
     values = {
         "run": {"directory": str(directory / "run")},
-        "model": {"layers": 2, "d_model": 16, "heads": 2, "d_ff": 32, "vocab_size": 257},
+        "model": {
+            "layers": 2,
+            "d_model": 16,
+            "heads": 2,
+            "d_ff": 32,
+            "vocab_size": 257,
+        },
         "data": {"source": "synthetic"},
         "train": {"steps": steps, "global_batch_size": 4, "sequence_length": 16},
         "checkpoint": {"every": every},
@@ -45,7 +51,10 @@ class Trainer:
     """
 
     def __init__(
-        self, config: Path, before: Callable[[], None] = bool, after: Callable[[], None] = bool
+        self,
+        config: Path,
+        before: Callable[[], None] = bool,
+        after: Callable[[], None] = bool,
     ) -> None:
         self.run = Path(yaml.safe_load(config.read_text())["run"]["directory"])
         self.log = config.with_suffix(".log")
@@ -58,7 +67,9 @@ class Trainer:
     def end(self) -> int:
         """Waits for the exit code; a signal's number, negative, if that ended it."""
         self.process.join(PATIENCE)
-        assert self.process.exitcode is not None, f"still running: {self.log.read_text()}"
+        assert self.process.exitcode is not None, (
+            f"still running: {self.log.read_text()}"
+        )
         return self.process.exitcode
 
     def kill(self) -> None:
@@ -91,10 +102,16 @@ def rows(run: Path) -> list[dict]:
     """The whole rows of a run's metrics."""
     path = run / "metrics.jsonl"
     text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        json.loads(line)
+        for line in text.splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
 
 
-def losses_of(directory: Path, count: int, every: int, **sections: dict) -> dict[int, float]:
+def losses_of(
+    directory: Path, count: int, every: int, **sections: dict
+) -> dict[int, float]:
     """Of an uninterrupted run, by step."""
     trainer = Trainer(settings(directory, count, every, **sections))
     assert trainer.end() == 0, trainer.log.read_text()
@@ -118,7 +135,9 @@ def newest_is_intact(run: Path) -> bool:
     return steps.commit_problem(newest) is None and digests.problems(newest) == []
 
 
-def _train(config: Path, log: Path, before: Callable[[], None], after: Callable[[], None]) -> None:
+def _train(
+    config: Path, log: Path, before: Callable[[], None], after: Callable[[], None]
+) -> None:
     with log.open("ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -10,7 +10,11 @@ DEEPSEEK_END, DEEPSEEK_BEGIN = "<｜end▁of▁sentence｜>", "<｜begin▁of▁
 
 
 def written(
-    folder: Path, special=(DEEPSEEK_END, DEEPSEEK_BEGIN), processor=None, first: int = 300, **files
+    folder: Path,
+    special=(DEEPSEEK_END, DEEPSEEK_BEGIN),
+    processor=None,
+    first: int = 300,
+    **files,
 ) -> Path:
     """A tokenizer of bytes with special tokens from the id `first` on, and JSON files beside it."""
     folder.mkdir(exist_ok=True)
@@ -24,7 +28,9 @@ def written(
     made.add_special_tokens(list(special))
     if processor is not None:
         named = [(token, made.token_to_id(token)) for token in special]
-        made.post_processor = processors.TemplateProcessing(processor, special_tokens=named)
+        made.post_processor = processors.TemplateProcessing(
+            processor, special_tokens=named
+        )
     made.save(str(folder / "tokenizer.json"))
     for name, content in files.items():
         (folder / f"{name}.json").write_text(

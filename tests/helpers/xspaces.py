@@ -28,7 +28,9 @@ def _plane(name: str, lines: Mapping[str, Sequence[Told]]) -> bytes:
     )
     known = b"".join(
         _message(
-            field, _number(1, number) + _message(2, _number(1, number) + _message(2, word.encode()))
+            field,
+            _number(1, number)
+            + _message(2, _number(1, number) + _message(2, word.encode())),
         )
         for field, names in ((4, events), (5, stats))
         for word, number in names.items()
@@ -36,7 +38,9 @@ def _plane(name: str, lines: Mapping[str, Sequence[Told]]) -> bytes:
     return _message(2, name.encode()) + told + known
 
 
-def _line(number: int, name: str, told: Sequence[Told], events: "_Names", stats: "_Names") -> bytes:
+def _line(
+    number: int, name: str, told: Sequence[Told], events: "_Names", stats: "_Names"
+) -> bytes:
     content = _number(1, number) + _message(2, name.encode())
     for event, begin, end, values in told:
         one = (
@@ -45,7 +49,11 @@ def _line(number: int, name: str, told: Sequence[Told], events: "_Names", stats:
             + _number(3, round((end - begin) * 1e6))
         )
         for stat, value in values.items():
-            held = _number(4, value) if isinstance(value, int) else _message(5, value.encode())
+            held = (
+                _number(4, value)
+                if isinstance(value, int)
+                else _message(5, value.encode())
+            )
             one += _message(4, _number(1, stats.of(stat)) + held)
         content += _message(4, one)
     return content

@@ -25,7 +25,9 @@ def written(directory, arrays):
         data += x.tobytes()
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    (directory / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    (directory / "model.safetensors").write_bytes(
+        len(text).to_bytes(8, "little") + text + data
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,8 @@ def test_a_box_has_its_blocks_scales(tmp_path, box):
     files = TensorFiles(tmp_path)
     assert sorted(files.names) == sorted(["other", name])
     assert files.dtype(name) == "BF16"
-    wanted = numbers.astype(np.float32) * np.kron(scales, np.ones((128, 128)))[:200, :300]
+    wanted = (
+        numbers.astype(np.float32) * np.kron(scales, np.ones((128, 128)))[:200, :300]
+    )
     np.testing.assert_array_equal(files.read(name, box), wanted[box].astype(np.float32))
     np.testing.assert_array_equal(files.tensor("other"), other)

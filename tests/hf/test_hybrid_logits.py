@@ -30,7 +30,8 @@ def program_of(directory: Path, mesh: dict[str, int], strategy: str) -> Program:
         # chunks that divide no piece
         "model": model | {"linear": model["linear"] | {"chunk": 4}},
         "mesh": mesh,
-        "parallel": {"context_strategy": strategy} | {"microbatches": mesh.get("pipeline", 1)},
+        "parallel": {"context_strategy": strategy}
+        | {"microbatches": mesh.get("pipeline", 1)},
         "train": {"global_batch_size": 4, "sequence_length": LENGTH},
     }
     return Program(load(sections))
@@ -41,7 +42,9 @@ def packed_batch() -> tuple[dict[str, np.ndarray], list[tuple[slice, int, slice]
     that it begins, and how far.
     """
     texts = np.random.default_rng(0).integers(0, 45, (2, LENGTH)).astype(np.int32)
-    tokens, segments, positions = (np.zeros((len(ENDS), LENGTH), np.int32) for _ in range(3))
+    tokens, segments, positions = (
+        np.zeros((len(ENDS), LENGTH), np.int32) for _ in range(3)
+    )
     places = []
     for row, ends in enumerate(ENDS):
         for document, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
@@ -50,11 +53,18 @@ def packed_batch() -> tuple[dict[str, np.ndarray], list[tuple[slice, int, slice]
             segments[row, start:end] = 1 + document  # 0 is padding
             positions[row, start:end] = np.arange(end - start)
             places.append(((row, slice(start, end)), of, slice(end - start)))
-    batch = {"tokens": tokens, "labels": tokens, "segments": segments, "positions": positions}
+    batch = {
+        "tokens": tokens,
+        "labels": tokens,
+        "segments": segments,
+        "positions": positions,
+    }
     return {name: np.tile(x, (2, 1)) for name, x in batch.items()}, places
 
 
-def logits_of(program: Program, params: object, batch: dict[str, np.ndarray]) -> np.ndarray:
+def logits_of(
+    program: Program, params: object, batch: dict[str, np.ndarray]
+) -> np.ndarray:
     """The program's logits of a batch, documents and all, in the order of the tokens."""
     forward, zero = program.local.forward, program.local.zero
 
@@ -65,7 +75,10 @@ def logits_of(program: Program, params: object, batch: dict[str, np.ndarray]) ->
     rows, parts = (*program.rows, None)[:2]
     out = PartitionSpec(rows, parts, forward.collectives.vocabulary)
     mapped = jax.shard_map(
-        local, mesh=program.mesh, in_specs=(program.layout.shards, program.rows), out_specs=out
+        local,
+        mesh=program.mesh,
+        in_specs=(program.layout.shards, program.rows),
+        out_specs=out,
     )
     found = np.asarray(jax.jit(mapped)(params, program.place(batch)))
     order = program.column_order(LENGTH)
@@ -88,11 +101,15 @@ CASES = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("family", "mesh", "strategy"), CASES)
-def test_packed_documents_have_transformers_logits_on_every_mesh(family, mesh, strategy):
+def test_packed_documents_have_transformers_logits_on_every_mesh(
+    family, mesh, strategy
+):
     program = program_of(GOLDEN / family, mesh, strategy)
     params = loading.load(program.layout, TensorFiles(GOLDEN / family))
     expected = np.load(GOLDEN / family / "logits.npy")
     batch, places = packed_batch()
     found = logits_of(program, params, batch)
-    apart = [np.abs(found[here] - expected[of, upto]).max() for here, of, upto in places]
+    apart = [
+        np.abs(found[here] - expected[of, upto]).max() for here, of, upto in places
+    ]
     assert max(apart) < WITHIN * np.abs(expected).max(), apart

@@ -49,7 +49,9 @@ def test_logits_are_those_of_transformers(case):
     tokens = np.random.default_rng(0).integers(0, 45, (2, 48)).astype(np.int32)
     rows = np.resize(tokens, (max(2, program.config.mesh.data), 48))
     logits = program.logits(params, jax.device_put(rows, program.batch_sharding))[:2]
-    np.testing.assert_allclose(logits, np.load(GOLDEN / family / "logits.npy"), atol=1e-4)
+    np.testing.assert_allclose(
+        logits, np.load(GOLDEN / family / "logits.npy"), atol=1e-4
+    )
 
 
 @pytest.mark.thorough
@@ -61,7 +63,9 @@ def test_the_likeliest_text_is_that_of_transformers(family):
     tokens[:, :16] = np.random.default_rng(0).integers(0, 45, (2, 48))[:, :16]
     for at in range(16, 28):
         tokens[:, at] = np.argmax(program.logits(params, tokens)[:, at - 1], axis=-1)
-    np.testing.assert_array_equal(tokens[:, 16:28], np.load(GOLDEN / family / "generated.npy"))
+    np.testing.assert_array_equal(
+        tokens[:, 16:28], np.load(GOLDEN / family / "generated.npy")
+    )
 
 
 @pytest.fixture
@@ -86,7 +90,11 @@ def refused(directory: Path) -> str:
     ("name", "file", "says"),
     [
         ("model.norm.weight", "../model.safetensors", "is not a file of its directory"),
-        ("model.norm.weight", "other.safetensors", "other.safetensors, which is not there"),
+        (
+            "model.norm.weight",
+            "other.safetensors",
+            "other.safetensors, which is not there",
+        ),
         ("model.norm.weight", "x" * 5000, "x" * 60 + ", which is not there"),
         (
             "more",
@@ -95,7 +103,9 @@ def refused(directory: Path) -> str:
         ),
     ],
 )
-def test_an_index_that_names_what_is_not_in_its_directory_is_refused(copy, name, file, says):
+def test_an_index_that_names_what_is_not_in_its_directory_is_refused(
+    copy, name, file, says
+):
     changed(copy / INDEX, lambda index: index["weight_map"].update({name: file}))
     assert tells(refused(copy), says)
 
@@ -119,7 +129,10 @@ def test_a_pickle_is_not_opened(copy, tmp_path):
 def test_a_tensor_too_many_or_of_another_shape_is_refused(copy):
     changed(copy / CONFIG, lambda config: config.update(num_hidden_layers=2))
     assert "for which this model has no place" in refused(copy)
-    changed(copy / CONFIG, lambda config: config.update(num_hidden_layers=3, intermediate_size=25))
+    changed(
+        copy / CONFIG,
+        lambda config: config.update(num_hidden_layers=3, intermediate_size=25),
+    )
     assert "[24, 16]; this model's is [25, 16]" in refused(copy)
 
 
@@ -151,7 +164,10 @@ KINDS = (
         ),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"hidden_size": "big"}, "hidden_size is 'big' ... whole number"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000 ... at most 65536"),
+        (
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers is 1000000000 ... at most 65536",
+        ),
         ({"num_key_value_heads": [1]}, "num_key_value_heads is [1] ... whole number"),
         ({"num_key_value_heads": 3}, "model.kv_heads 3"),
         ({"head_dim": -4}, "head_dim is -4"),
@@ -166,9 +182,15 @@ KINDS = (
         ({"layer_types": [1]}, "layer_types is [1] ... list of texts"),
         ({"rope_parameters": "x"}, "rope_parameters is 'x' ... mapping"),
         ({"rope_parameters": {"full_attention": 1}}, "full_attention is 1 ... mapping"),
-        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor is not there"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
+            "factor is not there",
+        ),
         ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta is 'x' ... number"),
-        ({"model_type": "mixtral"}, "num_local_experts is None ... whole number above 0"),
+        (
+            {"model_type": "mixtral"},
+            "num_local_experts is None ... whole number above 0",
+        ),
         (
             {"model_type": "qwen3_moe", "decoder_sparse_step": 2},
             "decoder_sparse_step 2",
@@ -237,7 +259,12 @@ def test_mxfp4_is_read_as_the_numbers_it_stands_for(tmp_path):
         draw.integers(90, 160, (2, 6, 3), np.uint8),
     )
     plain = np.ones((2, 3), np.float32)
-    tensors = {"w_blocks": blocks, "w_scales": scales, "w_bias": plain, "other_blocks": plain}
+    tensors = {
+        "w_blocks": blocks,
+        "w_scales": scales,
+        "w_bias": plain,
+        "other_blocks": plain,
+    }
     save_file(tensors, tmp_path / "model.safetensors")
     right = np.zeros((2, 96, 6))
     for e, row, block, byte in np.ndindex(blocks.shape):
@@ -297,7 +324,9 @@ SMALL = {
         ("llama", {"sliding_window": 16}, 0),
     ],
 )
-def test_the_window_is_that_of_transformers_or_refused_where_layers_differ(kind, keys, window):
+def test_the_window_is_that_of_transformers_or_refused_where_layers_differ(
+    kind, keys, window
+):
     given = SMALL | {"model_type": kind} | keys
     if window is None:
         with pytest.raises(
@@ -324,9 +353,18 @@ def test_the_window_is_that_of_transformers_or_refused_where_layers_differ(kind,
                 "activation": "silu",
             },
         ),
-        ("mistral", {"kv_heads": 8, "head_dim": None, "rope_theta": 1e4, "tied_head": False}),
-        ("qwen2", {"kv_heads": 32, "head_dim": None, "rope_theta": 1e4, "tied_head": False}),
-        ("qwen3", {"kv_heads": 32, "head_dim": 128, "rope_theta": 1e4, "tied_head": False}),
+        (
+            "mistral",
+            {"kv_heads": 8, "head_dim": None, "rope_theta": 1e4, "tied_head": False},
+        ),
+        (
+            "qwen2",
+            {"kv_heads": 32, "head_dim": None, "rope_theta": 1e4, "tied_head": False},
+        ),
+        (
+            "qwen3",
+            {"kv_heads": 32, "head_dim": 128, "rope_theta": 1e4, "tied_head": False},
+        ),
         (
             "gemma2",
             {
@@ -373,7 +411,11 @@ def test_the_window_is_that_of_transformers_or_refused_where_layers_differ(kind,
     ],
 )
 def test_what_a_file_leaves_out_is_as_its_class_has_it(kind, section):
-    given = {"n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 8} if kind == "gpt2" else {}
+    given = (
+        {"n_layer": 4, "n_embd": 32, "n_head": 4, "n_positions": 8}
+        if kind == "gpt2"
+        else {}
+    )
     given |= {"num_key_value_heads": 4} if kind.startswith("gemma") else {}
     found = model_section(SMALL | given | {"model_type": kind}, CONFIG)
     assert {key: found.get(key) for key in section} == section
@@ -384,7 +426,10 @@ def test_dropout_is_theirs_and_a_config_may_say_otherwise(tmp_path):
     assert config_of(copy).model.dropout == 0.1
     assert (
         load(
-            {"model": {"weights": str(copy), "dropout": 0.0}, "train": {"sequence_length": 16}}
+            {
+                "model": {"weights": str(copy), "dropout": 0.0},
+                "train": {"sequence_length": 16},
+            }
         ).model.dropout
         == 0
     )
@@ -411,7 +456,9 @@ def test_both_schemas_of_rope_are_read_alike(copy):
 def test_both_schemas_of_the_two_ropes_of_gemma_3_are_read_alike():
     now = read_json(GOLDEN / "gemma3" / CONFIG)
     before = {
-        key: value for key, value in now.items() if key not in ("rope_parameters", "layer_types")
+        key: value
+        for key, value in now.items()
+        if key not in ("rope_parameters", "layer_types")
     }
     before |= {
         "rope_theta": 1e6,
@@ -420,20 +467,30 @@ def test_both_schemas_of_the_two_ropes_of_gemma_3_are_read_alike():
     }
     found = model_section(before, CONFIG)
     assert found == model_section(now, CONFIG)
-    assert (found["rope_theta"], found["rope_theta_local"], found["global_every"]) == (1e6, 1e4, 2)
+    assert (found["rope_theta"], found["rope_theta_local"], found["global_every"]) == (
+        1e6,
+        1e4,
+        2,
+    )
 
 
 @pytest.mark.thorough
 def test_read_model_takes_their_directory_too():
-    model = mt.read_model(GOLDEN / "qwen3", mesh=make_mesh(load({"mesh": {"tensor": 2}})))
+    model = mt.read_model(
+        GOLDEN / "qwen3", mesh=make_mesh(load({"mesh": {"tensor": 2}}))
+    )
     tokens = np.random.default_rng(0).integers(0, 45, (2, 48))
-    np.testing.assert_allclose(model(tokens), np.load(GOLDEN / "qwen3" / "logits.npy"), atol=1e-4)
+    np.testing.assert_allclose(
+        model(tokens), np.load(GOLDEN / "qwen3" / "logits.npy"), atol=1e-4
+    )
     assert model.weights["blocks.attention.q_norm.scale"].shape == (3, 8)
 
 
 @pytest.mark.thorough
 def test_what_is_read_in_pieces_is_the_same(monkeypatch):
-    config = replaced(config_of(GOLDEN / "qwen3"), mesh={"tensor": 2}, model={"layers": 1})
+    config = replaced(
+        config_of(GOLDEN / "qwen3"), mesh={"tensor": 2}, model={"layers": 1}
+    )
     layout, files = mt.Program(config).layout, TensorFiles(GOLDEN / "qwen3")
     whole = loading.load(layout, files)
     monkeypatch.setattr(loading, "PIECE", 400)
@@ -445,17 +502,22 @@ def test_what_is_read_in_pieces_is_the_same(monkeypatch):
 def rewritten(directory, name, change):
     """A tensor of the directory as `change` has it, in a file of its own."""
     array = change(
-        TensorFiles(directory).tensor(name) if name in TensorFiles(directory).names else None
+        TensorFiles(directory).tensor(name)
+        if name in TensorFiles(directory).names
+        else None
     )
     save_file({name: array}, directory / "changed.safetensors")
     changed(
-        directory / INDEX, lambda index: index["weight_map"].update({name: "changed.safetensors"})
+        directory / INDEX,
+        lambda index: index["weight_map"].update({name: "changed.safetensors"}),
     )
 
 
 def test_whole_numbers_are_no_weights(copy):
     rewritten(copy, "model.norm.weight", lambda array: array.astype(np.int64))
-    assert re.search(r"model\.norm\.weight in .*is I64.*F64, F32, F16, BF16", refused(copy))
+    assert re.search(
+        r"model\.norm\.weight in .*is I64.*F64, F32, F16, BF16", refused(copy)
+    )
 
 
 def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path):
@@ -470,7 +532,9 @@ def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_refused(tmp_path):
 
 @pytest.mark.parametrize("number", [np.nan, np.inf])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-def test_weights_that_are_no_numbers_are_refused(copy, number, dtype, monkeypatch, caplog):
+def test_weights_that_are_no_numbers_are_refused(
+    copy, number, dtype, monkeypatch, caplog
+):
     caplog.set_level("INFO")
     loading.check_finite(TensorFiles(copy))
     assert caplog.text == ""
@@ -478,7 +542,9 @@ def test_weights_that_are_no_numbers_are_refused(copy, number, dtype, monkeypatc
     loading.check_finite(TensorFiles(copy))
     shares = [
         int(share)
-        for share in re.findall(r"(\d+)% of the weights in .* are looked through", caplog.text)
+        for share in re.findall(
+            r"(\d+)% of the weights in .* are looked through", caplog.text
+        )
     ]
     assert shares == sorted(shares) and shares[0] < 100 == shares[-1]
 
@@ -487,5 +553,7 @@ def test_weights_that_are_no_numbers_are_refused(copy, number, dtype, monkeypatc
         return array.astype(dtype)
 
     rewritten(copy, "model.layers.1.mlp.up_proj.weight", broken)
-    with pytest.raises(ConfigError, match=r"^model\.layers\.1\.mlp\.up_proj\.weight in .*NaN"):
+    with pytest.raises(
+        ConfigError, match=r"^model\.layers\.1\.mlp\.up_proj\.weight in .*NaN"
+    ):
         loading.check_finite(TensorFiles(copy))

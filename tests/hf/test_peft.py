@@ -42,7 +42,9 @@ def logits(name):
 )
 def test_a_base_with_an_adapter_has_pefts_logits_on_a_mesh(name, sizes):
     model = mt.read_model(
-        GOLDEN / name, mesh=make_mesh(load({"mesh": sizes})), adapter=GOLDEN / f"{name}_lora"
+        GOLDEN / name,
+        mesh=make_mesh(load({"mesh": sizes})),
+        adapter=GOLDEN / f"{name}_lora",
     )
     np.testing.assert_allclose(model(TOKENS), logits(f"{name}_lora"), atol=1e-4)
 
@@ -65,15 +67,22 @@ def imported(tmp_path_factory):
 
 @pytest.mark.thorough
 def test_an_adapter_goes_out_bit_for_bit_as_it_came(imported, tmp_path):
-    assert main(["export", str(imported / "qwen3"), str(tmp_path / "out"), "--adapter"]) == 0
-    came, went = (load_file(at / FILE) for at in (GOLDEN / "qwen3_lora", tmp_path / "out"))
+    assert (
+        main(["export", str(imported / "qwen3"), str(tmp_path / "out"), "--adapter"])
+        == 0
+    )
+    came, went = (
+        load_file(at / FILE) for at in (GOLDEN / "qwen3_lora", tmp_path / "out")
+    )
     assert came.keys() == went.keys()
     for name, array in came.items():
         assert array.dtype == went[name].dtype
         np.testing.assert_array_equal(array, went[name])
     both = GOLDEN / "qwen3_lora", tmp_path / "out"
     came, went = (json.loads((at / peft.ADAPTER_CONFIG).read_text()) for at in both)
-    differ = {key for key in went if went[key] != came[key]} - {"base_model_name_or_path"}
+    differ = {key for key in went if went[key] != came[key]} - {
+        "base_model_name_or_path"
+    }
     assert differ <= {"target_modules"} and set(went["target_modules"]) == set(
         came["target_modules"]
     )
@@ -81,25 +90,42 @@ def test_an_adapter_goes_out_bit_for_bit_as_it_came(imported, tmp_path):
 
 
 def test_shares_of_a_fused_projection_are_read_again_as_they_were(imported, tmp_path):
-    assert main(["export", str(imported / "gpt2"), str(tmp_path / "out"), "--adapter"]) == 0
+    assert (
+        main(["export", str(imported / "gpt2"), str(tmp_path / "out"), "--adapter"])
+        == 0
+    )
     config = config_of(GOLDEN / "gpt2")
-    once, again = (Adapters(at, config.model) for at in (GOLDEN / "gpt2_lora", tmp_path / "out"))
-    assert once.lora == again.lora and once.lora.targets == ("q", "k", "v", "out", "down")
+    once, again = (
+        Adapters(at, config.model) for at in (GOLDEN / "gpt2_lora", tmp_path / "out")
+    )
+    assert once.lora == again.lora and once.lora.targets == (
+        "q",
+        "k",
+        "v",
+        "out",
+        "down",
+    )
     for weight in adapters(config.model, once.lora):
         for layer in range(3):
-            np.testing.assert_array_equal(once.read(weight, layer), again.read(weight, layer))
+            np.testing.assert_array_equal(
+                once.read(weight, layer), again.read(weight, layer)
+            )
     # for PEFT it is one adapter of rank 3 r, of the same scale
     given = json.loads((tmp_path / "out" / peft.ADAPTER_CONFIG).read_text())
     assert given["rank_pattern"] == {"attn.c_attn": 12} and given["alpha_pattern"] == {
         "attn.c_attn": 18
     }
     written = load_file(tmp_path / "out" / FILE)
-    assert written["base_model.model.transformer.h.0.attn.c_attn.lora_B.weight"].shape == (48, 12)
+    assert written[
+        "base_model.model.transformer.h.0.attn.c_attn.lora_B.weight"
+    ].shape == (48, 12)
 
 
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("targets", [("q", "v"), ("k",), ("v", "up")])
-def test_some_shares_of_a_fused_projection_are_written_and_read(tmp_path, targets, rslora):
+def test_some_shares_of_a_fused_projection_are_written_and_read(
+    tmp_path, targets, rslora
+):
     from meshtrain.adopt.exporting import export_adapter
     from meshtrain.config.follow import replaced
 
@@ -109,7 +135,11 @@ def test_some_shares_of_a_fused_projection_are_written_and_read(tmp_path, target
     for weight in adapters(config.model, config.lora):
         numbers[weight.name] = draw.normal(size=weight.shape).astype(np.float32)
     export_adapter(
-        config, lambda weight, layer: numbers[weight.name][layer], tmp_path / "out", "float32", None
+        config,
+        lambda weight, layer: numbers[weight.name][layer],
+        tmp_path / "out",
+        "float32",
+        None,
     )
     found = Adapters(tmp_path / "out", config.model)
     assert found.lora == config.lora
@@ -118,7 +148,9 @@ def test_some_shares_of_a_fused_projection_are_written_and_read(tmp_path, target
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", [pytest.param("qwen3", marks=pytest.mark.slow), "gpt2"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("qwen3", marks=pytest.mark.slow), "gpt2"]
+)
 def test_merged_is_unmerged(imported, tmp_path, name):
     assert main(["merge", str(imported / name), str(tmp_path / "of a run")]) == 0
     words = [
@@ -143,7 +175,9 @@ def test_a_run_with_the_same_section_goes_on_with_the_adapters(imported, tmp_pat
     section = load(imported / "qwen3" / "config.yaml")
     given = {
         "run": {"directory": str(tmp_path)},
-        "model": {k: v for k, v in dataclasses.asdict(section.model).items() if v is not None},
+        "model": {
+            k: v for k, v in dataclasses.asdict(section.model).items() if v is not None
+        },
         "lora": {**vars(section.lora), "targets": list(reversed(section.lora.targets))},
         "mesh": {"tensor": 2},
         "data": {"source": "synthetic", "tokenizer": "byte"},
@@ -216,7 +250,11 @@ def test_a_pattern_is_never_run(copy):
     (copy / peft.ADAPTER_CONFIG).write_text(
         json.dumps(given | {"target_modules": r"(([a-z.0-9_]+)+)+\d$"})
     )
-    assert Adapters(copy, config_of(GOLDEN / "qwen3").model).lora.targets == ("q", "v", "down")
+    assert Adapters(copy, config_of(GOLDEN / "qwen3").model).lora.targets == (
+        "q",
+        "v",
+        "down",
+    )
 
 
 def changed(directory, change):
@@ -226,9 +264,9 @@ def changed(directory, change):
 
 
 def test_the_adapter_of_another_model_is_refused(copy):
-    assert "is [4, 24]" not in refused(copy, "gpt2") and "adapter of another model" in refused(
+    assert "is [4, 24]" not in refused(
         copy, "gpt2"
-    )
+    ) and "adapter of another model" in refused(copy, "gpt2")
     assert "rank 4 it is [16, 4]" in refused(copy, "mistral")
 
 
@@ -242,7 +280,10 @@ def test_a_tensor_missing_too_many_or_no_number_is_refused(copy):
             {name.replace("lora_A.weight", "lora_magnitude_vector"): held[name]}
         ),
     )
-    assert "down_proj.lora_magnitude_vector, for which this qwen3 of 3 layers" in refused(copy)
+    assert (
+        "down_proj.lora_magnitude_vector, for which this qwen3 of 3 layers"
+        in refused(copy)
+    )
     changed(copy, lambda held: held.pop(name))
     assert f"has no {name}" in refused(copy)
 
@@ -268,7 +309,13 @@ def test_a_pickle_or_a_part_of_a_file_is_not_opened(copy):
             "has adapters of its own",
         ),
         (
-            ["import", str(GOLDEN / "qwen3"), "{new}", "--adapter", str(GOLDEN / "gpt2_lora")],
+            [
+                "import",
+                str(GOLDEN / "qwen3"),
+                "{new}",
+                "--adapter",
+                str(GOLDEN / "gpt2_lora"),
+            ],
             "of another model",
         ),
     ],
@@ -276,8 +323,12 @@ def test_a_pickle_or_a_part_of_a_file_is_not_opened(copy):
 def test_a_mistaken_command_gets_one_sentence_and_writes_nothing(
     imported, tmp_path, capsys, words, says
 ):
-    given = [word.format(out=imported / "qwen3", new=tmp_path / "new") for word in words]
-    assert tells(refusals.refused(main, capsys, *given), says) and not list(tmp_path.iterdir())
+    given = [
+        word.format(out=imported / "qwen3", new=tmp_path / "new") for word in words
+    ]
+    assert tells(refusals.refused(main, capsys, *given), says) and not list(
+        tmp_path.iterdir()
+    )
 
 
 def test_a_section_that_adapters_contradict_is_refused(tmp_path, capsys):
@@ -295,5 +346,7 @@ def test_a_section_that_adapters_contradict_is_refused(tmp_path, capsys):
 
 def test_adapters_of_layers_of_several_kinds_are_refused():
     model = {"family": "mixtral", "layers": 3, "dense_layers": 1, "moe": {"experts": 4}}
-    with pytest.raises(ConfigError, match=r"PEFT .*several kinds .*model\.dense_layers"):
+    with pytest.raises(
+        ConfigError, match=r"PEFT .*several kinds .*model\.dense_layers"
+    ):
         peft_modules(load({"model": model}).model)

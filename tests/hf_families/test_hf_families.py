@@ -21,8 +21,14 @@ def model(**keys):
             {"family": "llama", "qkv_bias": True},
             "qkv_bias true; train it as model.family qwen2 to export it",
         ),
-        ({"family": "llama", "window": 8}, "window 8; train it as model.family mistral"),
-        ({"family": "mistral", "qk_norm": True}, "qk_norm true; train it as model.family qwen3"),
+        (
+            {"family": "llama", "window": 8},
+            "window 8; train it as model.family mistral",
+        ),
+        (
+            {"family": "mistral", "qk_norm": True},
+            "qk_norm true; train it as model.family qwen3",
+        ),
         ({"family": "qwen3", "qkv_bias": True}, r"cannot hold model\.qkv_bias true\.$"),
         ({"family": "gpt2", "window": 8}, r"window 8\.$"),
         ({"family": "gpt2", "kv_heads": 2}, "kv_heads 2 beside model.heads 4"),
@@ -43,13 +49,25 @@ def model(**keys):
             {"family": "mixtral", "moe": {"experts": 0}},
             r"moe\.experts 0; train it as model\.family llama",
         ),
-        ({"family": "mixtral", "moe": {"normalize": False}}, r"moe\.normalize False\.$"),
-        ({"family": "qwen3_moe", "moe": {"router": "sigmoid"}}, r"moe\.router sigmoid\.$"),
-        ({"family": "qwen3_moe", "moe": {"shared_experts": 1}}, r"moe\.shared_experts 1\.$"),
+        (
+            {"family": "mixtral", "moe": {"normalize": False}},
+            r"moe\.normalize False\.$",
+        ),
+        (
+            {"family": "qwen3_moe", "moe": {"router": "sigmoid"}},
+            r"moe\.router sigmoid\.$",
+        ),
+        (
+            {"family": "qwen3_moe", "moe": {"shared_experts": 1}},
+            r"moe\.shared_experts 1\.$",
+        ),
         ({"family": "olmoe", "moe": {"route_scale": 2.5}}, r"moe\.route_scale 2\.5\.$"),
         ({"family": "olmoe", "head_dim": 16}, "head_dim 16 with 4 heads"),
         ({"family": "gpt_oss", "activation": "silu"}, r"activation silu\.$"),
-        ({"family": "gpt_oss", "moe": {"router": "softmax"}}, r"moe\.router softmax\.$"),
+        (
+            {"family": "gpt_oss", "moe": {"router": "softmax"}},
+            r"moe\.router softmax\.$",
+        ),
         ({"family": "gpt_oss", "window": 0}, r"window 0\.$"),
     ],
 )
@@ -58,7 +76,9 @@ def test_what_a_class_cannot_hold_is_refused_with_the_way_out(keys, says):
         config_json(vars(model(**keys)), 64, "float32")
 
 
-@pytest.mark.parametrize("family", [name for name in HF_FAMILIES if not FAMILIES[name].images])
+@pytest.mark.parametrize(
+    "family", [name for name in HF_FAMILIES if not FAMILIES[name].images]
+)
 @pytest.mark.parametrize(
     "keys",
     [
@@ -85,12 +105,18 @@ def test_what_it_can_hold_is_read_again_as_it_was(family, keys):
         width["moe"] |= {"balance": "bias", "shared_experts": 1}
         width |= {"dense_layers": 1, "dense_d_ff": 40}
     given = model(family=family, **keys, **width)
-    found = load({"model": model_section(config_json(vars(given), 256, "float32"), "x")}).model
+    found = load(
+        {"model": model_section(config_json(vars(given), 256, "float32"), "x")}
+    ).model
     if HF_FAMILIES[family].latent:
         # Moonlight's files say that they are DeepSeek's; 1 is what cos and sin grow by
         assert found.query_scalar == pytest.approx(given.query_scalar, rel=1e-6)
         assert found.rope_amplitude == pytest.approx(1.0, rel=1e-6)
-        same = {"query_scalar": given.query_scalar, "rope_amplitude": 0.0, "family": family}
+        same = {
+            "query_scalar": given.query_scalar,
+            "rope_amplitude": 0.0,
+            "family": family,
+        }
         found = replace(found, **same)
     assert found == given
 
@@ -114,7 +140,9 @@ def test_a_family_from_outside_is_none_of_theirs():
 @pytest.mark.parametrize(("scaling", "original"), [("linear", False), ("yarn", True)])
 def test_positions_that_are_only_stretched_need_no_length_of_before(scaling, original):
     given = model(
-        rope_scaling=scaling, rope_factor=4.0, **({"rope_original": 32} if original else {})
+        rope_scaling=scaling,
+        rope_factor=4.0,
+        **({"rope_original": 32} if original else {}),
     )
     written = config_json(vars(given), 64, "float32")
     assert ("rope_original" in model_section(written, "config.json")) == original

@@ -58,9 +58,21 @@ def only(text: str, mesh: Mesh) -> Collective:
         ("[4,2]<=[2,4]T(1,0)", "data", 2),
         ("[4,2]<=[2,2,2]T(0,2,1)", "tensor", 2),
         ("mesh['data'=2,'tensor'=2,'pipeline'=2] {'tensor'}", "tensor", 2),
-        ("mesh['data'=2,'tensor'=2,'pipeline'=2] {'pipeline','tensor'}", "tensor+pipeline", 4),
-        ("mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(2,1,0)) {'axis_0'}", "pipeline", 2),
-        ("mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(2,1,0)) {'axis_1'}", "data+tensor", 4),
+        (
+            "mesh['data'=2,'tensor'=2,'pipeline'=2] {'pipeline','tensor'}",
+            "tensor+pipeline",
+            4,
+        ),
+        (
+            "mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(2,1,0)) {'axis_0'}",
+            "pipeline",
+            2,
+        ),
+        (
+            "mesh['axis_0'=2,'axis_1'=4], device_ids=([2,2,2]T(2,1,0)) {'axis_1'}",
+            "data+tensor",
+            4,
+        ),
         ("mesh['a'=8] {'a':(2)2}", "tensor", 2),
         ("mesh['a'=8] {'a':(1)2}", "data", 2),
         ("mesh['a'=4,'b'=2], device_ids=(0,1,4,5,2,3,6,7) {'a'}", "data+tensor", 4),
@@ -89,7 +101,13 @@ PAIRS = "replica_groups={{0,4},{1,5},{2,6},{3,7}}"
 @pytest.mark.parametrize(
     ("instruction", "kind", "nbytes", "dtype", "sent"),
     [
-        (f"ROOT %a = bf16[4,8]{{1,0}} all-reduce(%p), {PAIRS}", "all-reduce", 64, "bf16", 64),
+        (
+            f"ROOT %a = bf16[4,8]{{1,0}} all-reduce(%p), {PAIRS}",
+            "all-reduce",
+            64,
+            "bf16",
+            64,
+        ),
         (
             f"ROOT %a = (f32[8]{{0}}, f32[2,/*index=1*/3]{{1,0}}) all-reduce(%p, %q), {PAIRS}",
             "all-reduce",
@@ -177,7 +195,9 @@ def test_bytes_are_those_of_the_full_buffer_and_sent_those_of_a_ring(
 )
 def test_messages_between_stages_are_told_by_their_pairs(opcode, mesh):
     found = only(
-        program(f"ROOT %m = {opcode}%p), source_target_pairs={{{{0,1}},{{2,3}},{{4,5}},{{6,7}}}}"),
+        program(
+            f"ROOT %m = {opcode}%p), source_target_pairs={{{{0,1}},{{2,3}},{{4,5}},{{6,7}}}}"
+        ),
         mesh,
     )
     assert (found.kind, found.axis, found.bytes, found.sent) == (
@@ -253,8 +273,14 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 def test_trips_multiply_over_loops_and_conditionals_are_told(mesh):
     found = {c.kind: c for c in collectives(NESTED, mesh)}
     assert len(collectives(NESTED, mesh)) == 3, "a start and its done are one"
-    assert (found["all-reduce"].loops, found["all-reduce"].conditionals) == ((11, 5), (1,))
-    assert (found["collective-permute"].loops, found["collective-permute"].conditionals) == (
+    assert (found["all-reduce"].loops, found["all-reduce"].conditionals) == (
+        (11, 5),
+        (1,),
+    )
+    assert (
+        found["collective-permute"].loops,
+        found["collective-permute"].conditionals,
+    ) == (
         (11,),
         (),
     )
@@ -277,7 +303,10 @@ def test_of_one_loop_those_of_one_turn_are_told(mesh):
         "branches are no sequences"
     )
     found = collectives(module, mesh, body="outer_body")
-    assert {(c.kind, c.trips) for c in found} == {("all-reduce", 5), ("collective-permute", 1)}
+    assert {(c.kind, c.trips) for c in found} == {
+        ("all-reduce", 5),
+        ("collective-permute", 1),
+    }
 
 
 def test_a_loop_of_unknown_length_is_no_number(mesh):
@@ -306,21 +335,29 @@ def test_types_have_the_bytes_of_their_elements():
 
 def test_a_compiled_program_tells_axis_bytes_and_trips(mesh):
     def local(x: jax.Array) -> jax.Array:
-        x, _ = jax.lax.scan(lambda x, _: (jax.lax.psum(x, "tensor") * 0.5, None), x, None, length=6)
+        x, _ = jax.lax.scan(
+            lambda x, _: (jax.lax.psum(x, "tensor") * 0.5, None), x, None, length=6
+        )
         return jax.lax.ppermute(x, "pipeline", [(0, 1)])
 
     spec = PartitionSpec(("data", "pipeline"))
     step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec))
     compiled = step.lower(jax.ShapeDtypeStruct((16, 5), np.float32)).compile()
     found = {(c.kind, c.axis, c.bytes, c.trips) for c in collectives(compiled, mesh)}
-    assert found == {("all-reduce", "tensor", 80, 6), ("collective-permute", "pipeline", 80, 1)}
+    assert found == {
+        ("all-reduce", "tensor", 80, 6),
+        ("collective-permute", "pipeline", 80, 1),
+    }
 
 
 def test_live_bytes_are_those_of_one_device(mesh):
     split = jax.device_put(
-        np.zeros((8, 4), np.float32), jax.NamedSharding(mesh, PartitionSpec(("data", "tensor")))
+        np.zeros((8, 4), np.float32),
+        jax.NamedSharding(mesh, PartitionSpec(("data", "tensor"))),
     )
-    everywhere = jax.device_put(np.zeros(3, np.int8), jax.NamedSharding(mesh, PartitionSpec()))
+    everywhere = jax.device_put(
+        np.zeros(3, np.int8), jax.NamedSharding(mesh, PartitionSpec())
+    )
     alone = jax.device_put(np.zeros(100, np.int8), jax.devices()[3])
     assert live_bytes({"a": split, "b": [everywhere]}, jax.devices()[0]) == 32 + 3
     assert live_bytes([split, everywhere, alone]) == 32 + 3 + 100
@@ -384,7 +421,10 @@ def test_collectives_are_counted_in_a_line_the_most_frequent_first():
         Sent("all-reduce", ("tensor",), ()),
         Sent("all-reduce", (), (9,)),
     ]
-    assert CompiledCollectives(found).summary == "9 all-reduce over tensor, 6 all-gather over data"
+    assert (
+        CompiledCollectives(found).summary
+        == "9 all-reduce over tensor, 6 all-gather over data"
+    )
     many = CompiledCollectives(
         Sent(f"kind-{n}", ("data", "tensor", "pipeline"), ()) for n in range(40)
     ).summary

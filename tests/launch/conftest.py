@@ -43,7 +43,9 @@ def config(tmp_path: Path) -> Path:
 def engine_environment() -> Iterator[None]:
     """In jobs of an engine `python` is this one, with one device a process; what they compile is kept."""
     flags = re.sub(
-        r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", "")
+        r"--xla_force_host_platform_device_count=\d+",
+        "",
+        os.environ.get("XLA_FLAGS", ""),
     )
     own = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

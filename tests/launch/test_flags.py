@@ -28,7 +28,9 @@ TERMINATE = "xla_gpu_nccl_termination_timeout_seconds"
 
 
 def chosen(config=LARGE, cluster=H100S, versions=THERE, given=None):
-    return {one.name: one for one in flags.settings(config, cluster, versions, given or {})}
+    return {
+        one.name: one for one in flags.settings(config, cluster, versions, given or {})
+    }
 
 
 def narrow(**changes):
@@ -53,22 +55,26 @@ def test_a_process_that_waits_for_others_is_ended_and_not_before_one_may_have_co
 def test_without_messages_to_some_alone_there_is_no_use_of_such_communicators():
     no_stages = {"mesh": {"data": 64}, "train": {"global_batch_size": 64}}
     assert list(chosen(load(no_stages))) == [TERMINATE, "NCCL_DEBUG"]
-    assert PERMUTE in chosen(load(no_stages | {"parallel": {"reduce": {"algorithm": "ring"}}}))
+    assert PERMUTE in chosen(
+        load(no_stages | {"parallel": {"reduce": {"algorithm": "ring"}}})
+    )
 
 
 def test_one_node_and_fake_devices_need_nothing():
     assert not chosen(load({"mesh": {"data": 4, "pipeline": 2}}))
     assert not chosen(cluster=named("cpu", 512))
-    assert not flags.choose_step_settings(LARGE, named("cpu", 512)) and flags.choose_step_settings(
-        LARGE, H100S
-    )
+    assert not flags.choose_step_settings(
+        LARGE, named("cpu", 512)
+    ) and flags.choose_step_settings(LARGE, H100S)
 
 
 def test_rings_keep_to_their_rail_where_the_way_between_rails_is_narrow():
     assert chosen(cluster=narrow())["NCCL_CROSS_NIC"].value == "0"
     assert "NCCL_CROSS_NIC" not in chosen(cluster=narrow(topology="fat_tree"))
     assert "NCCL_PXN_DISABLE" not in chosen(cluster=narrow())
-    assert chosen(cluster=narrow(between_rails="spine"))["NCCL_PXN_DISABLE"].value == "1"
+    assert (
+        chosen(cluster=narrow(between_rails="spine"))["NCCL_PXN_DISABLE"].value == "1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +113,10 @@ def test_the_command_says_of_each_what_why_and_for_which_versions(tmp_path, caps
         and "issue 40505" in said
         and "jaxlib 0.10.2 and later, before 0.13" in said
     )
-    assert f"xla_gpu_memory_limit_slop_factor={slop_factor()}" in said and "overlap_limit=4" in said
+    assert (
+        f"xla_gpu_memory_limit_slop_factor={slop_factor()}" in said
+        and "overlap_limit=4" in said
+    )
     assert "train.gc_every=100" in said
     assert all(setting in said and why in said for setting, why in flags.ADVICE.items())
     assert main([*arguments, "--json"]) == 0
@@ -115,9 +124,11 @@ def test_the_command_says_of_each_what_why_and_for_which_versions(tmp_path, caps
     assert [(one["name"], one["value"]) for one in found["by_the_run"]] == [
         ("train.gc_every", "100")
     ]
-    assert [one["name"] for one in found["set"]] == [PERMUTE, TERMINATE, "NCCL_DEBUG"] and len(
-        found["left"]
-    ) == len(flags.ADVICE)
+    assert [one["name"] for one in found["set"]] == [
+        PERMUTE,
+        TERMINATE,
+        "NCCL_DEBUG",
+    ] and len(found["left"]) == len(flags.ADVICE)
 
 
 def run(code, *xla):
@@ -146,14 +157,22 @@ GONE = [
 def test_the_compiler_that_is_installed_takes_every_flag():
     assert set(EVERY) == {preset.name for preset in flags.PRESETS} and len(ALL) == 6
     started = run(START, *ALL)
-    assert (started.returncode, started.stdout) == (0, "started\n"), started.stderr[-500:]
+    assert (started.returncode, started.stdout) == (0, "started\n"), started.stderr[
+        -500:
+    ]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("flag", [*GONE, "xla_gpu_graph_level=0", "xla_gpu_no_such_flag=1"])
+@pytest.mark.parametrize(
+    "flag", [*GONE, "xla_gpu_graph_level=0", "xla_gpu_no_such_flag=1"]
+)
 def test_flags_that_older_advice_names_end_the_process(flag):
     ended = run(START, *ALL, flag)
-    assert ended.returncode != 0 and not ended.stdout and flag.partition("=")[0] in ended.stderr
+    assert (
+        ended.returncode != 0
+        and not ended.stdout
+        and flag.partition("=")[0] in ended.stderr
+    )
 
 
 COMPILE = """
@@ -172,7 +191,9 @@ HAS_CUDA = importlib.util.find_spec("jax_cuda12_plugin") is not None
 @pytest.mark.skipif(not HAS_CUDA, reason="XLA's CUDA compiler is not installed")
 def test_the_compiler_for_gpus_takes_every_flag():
     compiled = run(COMPILE, *ALL)
-    assert (compiled.returncode, compiled.stdout) == (0, "True\n"), compiled.stderr[-500:]
+    assert (compiled.returncode, compiled.stdout) == (0, "True\n"), compiled.stderr[
+        -500:
+    ]
 
 
 def test_a_file_of_the_presets_cluster_is_enough(tmp_path):

@@ -14,8 +14,13 @@ DOCKERFILE = ROOT / "Dockerfile"
 
 
 def instructions() -> list[tuple[str, str]]:
-    lines = [line for line in DOCKERFILE.read_text().splitlines() if not line.startswith("#")]
-    return [(name, rest) for name, _, rest in (line.partition(" ") for line in lines if line)]
+    lines = [
+        line for line in DOCKERFILE.read_text().splitlines() if not line.startswith("#")
+    ]
+    return [
+        (name, rest)
+        for name, _, rest in (line.partition(" ") for line in lines if line)
+    ]
 
 
 def test_a_linter_finds_nothing_in_it():
@@ -56,7 +61,9 @@ def test_its_lines_make_a_python_that_trains(tmp_path):
         else:
             assert name == "FROM", name
     command = ["meshtrain", "train", "--config", "quickstart", "--set", "train.steps=2"]
-    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=here, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0 and "step 2/2" in done.stdout, done.stderr
 
 

@@ -19,7 +19,10 @@ KINDS = {  # the names of their models
 }
 OPTIONS = ["--nodes", "4", "--volume", "runs", "--image", "registry/meshtrain:1"]
 OPTIONS += ["--namespace", "team-a", "--time", "1:00:00"]
-WAYS = {"jobset": ["ConfigMap", "JobSet"], "trainjob": ["ConfigMap", "TrainingRuntime", "TrainJob"]}
+WAYS = {
+    "jobset": ["ConfigMap", "JobSet"],
+    "trainjob": ["ConfigMap", "TrainingRuntime", "TrainJob"],
+}
 
 
 @pytest.fixture
@@ -49,7 +52,10 @@ def test_every_field_is_one_of_the_api(manifests, way, more):
     assert [document["kind"] for document in documents] == WAYS[way]
     for document in documents:
         # What a model does not know it drops, and what is of another type it refuses.
-        assert getattr(models, KINDS[document["kind"]]).from_dict(document).to_dict() == document
+        assert (
+            getattr(models, KINDS[document["kind"]]).from_dict(document).to_dict()
+            == document
+        )
 
 
 def _job(documents: list[dict]) -> dict:
@@ -68,9 +74,9 @@ def _done(job: dict, code: int, conditions: tuple[str, ...] = ()) -> str:
     for rule in job["spec"]["podFailurePolicy"]["rules"]:
         codes = rule.get("onExitCodes", {"operator": "In", "values": []})
         assert codes["operator"] == "In" and codes["values"] == sorted(codes["values"])
-        if code in codes["values"] or {c["type"] for c in rule.get("onPodConditions", [])} & {
-            *conditions
-        }:
+        if code in codes["values"] or {
+            c["type"] for c in rule.get("onPodConditions", [])
+        } & {*conditions}:
             return rule["action"]
     return "Count"
 
@@ -108,15 +114,23 @@ def test_who_acts_on_which_exit_code(manifests, way):
 def _expanded(word: str, variables: dict[str, str]) -> str:
     """As the kubelet does: $(NAME) of a variable that there is, $$ for a dollar sign."""
     return re.sub(
-        r"\$(\$|\((\w+)\))", lambda m: "$" if m[1] == "$" else variables.get(m[2], m[0]), word
+        r"\$(\$|\((\w+)\))",
+        lambda m: "$" if m[1] == "$" else variables.get(m[2], m[0]),
+        word,
     )
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_each_pod_is_told_its_name_and_an_address_that_the_others_resolve(manifests, way):
+def test_each_pod_is_told_its_name_and_an_address_that_the_others_resolve(
+    manifests, way
+):
     odd = "data.source=$(JOB_COMPLETION_INDEX) $$ $x"
-    (container,) = _job(manifests(way, "--set", odd))["spec"]["template"]["spec"]["containers"]
-    words = [_expanded(word, {"JOB_COMPLETION_INDEX": "3"}) for word in container["command"]]
+    (container,) = _job(manifests(way, "--set", odd))["spec"]["template"]["spec"][
+        "containers"
+    ]
+    words = [
+        _expanded(word, {"JOB_COMPLETION_INDEX": "3"}) for word in container["command"]
+    ]
     assert words == [
         "python",
         "-m",
@@ -147,18 +161,26 @@ def test_the_trainjob_names_its_runtime(manifests):
     assert _job([runtime])["metadata"]["labels"] == {
         "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
     }
-    assert {trained["metadata"]["namespace"], runtime["metadata"]["namespace"]} == {"team-a"}
+    assert {trained["metadata"]["namespace"], runtime["metadata"]["namespace"]} == {
+        "team-a"
+    }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_config_goes_along(manifests, config, way):
     documents = manifests(way)
     pod, shipped = _job(documents)["spec"]["template"]["spec"], documents[0]
-    (volume,) = [volume["configMap"]["name"] for volume in pod["volumes"] if "configMap" in volume]
+    (volume,) = [
+        volume["configMap"]["name"]
+        for volume in pod["volumes"]
+        if "configMap" in volume
+    ]
     assert shipped["metadata"] == {"name": volume, "namespace": "team-a"}
     assert shipped["data"] == {"config.yaml": config.read_text()}
     (mount,) = [
-        mount for mount in pod["containers"][0]["volumeMounts"] if mount["name"] == "config"
+        mount
+        for mount in pod["containers"][0]["volumeMounts"]
+        if mount["name"] == "config"
     ]
     assert mount == {"name": "config", "mountPath": "/etc/meshtrain", "readOnly": True}
 
@@ -179,14 +201,15 @@ GPUS = {"nvidia.com/gpu": "2"}
     ],
 )
 def test_what_a_node_asks_for(manifests, more, requests, limits):
-    pod = _job(manifests("jobset", "--shared-memory", "64Gi", *more.split()))["spec"]["template"][
-        "spec"
-    ]
+    pod = _job(manifests("jobset", "--shared-memory", "64Gi", *more.split()))["spec"][
+        "template"
+    ]["spec"]
     resources = pod["containers"][0]["resources"]
     assert (resources["requests"], resources.get("limits")) == (requests, limits)
-    assert {"name": "memory", "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"}} in pod[
-        "volumes"
-    ]
+    assert {
+        "name": "memory",
+        "emptyDir": {"medium": "Memory", "sizeLimit": "64Gi"},
+    } in pod["volumes"]
 
 
 @pytest.mark.engines
@@ -198,7 +221,11 @@ def test_by_the_schemas_of_the_api_server(manifests, way, version):
         "kubernetes_validate", reason="kubernetes-validate is not installed (0.1 GB)"
     )
     documents = manifests(way, "--memory-per-node", "512Gi")
-    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": documents[0]["metadata"]}
+    job = {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": documents[0]["metadata"],
+    }
     job |= {"spec": _job(documents)["spec"]}
     for document in (documents[0], job):
         validator.validate(document, version, strict=True)
@@ -215,7 +242,18 @@ def test_kubectl_reads_it(config, tmp_path, capsys, way):
     assert main([way, "--config", str(config), *OPTIONS]) == 0
     (tmp_path / "m.yaml").write_text(capsys.readouterr().out)
     # The one command that asks no server.
-    words = ["kubectl", "label", "--local", "-f", str(tmp_path / "m.yaml"), "a=b", "-o", "name"]
+    words = [
+        "kubectl",
+        "label",
+        "--local",
+        "-f",
+        str(tmp_path / "m.yaml"),
+        "a=b",
+        "-o",
+        "name",
+    ]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
     names = ended.stdout.split()
-    assert len(names) == len(WAYS[way]) and names[0] == "configmap/the-run-s-config", ended.stderr
+    assert len(names) == len(WAYS[way]) and names[0] == "configmap/the-run-s-config", (
+        ended.stderr
+    )

@@ -31,7 +31,10 @@ def test_the_text_is_on_stdout_alone_and_the_same_each_time(way, config, capsys)
 
 
 MISTAKES = [
-    ("--nodes 3", "the 8 devices of the mesh do not divide into 3 nodes; legal are 1, 2, 4, 8."),
+    (
+        "--nodes 3",
+        "the 8 devices of the mesh do not divide into 3 nodes; legal are 1, 2, 4, 8.",
+    ),
     ("--nodes 0", "argument --nodes: '0' is not a whole number"),
     ("--name ../x", "argument --name: '../x' is not a name"),
     ("--gpus-per-node=-1", "argument --gpus-per-node: '-1' is not a whole number"),
@@ -96,7 +99,8 @@ def test_no_jax_is_loaded():
 
 CODES = [
     ([0, 0], 0), ([0, -9], 0),  # killed, and the others went on to the end
-    ([0, 137, 75], 0), ([3, 3, -9], 3), ([75, 3, 2], 3), ([2, 75, 75], 2),  # or it would be started again for ever
+    # Or it would be started again for ever
+    ([0, 137, 75], 0), ([3, 3, -9], 3), ([75, 3, 2], 3), ([2, 75, 75], 2),
     ([75, 75, -9], 75), ([1, 75], 75), ([1, 137, -15], 1), ([255], 1), ([], 1),
 ]  # fmt: skip
 

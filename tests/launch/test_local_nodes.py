@@ -23,7 +23,11 @@ def launch(launched, supervisors, config):
         started = [sys.executable, "-c", MAIN, str(supervisors.python)]
         command = [*started, "local", str(nodes), "--config", str(config), *words]
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, process_group=0
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,
         )
         launched.append(process)
         return process
@@ -31,7 +35,9 @@ def launch(launched, supervisors, config):
     return start
 
 
-def test_each_node_is_told_its_name_its_address_and_its_share(launch, supervisors, config):
+def test_each_node_is_told_its_name_its_address_and_its_share(
+    launch, supervisors, config
+):
     for node in range(4):
         supervisors.does(f"n{node}", exit=0)
     assert launch(4, "--set", "train.steps=3").wait(PATIENCE) == 0
@@ -96,13 +102,21 @@ def test_a_killed_supervisor_is_said_and_a_signal_is_passed_on_once_to_the_other
     launcher = launch(4)
     for node in ("n0", "n2", "n3"):
         supervisors.started(node)
-    assert launcher.stderr.readline() == "meshtrain: n1 was killed by SIGKILL; the others go on.\n"
+    assert (
+        launcher.stderr.readline()
+        == "meshtrain: n1 was killed by SIGKILL; the others go on.\n"
+    )
     assert launcher.poll() is None
     launcher.send_signal(number)
     _, err = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 75
-    assert [supervisors.signals(node) for node in ("n0", "n2", "n3")] == [[number.name]] * 3
-    assert err == f"meshtrain: {number.name}: the nodes are told to stop; once more kills them.\n"
+    assert [supervisors.signals(node) for node in ("n0", "n2", "n3")] == [
+        [number.name]
+    ] * 3
+    assert (
+        err
+        == f"meshtrain: {number.name}: the nodes are told to stop; once more kills them.\n"
+    )
 
 
 @pytest.mark.thorough

@@ -38,7 +38,9 @@ def test_the_script_submits_the_supervisors_command(config, tmp_path, capsys):
     path = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TOLD": str(told)}
     subprocess.run(["bash", "-c", script], env=path, check=True)
     words = json.loads(told.read_text())
-    assert words[:3] == ["job", "submit", "--submission-id"] and words[3].startswith("the-run-s-")
+    assert words[:3] == ["job", "submit", "--submission-id"] and words[3].startswith(
+        "the-run-s-"
+    )
     assert words[6:] == ["--", "python", "-m", "meshtrain.launch.on_ray"]
     variables = json.loads(words[5])["env_vars"]
     assert variables[on_ray.STOP_TIME] == "120"
@@ -62,7 +64,8 @@ def test_the_script_submits_the_supervisors_command(config, tmp_path, capsys):
     [
         ([(0, 0), (1, 0)], 9, [0, 1], 0),
         ([(0, -9), (0, 0), (1, 0)], 9, [0, 1, 0], 0),  # killed, and back
-        ([(0, 75), (1, 75), (0, 0), (1, 0)], 9, [0, 1, 0, 1], 0),  # stopped, and gone on
+        # Stopped, and gone on
+        ([(0, 75), (1, 75), (0, 0), (1, 0)], 9, [0, 1, 0, 1], 0),
         ([(0, 75), (1, 75)], 0, [0, 1], 75),
         ([(0, 75), (1, 75), (0, 75), (1, 75)], 2, [0, 1, 0, 1], 75),
         ([(0, 3), (1, 75)], 9, [0, 1], 3),  # the run is over
@@ -94,7 +97,11 @@ def test_a_job_that_is_stopped_starts_nothing_again():
     ends = [(0, 75), (1, 75)]
     assert (
         on_ray.drive(
-            lambda node: (0, node), lambda *_: ((0, ends[0][0]), ends.pop(0)[1]), 2, 9, lambda: True
+            lambda node: (0, node),
+            lambda *_: ((0, ends[0][0]), ends.pop(0)[1]),
+            2,
+            9,
+            lambda: True,
         )
         == 75
     )
@@ -121,7 +128,9 @@ def test_a_supervisor_stops_when_its_task_is_cancelled(worker, supervisors):
     assert supervisors.signals("n0") == [signal.SIGTERM.name]
 
 
-def test_a_supervisor_stops_with_the_worker_that_started_it(worker, supervisors, tmp_path):
+def test_a_supervisor_stops_with_the_worker_that_started_it(
+    worker, supervisors, tmp_path
+):
     process, started = worker
     assert started["cwd"] == str(tmp_path)
     process.kill()

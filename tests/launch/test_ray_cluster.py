@@ -33,7 +33,12 @@ class Job:
     """A run's job: submitted by the printed script, its output followed."""
 
     def __init__(
-        self, cluster: RayCluster, directory: Path, capsys, steps: int, **settings: object
+        self,
+        cluster: RayCluster,
+        directory: Path,
+        capsys,
+        steps: int,
+        **settings: object,
     ) -> None:
         self.cluster, self.run = cluster, directory / "run"
         words = [
@@ -46,7 +51,15 @@ class Job:
             "0",
         ]
         assert (
-            main([*words, "--directory", os.getcwd(), *overrides(self.run, steps, **settings)]) == 0
+            main(
+                [
+                    *words,
+                    "--directory",
+                    os.getcwd(),
+                    *overrides(self.run, steps, **settings),
+                ]
+            )
+            == 0
         )
         self.process = subprocess.Popen(
             ["bash", "-c", capsys.readouterr().out],
@@ -122,7 +135,9 @@ def test_a_job_is_stopped_with_a_checkpoint_and_goes_on(submitted, cluster, scen
     job.ended(GRACE + 60)
     stopped = step(job.run)
     checkpoints = [
-        int(path.name) for path in (job.run / "checkpoints").iterdir() if path.name.isdecimal()
+        int(path.name)
+        for path in (job.run / "checkpoints").iterdir()
+        if path.name.isdecimal()
     ]
     assert max(checkpoints) == stopped, job.text
     scenario("ray job stop", began, f"stopped with a checkpoint of step {stopped}")

@@ -28,7 +28,16 @@ def task(config: Path, supervisors: Supervisors, tmp_path: Path, capsys):
             "H100",
         ]
         assert (
-            main([*words, "--mount", str(tmp_path), "--python", str(supervisors.python), *more])
+            main(
+                [
+                    *words,
+                    "--mount",
+                    str(tmp_path),
+                    "--python",
+                    str(supervisors.python),
+                    *more,
+                ]
+            )
             == 0
         )
         return yaml.safe_load(capsys.readouterr().out)
@@ -37,7 +46,10 @@ def task(config: Path, supervisors: Supervisors, tmp_path: Path, capsys):
 
 
 def _run(task: dict, rank: int) -> subprocess.CompletedProcess[str]:
-    given = {"SKYPILOT_NODE_RANK": str(rank), "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8\n"}
+    given = {
+        "SKYPILOT_NODE_RANK": str(rank),
+        "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8\n",
+    }
     return subprocess.run(
         ["bash", "-ec", task["run"]],
         env=os.environ | given,
@@ -48,10 +60,19 @@ def _run(task: dict, rank: int) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 75])
-def test_a_node_ends_with_its_supervisors_code(task, supervisors, config, tmp_path, code):
+def test_a_node_ends_with_its_supervisors_code(
+    task, supervisors, config, tmp_path, code
+):
     supervisors.does("n1", exit=code)
     assert _run(task(), 1).returncode == code
-    shared = ["-m", "meshtrain.survive", "--config", str(config), "--set", "survive.wanted=2"]
+    shared = [
+        "-m",
+        "meshtrain.survive",
+        "--config",
+        str(config),
+        "--set",
+        "survive.wanted=2",
+    ]
     assert supervisors.words("n1") == [*shared, "--node", "n1", "--address", "10.0.0.8"]
     assert supervisors.started("n1")["cwd"] == str(tmp_path)
 
@@ -68,7 +89,9 @@ def test_a_killed_supervisor_is_started_again_and_the_others_hear_of_no_error(
 def test_the_fields(task):
     printed = task("--image", "registry/meshtrain:1", "--spot", "--cpus-per-node", "8")
     assert printed["num_nodes"] == 2 and list(printed["volumes"].values()) == ["runs"]
-    recovery = {"job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [75]}}
+    recovery = {
+        "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [75]}
+    }
     asked = {
         "accelerators": "H100:4",
         "cpus": "8+",
@@ -79,7 +102,9 @@ def test_the_fields(task):
     assert "setup" not in printed and "workdir" not in printed
     bare = task("--gpus-per-node", "0")
     assert "accelerators" not in bare["resources"]
-    assert bare["workdir"] == "." and bare["setup"].endswith(" -m pip install --quiet '.'\n")
+    assert bare["workdir"] == "." and bare["setup"].endswith(
+        " -m pip install --quiet '.'\n"
+    )
     assert task()["setup"].endswith(" -m pip install --quiet '.[cuda12]'\n")
 
 
@@ -118,7 +143,10 @@ def test_skypilots_own_loader_reads_it(task):
     spot = task("--image", "registry/meshtrain:1", "--spot", "--cpus-per-node", "8")
     documents = [task(), spot, task("--gpus-per-node", "0"), task() | {"volume": {}}]
     ended = subprocess.run(
-        [python, "-c", READ], input=yaml.safe_dump_all(documents), capture_output=True, text=True
+        [python, "-c", READ],
+        input=yaml.safe_dump_all(documents),
+        capture_output=True,
+        text=True,
     )
     assert ended.returncode == 0, ended.stderr
     *read, misspelt = [json.loads(line) for line in ended.stdout.splitlines()]

@@ -27,7 +27,9 @@ PROGRAMS = {
 
 def _plan(number: int, state: str, code: int) -> bytes:
     return encode(
-        RestartPlan(number, 1, state, leader="n0", wall=0.0, kind="start", reason="", code=code)
+        RestartPlan(
+            number, 1, state, leader="n0", wall=0.0, kind="start", reason="", code=code
+        )
     )
 
 
@@ -45,7 +47,18 @@ def script(config: Path, tmp_path: Path, capsys) -> Path:
         "3",
     ]
     assert (
-        main([*words, "--time", "1-00:00:00", "--partition", "gpu", "--cpus-per-node", "32"]) == 0
+        main(
+            [
+                *words,
+                "--time",
+                "1-00:00:00",
+                "--partition",
+                "gpu",
+                "--cpus-per-node",
+                "32",
+            ]
+        )
+        == 0
     )
     path = tmp_path / "job.sh"
     path.write_text(capsys.readouterr().out)
@@ -70,10 +83,16 @@ def sbatch(script: Path, tmp_path: Path):
         "SLURM_JOB_ID": "42",
     }
 
-    def submit(code: int, plan: bytes = b"", **variables: str) -> tuple[int, list[str], str]:
-        environment = os.environ | given | variables | {"CODE": str(code), "PLAN": plan.decode()}
+    def submit(
+        code: int, plan: bytes = b"", **variables: str
+    ) -> tuple[int, list[str], str]:
+        environment = (
+            os.environ | given | variables | {"CODE": str(code), "PLAN": plan.decode()}
+        )
         ended = subprocess.run(["bash", str(script)], env=environment, timeout=120)
-        requeued = (told / "scontrol").read_text() if (told / "scontrol").exists() else ""
+        requeued = (
+            (told / "scontrol").read_text() if (told / "scontrol").exists() else ""
+        )
         return ended.returncode, json.loads((told / "srun").read_text()), requeued
 
     return submit
@@ -115,7 +134,9 @@ def test_a_run_is_started_again_so_often(sbatch, before, requeued):
 
 def test_the_settings_of_the_job(script):
     lines = script.read_text().splitlines()
-    settings = {line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")}
+    settings = {
+        line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH")
+    }
     assert settings == {
         "job-name=the-run-s",
         "nodes=4",
@@ -137,7 +158,11 @@ def test_the_settings_of_the_job(script):
 def test_without_cores_the_node_is_taken_whole(config, capsys):
     assert main(["slurm", "--config", str(config), "--gpus-per-node", "0"]) == 0
     text = capsys.readouterr().out
-    assert "#SBATCH --exclusive\n" in text and "--cpu-bind=none" in text and "gpus" not in text
+    assert (
+        "#SBATCH --exclusive\n" in text
+        and "--cpu-bind=none" in text
+        and "gpus" not in text
+    )
 
 
 SITE = """\
@@ -179,7 +204,10 @@ def test_a_sites_lines_come_first_and_win(config, tmp_path, capsys):
     ):
         assert head.count(f"#SBATCH {line}\n") == 1
     assert text.count("#!/bin/bash") == 1
-    assert "module load cuda/12.4\nsource ~/venv/bin/activate\n" in rest.partition("srun")[0]
+    assert (
+        "module load cuda/12.4\nsource ~/venv/bin/activate\n"
+        in rest.partition("srun")[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,7 +224,12 @@ def test_a_template_that_is_not_there_or_sets_how_many_supervisors_there_are(
 ):
     if line:
         (tmp_path / "site.sh").write_text(f"#!/bin/bash\n{line}\n")
-    assert main(["slurm", "--config", str(config), "--template", str(tmp_path / "site.sh")]) == 2
+    assert (
+        main(
+            ["slurm", "--config", str(config), "--template", str(tmp_path / "site.sh")]
+        )
+        == 2
+    )
     assert re.search(sentence, capsys.readouterr().err)
 
 
@@ -205,16 +238,29 @@ def node(supervisors: Supervisors, tmp_path, config, capsys, monkeypatch):
     """Runs what srun starts on a node; its exit code, and what Slurm was told."""
     monkeypatch.setattr(job, "PAUSE", 0)
     monkeypatch.setattr(slurm, "PATIENCE", 1)
-    words = ["slurm", "--config", str(config), "--nodes", "2", "--python", str(supervisors.python)]
+    words = [
+        "slurm",
+        "--config",
+        str(config),
+        "--nodes",
+        "2",
+        "--python",
+        str(supervisors.python),
+    ]
     # A stand-in asks for the node's name, which on a host is the host's.
     assert main([*words, "--set", "survive.restarts=2"]) == 0
-    text = capsys.readouterr().out.replace("survive.wanted=2 ||", "survive.wanted=2 --node n0 ||")
+    text = capsys.readouterr().out.replace(
+        "survive.wanted=2 ||", "survive.wanted=2 --node n0 ||"
+    )
     told = tmp_path / "told"
     for name in ("scontrol", "scancel"):
         (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >>"{told}"\n')
         (tmp_path / name).chmod(0o755)
     functions = text[text.index("ended=") : text.index("before=")]
-    given = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "42"}
+    given = os.environ | {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "42",
+    }
 
     def run(number: int, port: int = 9) -> tuple[int, str]:
         srun = {"SLURM_SRUN_COMM_HOST": "127.0.0.1", "SLURM_SRUN_COMM_PORT": str(port)}
@@ -248,7 +294,9 @@ ENDINGS = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("code, told", ENDINGS)
-def test_the_other_nodes_end_the_job_when_the_first_one_is_lost(node, supervisors, code, told):
+def test_the_other_nodes_end_the_job_when_the_first_one_is_lost(
+    node, supervisors, code, told
+):
     supervisors.does("n0", exit=code)
     assert node(1) == (code, told)
 

@@ -40,7 +40,11 @@ class Run:
         *words: str,
         **settings: object,
     ) -> None:
-        self.cluster, self.run, self.began = cluster, directory / "run", time.monotonic()
+        self.cluster, self.run, self.began = (
+            cluster,
+            directory / "run",
+            time.monotonic(),
+        )
         words = ("slurm", "--config", "configs/quickstart.yaml", "--nodes", "2", *words)
         assert main([*words, *overrides(self.run, steps, **settings)]) == 0
         (directory / "job.sh").write_text(capsys.readouterr().out)
@@ -80,42 +84,57 @@ def submitted(cluster, tmp_path, capsys):
 
 
 def test_the_guides_walk_ends_with_a_trained_model(cluster, tmp_path, scenario):
-    (walk,) = [block for language, block in fenced(GUIDE) if language == "sh" and "sbatch" in block]
+    (walk,) = [
+        block
+        for language, block in fenced(GUIDE)
+        if language == "sh" and "sbatch" in block
+    ]
     installs, *lines = walk.splitlines()
     assert installs.endswith("pip install -e '.[cuda12]'")
     began = time.monotonic()
     typed = "\n".join(lines).replace(
-        "--nodes 2", f"--nodes 2 {shlex.join(overrides(Path('runs/quickstart'), SHORT))}"
+        "--nodes 2",
+        f"--nodes 2 {shlex.join(overrides(Path('runs/quickstart'), SHORT))}",
     )
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "env" / "bin").mkdir(parents=True)
     (tmp_path / "env" / "bin" / "activate").write_text("echo activated")
     before = f"cd {tmp_path}\nset -e\n"
     output = cluster.command(
-        "bash", "-c", before + re.sub("meshtrain (monitor|survive status|report)", "echo", typed)
+        "bash",
+        "-c",
+        before + re.sub("meshtrain (monitor|survive status|report)", "echo", typed),
     )
     job = cluster.ended(re.search(r"Submitted batch job (\d+)", output)[1])
     (written,) = tmp_path.glob("quickstart-*.out")
-    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), written.read_text()
+    assert (job["JobState"], job["ExitCode"]) == ("COMPLETED", "0:0"), (
+        written.read_text()
+    )
     assert len(losses(tmp_path / "runs" / "quickstart")) == SHORT
     assert written.read_text().startswith("activated\n")
     scenario("the guide's walk, without pip", began, "COMPLETED, 0")
 
 
-def test_a_cancelled_job_stops_with_a_checkpoint_and_stays_away(submitted, cluster, scenario):
+def test_a_cancelled_job_stops_with_a_checkpoint_and_stays_away(
+    submitted, cluster, scenario
+):
     run = submitted(10**6)
     run.reached(5)
     began = time.monotonic()
     cluster.command("scancel", run.number)
     until(
-        lambda: cluster.command("squeue", "-h", "-j", run.number, check=False).strip() == "",
+        lambda: (
+            cluster.command("squeue", "-h", "-j", run.number, check=False).strip() == ""
+        ),
         60,
         "an empty queue",
     )
     scenario("scancel", began, "CANCELLED, nodes free")
     assert cluster.job(run.number)["JobState"] == "CANCELLED"
     saved = [
-        int(path.name) for path in (run.run / "checkpoints").iterdir() if path.name.isdecimal()
+        int(path.name)
+        for path in (run.run / "checkpoints").iterdir()
+        if path.name.isdecimal()
     ]
     assert max(saved) == step(run.run), run.text()
 
@@ -149,7 +168,11 @@ def test_a_rank_a_supervisor_and_slurmd_are_killed(submitted, cluster, scenario)
         run.reached(at)
         began = time.monotonic()
         if words:
-            pids = [pid for pid in cluster.processes("n2", words) if "bash" not in _name(pid)]
+            pids = [
+                pid
+                for pid in cluster.processes("n2", words)
+                if "bash" not in _name(pid)
+            ]
             os.kill(pids[0], signal.SIGKILL)
         else:
             cluster.kill_daemon("n2")
@@ -159,9 +182,11 @@ def test_a_rank_a_supervisor_and_slurmd_are_killed(submitted, cluster, scenario)
         scenario(f"{what} killed", began, "went on")
         at = step(run.run) + 5
     job = run.ended()
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("COMPLETED", "0:0", "0"), (
-        run.text()
-    )
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == (
+        "COMPLETED",
+        "0:0",
+        "0",
+    ), run.text()
     assert len(losses(run.run)) == LONG
 
 
@@ -170,7 +195,9 @@ def _name(pid: int) -> str:
 
 
 @pytest.mark.slow
-def test_the_node_of_the_script_is_lost_and_the_others_end_the_job(submitted, cluster, scenario):
+def test_the_node_of_the_script_is_lost_and_the_others_end_the_job(
+    submitted, cluster, scenario
+):
     run = submitted(LONG, **{"survive.least": 1})
     run.reached(10)
     began = time.monotonic()
@@ -181,24 +208,32 @@ def test_the_node_of_the_script_is_lost_and_the_others_end_the_job(submitted, cl
         run.reached(killed + 40)
         scenario("node of the batch script lost", began, "went on")
         job = run.ended()
-        scenario("node of the batch script lost", began, f"{LONG} steps, {job['JobState']}")
+        scenario(
+            "node of the batch script lost", began, f"{LONG} steps, {job['JobState']}"
+        )
         assert len(losses(run.run)) == LONG and job["JobState"] == "CANCELLED"
         until(
-            lambda: cluster.command("squeue", "-h", "-j", run.number, check=False).strip() == "",
+            lambda: (
+                cluster.command("squeue", "-h", "-j", run.number, check=False).strip()
+                == ""
+            ),
             60,
             "free nodes",
         )
     finally:
         cluster.start_node(host)
         until(
-            lambda: cluster.command("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "3",
+            lambda: (
+                cluster.command("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "3"
+            ),
             120,
             "idle nodes",
         )
 
 
 @pytest.mark.parametrize(
-    "code, settings", [(2, {"data.source": "/none/of/it"}), (3, {"survive.restarts": 0})]
+    "code, settings",
+    [(2, {"data.source": "/none/of/it"}), (3, {"survive.restarts": 0})],
 )
 def test_what_never_works_is_not_queued_again(submitted, cluster, code, settings):
     run = submitted(LONG, **settings)
@@ -206,9 +241,11 @@ def test_what_never_works_is_not_queued_again(submitted, cluster, code, settings
         run.reached(5)
         os.kill(cluster.processes("n2", "meshtrain.train")[0], signal.SIGKILL)
     job = run.ended()
-    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == ("FAILED", f"{code}:0", "0"), (
-        run.text()
-    )
+    assert (job["JobState"], job["ExitCode"], job["Restarts"]) == (
+        "FAILED",
+        f"{code}:0",
+        "0",
+    ), run.text()
 
 
 @pytest.mark.slow
@@ -241,7 +278,9 @@ def test_srun_of_the_same_command_on_every_node(cluster, tmp_path, start):
     job, output = cluster.ended(number), (tmp_path / "output").read_text()
     if start:
         assert job["JobState"] == "COMPLETED", output
-        assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= SHORT
+        assert (
+            len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) >= SHORT
+        )
     else:
         assert (
             job["ExitCode"] == "2:0"

@@ -53,7 +53,14 @@ def test_each_host_runs_its_node_in_the_directory_and_says_its_code(
     supervisors.does("10.0.0.2", exit=75)
     out, _ = (launcher := launch("h1,me@10.0.0.2")).communicate(timeout=PATIENCE)
     assert (launcher.returncode, out) == (3, "h1: hello\n")
-    shared = ["-m", "meshtrain.survive", "--config", str(config), "--set", "survive.wanted=2"]
+    shared = [
+        "-m",
+        "meshtrain.survive",
+        "--config",
+        str(config),
+        "--set",
+        "survive.wanted=2",
+    ]
     for name in ("h1", "10.0.0.2"):
         assert supervisors.words(name) == [*shared, "--node", name, "--address", name]
         assert supervisors.started(name)["cwd"] == str(tmp_path / "it's here")
@@ -95,14 +102,18 @@ def test_printed_are_the_commands_with_host_keys_checked(config, capsys):
     commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     for words, host, name in zip(commands, ("h1", "u@h2"), ("h1", "h2"), strict=True):
         options, far = words[: words.index("--")], words[words.index("--") + 1 :]
-        assert options == [*ssh.SSH] and {"StrictHostKeyChecking=yes", "BatchMode=yes"} < set(
-            options
-        )
+        assert options == [*ssh.SSH] and {
+            "StrictHostKeyChecking=yes",
+            "BatchMode=yes",
+        } < set(options)
         assert far[0] == host and shlex.split(far[1])[-2:] == ["--address", name]
 
 
 ODD = [
-    *((host, f"{host!r} is not a host") for host in ("-oProxyCommand=x", "a;b", "../x", "a b")),
+    *(
+        (host, f"{host!r} is not a host")
+        for host in ("-oProxyCommand=x", "a;b", "../x", "a b")
+    ),
     ("a,b@a", "a stands there twice"),
     (",", "--hosts names no host"),
 ]
@@ -119,7 +130,9 @@ def test_odd_hosts_are_refused(config, capsys, hosts, sentence):
     "how, sentence",
     [("writable", "can be written by everyone"), ("owned", "belongs to another user")],
 )
-def test_a_file_that_others_may_write_is_refused(config, tmp_path, capsys, whose, how, sentence):
+def test_a_file_that_others_may_write_is_refused(
+    config, tmp_path, capsys, whose, how, sentence
+):
     hostfile = tmp_path / "hosts"
     hostfile.write_text("h1 # the first\n\n# none\nh2\n")
     words = ["ssh", "--config", str(config), "--hostfile", str(hostfile), "--print"]

@@ -40,14 +40,20 @@ def full(
     """Softmax over the whole [T, T] square of each head."""
     length, heads = q.shape[1:3]
     k, v = (jnp.repeat(a, heads // a.shape[2], axis=2) for a in (k, v))
-    allowed = np.tril(np.ones((length, length), bool), 0 if causal else length)[None, None]
+    allowed = np.tril(np.ones((length, length), bool), 0 if causal else length)[
+        None, None
+    ]
     if window:
-        allowed = allowed & ~np.tril(np.ones((length, length), bool), -window)[None, None]
+        allowed = (
+            allowed & ~np.tril(np.ones((length, length), bool), -window)[None, None]
+        )
     if segments is not None:
         allowed = allowed & (segments[:, None, :, None] == segments[:, None, None, :])
     scores = jnp.einsum("bqhk,bshk->bhqs", q, k) * (scale or q.shape[-1] ** -0.5)
     scores = cap * jnp.tanh(scores / cap) if cap else scores
-    return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf)), v)
+    return jnp.einsum(
+        "bhqs,bshk->bqhk", jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf)), v
+    )
 
 
 def graded(run, cotangent, *given):
@@ -58,7 +64,9 @@ def graded(run, cotangent, *given):
 
 def assert_same(run, other, cotangent, *given) -> None:
     """Both compute the same output and gradients."""
-    found, right = (jax.jit(partial(graded, f))(cotangent, *given) for f in (run, other))
+    found, right = (
+        jax.jit(partial(graded, f))(cotangent, *given) for f in (run, other)
+    )
     for i, (x, y) in enumerate(zip(found, right, strict=True)):
         np.testing.assert_allclose(x, y, atol=3e-5 if i else 3e-6)
 
@@ -68,7 +76,10 @@ def numbers(
 ) -> tuple[jax.Array, ...]:
     """Queries, keys, values and a cotangent; values are as wide as keys unless given."""
     widths = (width, width, values or width, values or width)
-    shapes = [(2, length, *of) for of in zip((heads, groups, groups, heads), widths, strict=True)]
+    shapes = [
+        (2, length, *of)
+        for of in zip((heads, groups, groups, heads), widths, strict=True)
+    ]
     random = np.random.default_rng(length)
     return tuple(jnp.asarray(random.standard_normal(s), jnp.float32) for s in shapes)
 
@@ -97,7 +108,9 @@ FEW_SQUARES = {(*SQUARES[i], i % 2 == 0) for i in (3, 7, 11)}
 @pytest.mark.parametrize(
     "case",
     thorough_but(
-        [(*s, p) for s in SQUARES for p in (False, True)], NOW_SQUARES.__contains__, FEW_SQUARES
+        [(*s, p) for s in SQUARES for p in (False, True)],
+        NOW_SQUARES.__contains__,
+        FEW_SQUARES,
     ),
     ids=str,
 )
@@ -105,7 +118,9 @@ def test_output_and_gradients_are_those_of_the_full_square(case):
     length, heads, groups, window, packed = case
     q, k, v, cotangent = numbers(length, heads, groups)
     segments = (
-        np.sort(np.random.default_rng(0).integers(0, 3, (2, length)), axis=1) if packed else None
+        np.sort(np.random.default_rng(0).integers(0, 3, (2, length)), axis=1)
+        if packed
+        else None
     )
 
     def blockwise(q, k, v):
@@ -118,7 +133,9 @@ def test_output_and_gradients_are_those_of_the_full_square(case):
             window=window,
         )
 
-    assert_same(blockwise, lambda q, k, v: full(q, k, v, segments, window), cotangent, q, k, v)
+    assert_same(
+        blockwise, lambda q, k, v: full(q, k, v, segments, window), cotangent, q, k, v
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,7 +165,12 @@ def test_both_ways_every_query_sees_every_key(length, packed, how):
         )
 
     assert_same(
-        blockwise, lambda q, k, v: full(q, k, v, segments, causal=False, **how), cotangent, q, k, v
+        blockwise,
+        lambda q, k, v: full(q, k, v, segments, causal=False, **how),
+        cotangent,
+        q,
+        k,
+        v,
     )
 
 
@@ -161,7 +183,9 @@ def test_a_window_has_no_use_both_ways(platform):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("local", [None, True, False])
-def test_scores_are_scaled_and_capped_and_the_device_says_whether_the_window_counts(local):
+def test_scores_are_scaled_and_capped_and_the_device_says_whether_the_window_counts(
+    local,
+):
     q, k, v, cotangent = numbers(2 * BLOCK + 5, 4, 2)
     how, window = {"scale": 0.7, "cap": 1.5}, 0 if local is False else 50
 
@@ -169,13 +193,22 @@ def test_scores_are_scaled_and_capped_and_the_device_says_whether_the_window_cou
         sees = None if local is None else jnp.full((), local)
         return attend(q, k, v, None, Collectives(), window=50, local=sees, **how)
 
-    assert_same(blockwise, lambda q, k, v: full(q, k, v, None, window, **how), cotangent, q, k, v)
+    assert_same(
+        blockwise,
+        lambda q, k, v: full(q, k, v, None, window, **how),
+        cotangent,
+        q,
+        k,
+        v,
+    )
 
 
 @pytest.mark.thorough
 def test_no_query_sees_a_later_key():
     q, k, v, _ = numbers(BLOCK + 9, 2, 1)
-    gradient = jax.jit(jax.grad(lambda v, at: attend(q, k, v, None, Collectives())[:, at].sum()))
+    gradient = jax.jit(
+        jax.grad(lambda v, at: attend(q, k, v, None, Collectives())[:, at].sum())
+    )
     for at in (0, BLOCK - 1, BLOCK, BLOCK + 5):
         seen = np.abs(gradient(v, at)).sum((0, 2, 3)) > 0
         assert seen.tolist() == [s <= at for s in range(BLOCK + 9)]
@@ -184,7 +217,9 @@ def test_no_query_sees_a_later_key():
 def test_no_query_sees_further_back_than_the_window():
     q, k, v, _ = numbers(BLOCK + 9, 2, 1)
     gradient = jax.jit(
-        jax.grad(lambda v, at: attend(q, k, v, None, Collectives(), window=20)[:, at].sum())
+        jax.grad(
+            lambda v, at: attend(q, k, v, None, Collectives(), window=20)[:, at].sum()
+        )
     )
     for at in (0, 19, 20, BLOCK, BLOCK + 5):
         seen = np.abs(gradient(v, at)).sum((0, 2, 3)) > 0
@@ -198,7 +233,9 @@ def test_keys_before_the_window_of_a_block_are_never_multiplied():
         partial(attend, segments_BT=None, collectives=Collectives(), window=window)
         for window in (0, BLOCK)
     ]
-    whole, near = (jax.jit(run).lower(q, k, v).compile().cost_analysis()["flops"] for run in runs)
+    whole, near = (
+        jax.jit(run).lower(q, k, v).compile().cost_analysis()["flops"] for run in runs
+    )
     # a block of queries meets its own keys and, but for the first, those before: 15 blocks of 36
     assert near / whole == pytest.approx(15 / 36, rel=0.1)
 
@@ -213,16 +250,28 @@ def test_scores_beyond_the_block_of_a_query_are_never_computed():
         .compile()
         .cost_analysis()
     )
-    square = jax.jit(lambda q, k, v: full(q, k, v, None)).lower(q, k, v).compile().cost_analysis()
-    assert cost["flops"] / square["flops"] == pytest.approx((blocks + 1) / (2 * blocks), rel=0.1)
+    square = (
+        jax.jit(lambda q, k, v: full(q, k, v, None))
+        .lower(q, k, v)
+        .compile()
+        .cost_analysis()
+    )
+    assert cost["flops"] / square["flops"] == pytest.approx(
+        (blocks + 1) / (2 * blocks), rel=0.1
+    )
 
 
 def test_probabilities_are_kept_for_the_backward_pass_under_no_remat_policy():
     q, k, v, _ = numbers(BLOCK, 2, 1)
     run = lambda q, k, v: attend(q, k, v, None, Collectives())
-    for layer in (run, jax.checkpoint(run, policy=jax.checkpoint_policies.everything_saveable)):
+    for layer in (
+        run,
+        jax.checkpoint(run, policy=jax.checkpoint_policies.everything_saveable),
+    ):
         kept = jax.tree.leaves(
-            jax.eval_shape(lambda *given, layer=layer: jax.vjp(layer, *given)[1], q, k, v)
+            jax.eval_shape(
+                lambda *given, layer=layer: jax.vjp(layer, *given)[1], q, k, v
+            )
         )
         assert kept and not any(a.shape[-2:] == (BLOCK, BLOCK) for a in kept)
 
@@ -234,7 +283,9 @@ def test_bfloat16_keeps_its_dtype_and_softmax_its_precision():
     )
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(
-        out.astype(jnp.float32), jax.jit(partial(full, segments=None))(q, k, v), atol=0.1
+        out.astype(jnp.float32),
+        jax.jit(partial(full, segments=None))(q, k, v),
+        atol=0.1,
     )
 
 
@@ -251,7 +302,10 @@ def test_dropped_probabilities_still_sum_to_one_on_average():
     q, k, v, _ = numbers(32, 2, 2)
     dropout = Dropout(0.3, jax.random.key(0), jnp.arange(2))
     sums = jnp.stack(
-        [attend(q, k, jnp.ones_like(v), None, Collectives(), dropout.at(i)) for i in range(20)]
+        [
+            attend(q, k, jnp.ones_like(v), None, Collectives(), dropout.at(i))
+            for i in range(20)
+        ]
     )
     assert float(sums.std()) > 0.1
     np.testing.assert_allclose(sums.mean(), 1, atol=0.02)
@@ -280,7 +334,10 @@ def test_the_kernel_follows_from_platform_dtype_shape_packing_and_dropout(
     platform, dtype, width, length, packed, dropout, kernel
 ):
     platform, _, capped = platform.partition(" ")
-    assert attention_kernel(platform, dtype, width, length, packed, dropout, bool(capped)) == kernel
+    assert (
+        attention_kernel(platform, dtype, width, length, packed, dropout, bool(capped))
+        == kernel
+    )
 
 
 class On(Collectives):
@@ -298,7 +355,9 @@ def interpreted(monkeypatch):
     """Pallas kernels as plain JAX, on any device."""
     call = pallas.pallas_call
     monkeypatch.setattr(
-        pallas, "pallas_call", lambda *given, **keys: call(*given, **{**keys, "interpret": True})
+        pallas,
+        "pallas_call",
+        lambda *given, **keys: call(*given, **{**keys, "interpret": True}),
     )
 
 
@@ -312,10 +371,16 @@ def on_mesh(platform, segments, dropout_rate, how, q, k, v, cotangent):
         return out, *vjp(cotangent)
 
     heads, rows = P("data", None, "tensor"), jnp.arange(2)
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = jax.make_mesh(
+        (2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
     of_rows = (None if segments is None else P("data"), P("data"))
     mapped = partial(
-        jax.shard_map, local, mesh=mesh, in_specs=(heads,) * 4 + of_rows, out_specs=heads
+        jax.shard_map,
+        local,
+        mesh=mesh,
+        in_specs=(heads,) * 4 + of_rows,
+        out_specs=heads,
     )
     given = (q, k, v, cotangent, segments, rows)
     jax.eval_shape(mapped(check_vma=True), *given)
@@ -327,12 +392,18 @@ def on_mesh(platform, segments, dropout_rate, how, q, k, v, cotangent):
 @pytest.mark.parametrize(
     "platform, length, heads, groups, width, dtype, documents, dropout, window",
     [
-        pytest.param("gpu", 131, 4, 2, 24, "float32", 3, 0.0, 0, marks=pytest.mark.slow),
+        pytest.param(
+            "gpu", 131, 4, 2, 24, "float32", 3, 0.0, 0, marks=pytest.mark.slow
+        ),
         ("gpu", 70, 2, 2, 16, "bfloat16", 0, 0.3, 0),
         ("gpu", 64, 6, 2, 16, "float32", 40, 0.3, 0),
         ("gpu", 259, 4, 2, 16, "float32", 3, 0.3, 65),
-        pytest.param("tpu", 128, 4, 2, 64, "float32", 3, 0.0, 0, marks=pytest.mark.slow),
-        pytest.param("tpu", 384, 4, 2, 64, "float32", 3, 0.0, 130, marks=pytest.mark.slow),
+        pytest.param(
+            "tpu", 128, 4, 2, 64, "float32", 3, 0.0, 0, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "tpu", 384, 4, 2, 64, "float32", 3, 0.0, 130, marks=pytest.mark.slow
+        ),
         (
             "gpu",
             100,
@@ -363,7 +434,16 @@ def on_mesh(platform, segments, dropout_rate, how, q, k, v, cotangent):
     ],
 )
 def test_kernels_of_accelerators_compute_what_blocks_do(
-    interpreted, platform, length, heads, groups, width, dtype, documents, dropout, window
+    interpreted,
+    platform,
+    length,
+    heads,
+    groups,
+    width,
+    dtype,
+    documents,
+    dropout,
+    window,
 ):
     """Inside a mesh, where types are right too; and dropout drops the same."""
     how = window if isinstance(window, dict) else {"window": window}
@@ -372,7 +452,9 @@ def test_kernels_of_accelerators_compute_what_blocks_do(
     segments = None
     if documents:  # ids in no order, of which one returns
         ids = np.random.default_rng(1).permutation(documents)
-        lengths = np.sort(np.random.default_rng(2).integers(0, documents, (2, length)), axis=1)
+        lengths = np.sort(
+            np.random.default_rng(2).integers(0, documents, (2, length)), axis=1
+        )
         segments = jnp.asarray(
             np.where(np.arange(length) < length - 3, ids[lengths], ids[0]), jnp.int32
         )
@@ -382,7 +464,8 @@ def test_kernels_of_accelerators_compute_what_blocks_do(
         if key != "values"
     }
     for found, right in zip(
-        *(on_mesh(p, segments, dropout, how, *given) for p in (platform, "cpu")), strict=True
+        *(on_mesh(p, segments, dropout, how, *given) for p in (platform, "cpu")),
+        strict=True,
     ):
         assert found.dtype == right.dtype
         np.testing.assert_allclose(
@@ -393,12 +476,16 @@ def test_kernels_of_accelerators_compute_what_blocks_do(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("how", [{}, {"window": 40}, {"causal": False}], ids=str)
-def test_the_largest_scores_are_the_same_from_a_kernel_and_from_blocks(interpreted, how):
+def test_the_largest_scores_are_the_same_from_a_kernel_and_from_blocks(
+    interpreted, how
+):
     q, k, v, _ = numbers(131, 4, 2, 24)
     segments = jnp.asarray(np.arange(131)[None] // 50 + np.zeros((2, 1)), jnp.int32)
     counted = jnp.arange(131) < jnp.asarray([[131], [70]])
     collectives = Collectives()
-    rows, largest = attention.attend(q, k, v, segments, collectives, counted=counted, **how)
+    rows, largest = attention.attend(
+        q, k, v, segments, collectives, counted=counted, **how
+    )
     collectives.platform = "gpu"
     of_kernel = attention.attend(q, k, v, segments, collectives, counted=counted, **how)
     np.testing.assert_allclose(of_kernel[0], rows, atol=1e-5)
@@ -409,7 +496,11 @@ def test_the_largest_scores_are_the_same_from_a_kernel_and_from_blocks(interpret
 
 def test_kernels_that_return_no_largest_scores_are_not_taken_for_them():
     asked = ("bfloat16", 128, 4096, False, False)
-    taken = [attention_kernel(p, *asked, tops=t) for p in ("gpu", "tpu") for t in (False, True)]
+    taken = [
+        attention_kernel(p, *asked, tops=t)
+        for p in ("gpu", "tpu")
+        for t in (False, True)
+    ]
     assert taken == ["cudnn", "fused", "splash", "blocks"]
 
 
@@ -419,12 +510,18 @@ def on_accelerator(platform, drops, **how):
     """
     q, k, v, _ = (a[:1].astype(jnp.bfloat16) for a in numbers(256, 4, 2, 64))
     segments = None if drops or platform == "gpu" else jnp.zeros((1, 256), jnp.int32)
-    dropout = Dropout(0.1, jax.random.key(0), jnp.arange(1)) if drops else Dropout(0.0, None, None)
+    dropout = (
+        Dropout(0.1, jax.random.key(0), jnp.arange(1))
+        if drops
+        else Dropout(0.0, None, None)
+    )
     collectives = Collectives()
     collectives.platform = platform
 
     def run(q, k, v, weight):
-        return linear(attention.attend(q, k, v, segments, collectives, dropout, **how), weight)
+        return linear(
+            attention.attend(q, k, v, segments, collectives, dropout, **how), weight
+        )
 
     return run, (q, k, v, jnp.ones((256, 256), jnp.bfloat16))
 
@@ -438,7 +535,8 @@ def described(monkeypatch):
     ):
         with contextlib.suppress(ImportError):  # the second is not there before 0.12
             module = importlib.import_module(f"jax._src.{module}")
-            monkeypatch.setattr(module, name, getattr(module, name))  # so that it is put back
+            # So that it is put back
+            monkeypatch.setattr(module, name, getattr(module, name))
     describe_gpu((9, 8, 0))
 
 
@@ -450,7 +548,9 @@ KERNELS = [("gpu", False), ("gpu", True), ("tpu", False)]
 def test_output_is_kept_once(described, platform, drops):
     run, given = on_accelerator(platform, drops)
     kept: list[jax.Array] = []
-    jax.eval_shape(lambda *given: kept.extend(residuals(jax.vjp(run, *given)[1])), *given)
+    jax.eval_shape(
+        lambda *given: kept.extend(residuals(jax.vjp(run, *given)[1])), *given
+    )
     # besides what it is given: the output as the next product keeps it, and a log of sums (and what dropout is drawn
     # from)
     assert [a.shape for a in kept if a.size >= given[0].size] == [(256, 256)]
@@ -482,7 +582,12 @@ def test_who_keeps_the_output_runs_no_forward_again(described, case):
             ("cuda" if platform == "gpu" else platform,),
             on_accelerator(platform, drops),
         )
-        return jax.jit(step).trace(True, given[3], *given).lower(lowering_platforms=to).as_text()
+        return (
+            jax.jit(step)
+            .trace(True, given[3], *given)
+            .lower(lowering_platforms=to)
+            .as_text()
+        )
 
     calls = [
         len(re.findall(r"custom_call @(?!Sharding)", lowered(*names)))
@@ -512,7 +617,10 @@ def test_both_ways_every_kernel_is_lowered_for_its_platform(described, platform,
     run, given = on_accelerator(platform, drops, causal=False)
     to = ("cuda" if platform == "gpu" else platform,)
     text = (
-        jax.jit(partial(graded, run)).trace(given[3], *given).lower(lowering_platforms=to).as_text()
+        jax.jit(partial(graded, run))
+        .trace(given[3], *given)
+        .lower(lowering_platforms=to)
+        .as_text()
     )
     assert len(re.findall(r"custom_call @(?!Sharding)", text)) == (
         2 if (platform, drops) == ("gpu", False) else 3
@@ -523,15 +631,24 @@ def test_both_ways_every_kernel_is_lowered_for_its_platform(described, platform,
 def test_a_block_reads_only_what_may_hold_its_documents():
     """Blocks of 4: documents of ids 1, 1 | 2, 2 | 1, 3."""
     segments = jnp.asarray([[1] * 6 + [2] * 6 + [1] * 4 + [3] * 6])
-    masks = fused._masks(4, 22, attention.MaskArrays(segments, None, None), of_keys=False)
+    masks = fused._masks(
+        4, 22, attention.MaskArrays(segments, None, None), of_keys=False
+    )
     assert masks.first.tolist() == [[0, 0, 1, 0, 4, 4]]
     assert masks.last.tolist() == [[3, 3, 2, 3, 5, 5]]
     earlier = attention.MaskArrays(
         segments, None, None, key_segments=jnp.asarray([[0] * 4 + [1] * 18])
     )
-    of_queries, of_keys = (fused._masks(4, 22, earlier, of_keys) for of_keys in (False, True))
-    assert of_queries.first.tolist()[0][:3] == [1, 1, 0] and of_queries.last.tolist()[0][:2] == [
+    of_queries, of_keys = (
+        fused._masks(4, 22, earlier, of_keys) for of_keys in (False, True)
+    )
+    assert of_queries.first.tolist()[0][:3] == [1, 1, 0] and of_queries.last.tolist()[
+        0
+    ][:2] == [
         5,
         5,
     ]
-    assert of_keys.first.tolist()[0][1:] == [0] * 5 and of_keys.last.tolist()[0][1:] == [3] * 5
+    assert (
+        of_keys.first.tolist()[0][1:] == [0] * 5
+        and of_keys.last.tolist()[0][1:] == [3] * 5
+    )

@@ -16,12 +16,17 @@ from meshtrain.model.loss import LabelLosses, Vocabulary, cross_entropy
 from meshtrain.step import Program
 
 ROWS, LENGTH, WIDTH, SIZE = 3, 7, 6, 13  # 21 labels
-WEIGHTS = np.random.default_rng(3).uniform(-1, 2, (ROWS, LENGTH)) * (np.arange(LENGTH) % 3 > 0)
+WEIGHTS = np.random.default_rng(3).uniform(-1, 2, (ROWS, LENGTH)) * (
+    np.arange(LENGTH) % 3 > 0
+)
 
 
 def example():
     random = np.random.default_rng(0)
-    x, w = random.standard_normal((ROWS, LENGTH, WIDTH)), random.standard_normal((WIDTH, SIZE))
+    x, w = (
+        random.standard_normal((ROWS, LENGTH, WIDTH)),
+        random.standard_normal((WIDTH, SIZE)),
+    )
     return (
         x.astype(np.float32),
         w.astype(np.float32),
@@ -37,7 +42,9 @@ def formula(smoothing: float, z_loss: float):
     log_z = np.log(np.exp(logits).sum(-1, keepdims=True))
     target = (1 - smoothing) * np.eye(SIZE)[labels] + smoothing / SIZE
     losses = -(target * (logits - log_z)).sum(-1) + z_loss * log_z[..., 0] ** 2
-    g = WEIGHTS[..., None] * (np.exp(logits - log_z) * (1 + 2 * z_loss * log_z) - target)
+    g = WEIGHTS[..., None] * (
+        np.exp(logits - log_z) * (1 + 2 * z_loss * log_z) - target
+    )
     return losses, g @ w.T, np.einsum("btd,btv->dv", x, g)
 
 
@@ -52,7 +59,8 @@ def near(mine, right):
 
 
 @pytest.mark.parametrize(
-    ("chunk", "smoothing", "z_loss"), [(1, 0.0, 0.0), (5, 0.1, 0.0), (7, 0.2, 0.1), (20, 0.0, 0.1)]
+    ("chunk", "smoothing", "z_loss"),
+    [(1, 0.0, 0.0), (5, 0.1, 0.0), (7, 0.2, 0.1), (20, 0.0, 0.1)],
 )
 def test_losses_and_gradients_are_the_formulas(chunk, smoothing, z_loss):
     x, w, labels = example()
@@ -60,7 +68,9 @@ def test_losses_and_gradients_are_the_formulas(chunk, smoothing, z_loss):
 
     @jax.jit
     def run(w, x):
-        losses, vjp = jax.vjp(lambda w, x: chunk_losses(loss, w, x, labels, chunk).losses, w, x)
+        losses, vjp = jax.vjp(
+            lambda w, x: chunk_losses(loss, w, x, labels, chunk).losses, w, x
+        )
         return losses, *vjp(jnp.asarray(WEIGHTS, jnp.float32))
 
     @jax.jit
@@ -77,7 +87,9 @@ def test_losses_and_gradients_are_the_formulas(chunk, smoothing, z_loss):
         near(gx, right_x)
         near(gw, right_w)
     total, _ = jax.jit(
-        lambda w, x: sum_chunk_losses(loss, w, x, labels, jnp.asarray(WEIGHTS, jnp.float32), chunk)
+        lambda w, x: sum_chunk_losses(
+            loss, w, x, labels, jnp.asarray(WEIGHTS, jnp.float32), chunk
+        )
     )(w, x)
     near(total, (WEIGHTS * right).sum())
 
@@ -86,17 +98,26 @@ def test_losses_and_gradients_are_the_formulas(chunk, smoothing, z_loss):
 def test_a_vocabulary_in_shares_and_a_row_in_parts_come_to_the_same():
     """Each of 2 ranks has half of a row's stream, which a chunk gathers, and 7 ids, one of them padding."""
     x, w, labels = example()
-    x, labels, cotangents = x[:, :6], labels[:, :6], jnp.asarray(WEIGHTS[:, :6], jnp.float32)
+    x, labels, cotangents = (
+        x[:, :6],
+        labels[:, :6],
+        jnp.asarray(WEIGHTS[:, :6], jnp.float32),
+    )
     shares = jnp.stack(jnp.split(jnp.pad(w, ((0, 0), (0, 1))), 2, axis=1))
     inner = head(Vocabulary(SIZE, VocabularyShards(("ranks",), 2)), 0.1, 0.1)
 
     def rank(share, x):
         gathered = lambda x: lax.all_gather(x, "ranks", axis=1, tiled=True)
         loss = lambda w, x, labels: inner(w, gathered(x), labels)
-        losses, vjp = jax.vjp(lambda w, x: chunk_losses(loss, w, x, labels, 4).losses, share, x)
+        losses, vjp = jax.vjp(
+            lambda w, x: chunk_losses(loss, w, x, labels, 4).losses, share, x
+        )
         summed = lambda w, x: sum_chunk_losses(loss, w, x, labels, cotangents, 4)
         _, vjp_summed, losses_summed = jax.vjp(summed, share, x, has_aux=True)
-        return (losses, *vjp(cotangents)), (losses_summed.losses, *vjp_summed(jnp.ones(())))
+        return (losses, *vjp(cotangents)), (
+            losses_summed.losses,
+            *vjp_summed(jnp.ones(())),
+        )
 
     parts = jnp.stack(jnp.split(jnp.asarray(x), 2, axis=1))
     found = jax.jit(jax.vmap(rank, axis_name="ranks"))(shares, parts)
@@ -113,24 +134,34 @@ def test_the_logits_are_never_whole_and_a_frozen_head_has_no_gradient():
     x, w, labels = example()
     loss = head(Vocabulary(SIZE, Collectives()))
     of_x = str(
-        jax.make_jaxpr(jax.grad(lambda x: chunk_losses(loss, w, x, labels, 5).losses.sum()))(x)
+        jax.make_jaxpr(
+            jax.grad(lambda x: chunk_losses(loss, w, x, labels, 5).losses.sum())
+        )(x)
     )
     both = str(
-        jax.make_jaxpr(jax.grad(lambda w: chunk_losses(loss, w, x, labels, 5).losses.sum()))(w)
+        jax.make_jaxpr(
+            jax.grad(lambda w: chunk_losses(loss, w, x, labels, 5).losses.sum())
+        )(w)
     )
     ones = jnp.ones(labels.shape)
     summed_x = str(
-        jax.make_jaxpr(jax.grad(lambda x: sum_chunk_losses(loss, w, x, labels, ones, 5)[0]))(x)
+        jax.make_jaxpr(
+            jax.grad(lambda x: sum_chunk_losses(loss, w, x, labels, ones, 5)[0])
+        )(x)
     )
     summed = str(
-        jax.make_jaxpr(jax.grad(lambda w: sum_chunk_losses(loss, w, x, labels, ones, 5)[0]))(w)
+        jax.make_jaxpr(
+            jax.grad(lambda w: sum_chunk_losses(loss, w, x, labels, ones, 5)[0])
+        )(w)
     )
     # forward, forward again, and a product for each gradient; where it is known what losses count, forward once
     assert (of_x.count("dot_general["), both.count("dot_general[")) == (3, 4)
     assert (summed_x.count("dot_general["), summed.count("dot_general[")) == (2, 3)
     for text in (both, summed):
         assert f"[1,5,{SIZE}]" in text
-        assert all(f"{whole},{SIZE}]" not in text for whole in (LENGTH, ROWS * LENGTH, "5,1,5"))
+        assert all(
+            f"{whole},{SIZE}]" not in text for whole in (LENGTH, ROWS * LENGTH, "5,1,5")
+        )
 
 
 def test_bfloat16_gradients_of_many_chunks_are_summed_in_float32():
@@ -153,7 +184,9 @@ def test_bfloat16_gradients_of_many_chunks_are_summed_in_float32():
         (64, 64, 8, None),
     ],
 )
-def test_auto_takes_chunks_where_the_logits_take_more_than_4_gib(chunk, tokens, rows, taken):
+def test_auto_takes_chunks_where_the_logits_take_more_than_4_gib(
+    chunk, tokens, rows, taken
+):
     assert loss_chunk(load({"train": {"loss_chunk": chunk}}), tokens, rows) == taken
 
 

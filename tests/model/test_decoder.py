@@ -28,7 +28,14 @@ from meshtrain.step import Program
 def configuration(
     family: str = "llama", mesh: tuple[int, int, int] = (1, 1, 1), **sections: dict
 ) -> Config:
-    model = {"layers": 3, "d_model": 24, "heads": 4, "kv_heads": 2, "d_ff": 36, "vocab_size": 61}
+    model = {
+        "layers": 3,
+        "d_model": 24,
+        "heads": 4,
+        "kv_heads": 2,
+        "d_ff": 36,
+        "vocab_size": 61,
+    }
     return load(
         {
             **sections,
@@ -51,13 +58,15 @@ def configuration(
 )
 def test_logits_on_one_device_are_the_references(family, tied):
     config = configuration(family, model={"tied_head": tied})
-    parameters = jax.tree.map(jnp.asarray, canonical_numbers(Layout(config, make_mesh(config))))
+    parameters = jax.tree.map(
+        jnp.asarray, canonical_numbers(Layout(config, make_mesh(config)))
+    )
     decoder = Decoder(config.model, nnx.Rngs(0))
     nnx.update(decoder, parameters)
     tokens, _ = token_batches(config, 1)[0]
-    right = jax.jit(jax.vmap(lambda t: reference.logits(reference.Model(family), parameters, t)))(
-        tokens
-    )
+    right = jax.jit(
+        jax.vmap(lambda t: reference.logits(reference.Model(family), parameters, t))
+    )(tokens)
     np.testing.assert_allclose(jax.jit(decoder)(tokens), right, atol=2e-5)
 
 
@@ -69,7 +78,9 @@ def test_gradient_of_the_embedding_in_bfloat16_counts_every_token():
 
     def total(weights: nnx.State) -> jax.Array:
         return jnp.sum(
-            nnx.merge(graph, weights)(tokens, jnp.arange(1000), Collectives()).astype(jnp.float32)
+            nnx.merge(graph, weights)(tokens, jnp.arange(1000), Collectives()).astype(
+                jnp.float32
+            )
         )
 
     gradient = jax.jit(jax.grad(total))(weights)["tokens"][...]
@@ -123,7 +134,8 @@ def test_initial_numbers_have_the_deviations_of_gpt2(initial):
     measured = {name: x.std() / 0.02 for name, x in deviations.items()}
     residual = (
         2 * 3
-    ) ** -0.5  # GPT-2: 1/sqrt of the layers' number on what is added to the residual stream
+        # GPT-2: 1/sqrt of the layers' number on what is added to the residual stream
+    ) ** -0.5
     assert measured == pytest.approx(
         {"embedding": 1, "in": 1, "out": residual, "attention out": residual}, rel=0.06
     )
@@ -134,7 +146,9 @@ def test_initial_numbers_have_the_deviations_of_gpt2(initial):
 
 
 @pytest.mark.thorough
-def test_layers_start_from_different_numbers_that_do_not_depend_on_how_many_there_are(initial):
+def test_layers_start_from_different_numbers_that_do_not_depend_on_how_many_there_are(
+    initial,
+):
     up = initial["blocks"]["mlp"]["up"]
     assert not np.array_equal(up[0], up[1])
     shallow = begun(configuration("gpt2", model={"layers": 2}))
@@ -156,16 +170,23 @@ def test_dropout_changes_the_loss(dropped):
     losses, program, (after_one, _) = dropped
     tokens, labels = token_batches(program.config, 3)[1]
     assert (
-        abs(program.eval_step(after_one.params, {"tokens": tokens, "labels": labels}) - losses[1])
+        abs(
+            program.eval_step(after_one.params, {"tokens": tokens, "labels": labels})
+            - losses[1]
+        )
         > 1e-3
     )
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("where", [pytest.param("tensor", marks=pytest.mark.slow), "all"])
+@pytest.mark.parametrize(
+    "where", [pytest.param("tensor", marks=pytest.mark.slow), "all"]
+)
 def test_dropout_drops_the_same_values_on_every_mesh(where, dropped):
     mesh, parallel = PLACES[where]
-    metrics, _, _ = train(configuration("gpt2", mesh, parallel=parallel, model={"dropout": 0.2}), 3)
+    metrics, _, _ = train(
+        configuration("gpt2", mesh, parallel=parallel, model={"dropout": 0.2}), 3
+    )
     np.testing.assert_allclose([m["loss"] for m in metrics], dropped[0], rtol=2e-5)
 
 
@@ -191,12 +212,16 @@ def test_evaluation_computes_the_references_loss(case):
     loss = program.eval_step(
         place(program.layout, parameters), jax.device_put(batch, program.batch_sharding)
     )
-    right = jax.jit(lambda p, b: reference.loss(reference.Model(family), p, **b))(parameters, batch)
+    right = jax.jit(lambda p, b: reference.loss(reference.Model(family), p, **b))(
+        parameters, batch
+    )
     np.testing.assert_allclose(loss, right, rtol=1e-5)
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("llama", marks=pytest.mark.slow), "gpt2"]
+)
 def test_gradient_of_packed_documents_is_the_references(family):
     mesh, parallel = PLACES["all"]
     config = configuration(family, mesh, parallel=parallel)
@@ -207,12 +232,18 @@ def test_gradient_of_packed_documents_is_the_references(family):
     )
     placed = jax.device_put(batch, program.batch_sharding)
     step, scale = jnp.zeros((), jnp.int32), jnp.ones(())
-    _, gradient = jax.jit(program.gradients)(place(program.layout, parameters), placed, step, scale)
-    right = jax.jit(jax.grad(lambda p: reference.loss(reference.Model(family), p, **batch)))(
-        parameters
+    _, gradient = jax.jit(program.gradients)(
+        place(program.layout, parameters), placed, step, scale
     )
-    close = lambda g, r: np.testing.assert_allclose(g, r, atol=1e-5 * np.abs(r).max() + 1e-7)
-    jax.tree.map(close, program.layout.canonical(jax.tree.map(np.asarray, gradient)), right)
+    right = jax.jit(
+        jax.grad(lambda p: reference.loss(reference.Model(family), p, **batch))
+    )(parameters)
+    close = lambda g, r: np.testing.assert_allclose(
+        g, r, atol=1e-5 * np.abs(r).max() + 1e-7
+    )
+    jax.tree.map(
+        close, program.layout.canonical(jax.tree.map(np.asarray, gradient)), right
+    )
 
 
 SIZE, PATCH, CHANNELS = 15, 5, 3  # 9 patches of 75 numbers, which 2 and 4 do not divide
@@ -237,7 +268,9 @@ def image_configuration(
 
 
 def images(rows: int = 4) -> np.ndarray:
-    return np.random.default_rng(3).standard_normal((rows, SIZE, SIZE, CHANNELS), np.float32)
+    return np.random.default_rng(3).standard_normal(
+        (rows, SIZE, SIZE, CHANNELS), np.float32
+    )
 
 
 def cut(given: np.ndarray) -> np.ndarray:
@@ -261,15 +294,22 @@ def test_the_embedding_is_a_convolution_whose_stride_is_its_width(where):
     layout = Layout(config, make_mesh(config))
     canonical = canonical_numbers(layout)
     live = place(layout, canonical)["embedding"]
-    graph = nnx.split(nnx.eval_shape(lambda: PatchEmbedding(config.model, nnx.Rngs(0))))[0]
+    graph = nnx.split(
+        nnx.eval_shape(lambda: PatchEmbedding(config.model, nnx.Rngs(0)))
+    )[0]
     collectives = MeshCollectives(config, "cpu")
 
     def local(weights, patches):
         return nnx.merge(graph, weights)(patches, jnp.arange(10), collectives)
 
-    rows, specs = P(config.mesh.data_axes), jax.tree.map(lambda x: x.sharding.spec, live)
+    rows, specs = (
+        P(config.mesh.data_axes),
+        jax.tree.map(lambda x: x.sharding.spec, live),
+    )
     out = P(config.mesh.data_axes, *collectives.stream_axes())
-    mapped = jax.shard_map(local, mesh=layout.mesh, in_specs=(specs, rows), out_specs=out)
+    mapped = jax.shard_map(
+        local, mesh=layout.mesh, in_specs=(specs, rows), out_specs=out
+    )
     found = jax.jit(mapped)(live, cut(images()))
 
     parts = canonical["embedding"]
@@ -280,7 +320,9 @@ def test_the_embedding_is_a_convolution_whose_stride_is_its_width(where):
     )
     right = convolved.reshape(4, 9, -1) + parts["bias"]
     right = (
-        jnp.concatenate([jnp.broadcast_to(parts["class_token"], (4, 1, 20)), right], axis=1)
+        jnp.concatenate(
+            [jnp.broadcast_to(parts["class_token"], (4, 1, 20)), right], axis=1
+        )
         + parts["positions"]
     )
     np.testing.assert_allclose(found, right, atol=2e-5)
@@ -290,18 +332,24 @@ FEW = [("one device", "mean"), ("all", "class"), ("all", "mean")]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("case", slow_but(product(MESHES, ("class", "mean")), FEW), ids=str)
+@pytest.mark.parametrize(
+    "case", slow_but(product(MESHES, ("class", "mean")), FEW), ids=str
+)
 def test_logits_are_those_of_a_vit_written_in_numpy(case):
     where, pool = case
     shape, parallel = MESHES[where]
     # the mean's positions are 9, which 2 do not divide
     config = image_configuration(
-        shape, parallel if pool == "class" else {"microbatches": 2}, pool=pool, norm_eps=1e-6
+        shape,
+        parallel if pool == "class" else {"microbatches": 2},
+        pool=pool,
+        norm_eps=1e-6,
     )
     program = Program(config, make_mesh(config))
     canonical = canonical_numbers(program.layout)
     found = program.logits(
-        place(program.layout, canonical), jax.device_put(cut(images()), program.batch_sharding)
+        place(program.layout, canonical),
+        jax.device_put(cut(images()), program.batch_sharding),
     )
     right = [reference_vit.logits(canonical, image, PATCH, 1e-6) for image in images()]
     np.testing.assert_allclose(found[:, 0], right, atol=1e-5)
@@ -318,7 +366,9 @@ def test_the_decoder_gives_the_same_logits_on_its_own():
 
 
 def test_the_mean_is_of_the_patches_of_all_ranks():
-    config = image_configuration((1, 2, 1), {"sequence_parallel": True}, pool="mean", image_size=20)
+    config = image_configuration(
+        (1, 2, 1), {"sequence_parallel": True}, pool="mean", image_size=20
+    )
     program = Program(config, make_mesh(config))
     canonical, given = (
         canonical_numbers(program.layout),
@@ -347,4 +397,7 @@ def test_a_model_begins_as_the_paper_has_it():
     weights = begun(image_configuration(d_model=64))
     assert weights["embedding"]["patches"].std() == pytest.approx(75**-0.5, rel=0.05)
     assert weights["embedding"]["positions"].std() == pytest.approx(0.02, rel=0.1)
-    assert not weights["embedding"]["class_token"].any() and not weights["head"]["bias"].any()
+    assert (
+        not weights["embedding"]["class_token"].any()
+        and not weights["head"]["bias"].any()
+    )

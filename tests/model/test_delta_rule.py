@@ -9,7 +9,13 @@ import pytest
 from jax.experimental import pallas
 
 from meshtrain.model.collectives import Collectives
-from meshtrain.model.delta_rule import Documents, RuleInputs, delta_rule, read_state, step
+from meshtrain.model.delta_rule import (
+    Documents,
+    RuleInputs,
+    delta_rule,
+    read_state,
+    step,
+)
 
 ROWS, KEY_HEADS, HEADS, KEY, VALUE = 2, 2, 4, 8, 6
 
@@ -46,7 +52,9 @@ def scanned(inputs: RuleInputs, segments, weights):
     def outputs(inputs):
         def token(state, here):
             inputs, new = here
-            out, state = one_token(jnp, inputs, jnp.where(new[:, None, None, None], 0, state))
+            out, state = one_token(
+                jnp, inputs, jnp.where(new[:, None, None, None], 0, state)
+            )
             return state, out
 
         by_token = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (inputs, new))
@@ -67,21 +75,28 @@ def drawn(kind: str, length: int, seed: int = 0) -> RuleInputs:
     log_decay = -np.exp(2 * draw.standard_normal(gates) - 2).astype(np.float32)
     log_decay = np.where(draw.random(gates) < 0.03, np.float32(-60), log_decay)
     if kind == "mamba2":
-        return RuleInputs(q, k, v, log_decay, more=draw.standard_normal(v.shape, np.float32))
-    return RuleInputs(q, k, v, log_decay, draw.random((ROWS, length, HEADS)).astype(np.float32))
+        return RuleInputs(
+            q, k, v, log_decay, more=draw.standard_normal(v.shape, np.float32)
+        )
+    return RuleInputs(
+        q, k, v, log_decay, draw.random((ROWS, length, HEADS)).astype(np.float32)
+    )
 
 
 def documents(length: int, ends: tuple[int, ...]) -> np.ndarray:
     """Returns segments [R, T]: one document more behind each end; the second row is one document."""
     first = 1 + sum((np.arange(length) >= end).astype(np.int32) for end in ends)
-    return np.stack([np.broadcast_to(first, length), np.ones(length, np.int32)]).astype(np.int32)
+    return np.stack([np.broadcast_to(first, length), np.ones(length, np.int32)]).astype(
+        np.int32
+    )
 
 
 @partial(jax.jit, static_argnums=(3, 4))
 def chunked(inputs, segments, weights, chunk, packed):
     of = Documents(segments, segments[:, :1]) if packed else None
     out, vjp = jax.vjp(
-        lambda x: delta_rule(lambda x, documents: x, chunk, Collectives(), x, of), inputs
+        lambda x: delta_rule(lambda x, documents: x, chunk, Collectives(), x, of),
+        inputs,
     )
     return out, vjp(weights)[0]
 
@@ -104,13 +119,17 @@ def relative(got, want) -> float:
 def test_outputs_and_gradients_are_those_of_the_recurrence(kind, length, chunk, ends):
     inputs = drawn(kind, length)
     segments = documents(length, ends)
-    weights = np.random.default_rng(1).standard_normal(inputs.v.shape).astype(np.float32)
+    weights = (
+        np.random.default_rng(1).standard_normal(inputs.v.shape).astype(np.float32)
+    )
     want = recurrence(jax.tree.map(np.float64, inputs), segments)
     got, gradients = chunked(inputs, segments, weights, chunk, bool(ends))
     assert got.dtype == jnp.float32
     assert relative(got, want) < 1e-6
     with jax.enable_x64(True):
-        out, right = scanned(jax.tree.map(np.float64, inputs), segments, np.float64(weights))
+        out, right = scanned(
+            jax.tree.map(np.float64, inputs), segments, np.float64(weights)
+        )
         assert relative(out, want) < 1e-12
     for name, seen, gradient in zip(RuleInputs._fields, gradients, right, strict=True):
         if gradient is not None:
@@ -139,7 +158,9 @@ def interpreted(monkeypatch):
     """Pallas kernels as plain JAX, on any device."""
     call = pallas.pallas_call
     monkeypatch.setattr(
-        pallas, "pallas_call", lambda *given, **keys: call(*given, **{**keys, "interpret": True})
+        pallas,
+        "pallas_call",
+        lambda *given, **keys: call(*given, **{**keys, "interpret": True}),
     )
 
 
@@ -165,7 +186,9 @@ def test_the_kernel_of_chunks_gives_what_halves_give(
     segments = documents(length, ends)
     of = Documents(segments, segments[:, :1]) if ends else None
     run = lambda collectives: (
-        lambda inputs: delta_rule(lambda x, documents: x, chunk, collectives, inputs, of)
+        lambda inputs: delta_rule(
+            lambda x, documents: x, chunk, collectives, inputs, of
+        )
     )
     assert str(jax.make_jaxpr(run(OnGpu()))(inputs)).count(" pallas_call[") == 1
     got, want = (jax.jit(run(of))(inputs) for of in (OnGpu(), Collectives()))

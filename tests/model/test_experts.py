@@ -22,7 +22,12 @@ CONFIG = mt.load(
             "vocab_size": 32,
             "moe": {"experts": 4, "top_k": 2, "d_ff": 8, "balance": "bias"},
         },
-        "optimizer": {"name": "sgd", "schedule": "constant", "grad_clip": 0.5, "weight_decay": 0.0},
+        "optimizer": {
+            "name": "sgd",
+            "schedule": "constant",
+            "grad_clip": 0.5,
+            "weight_decay": 0.0,
+        },
     }
 )
 
@@ -46,10 +51,16 @@ def test_no_sum_is_scattered_forward_or_backward():
     """
     experts = Experts("blocks.experts", CONFIG.model, nnx.Rngs(0))
     graph, state = nnx.split(experts)
-    rows, chosen, weights = jnp.ones((6, 8)), jnp.zeros((6, 2), jnp.int32), jnp.ones((6, 2))
+    rows, chosen, weights = (
+        jnp.ones((6, 8)),
+        jnp.zeros((6, 2), jnp.int32),
+        jnp.ones((6, 2)),
+    )
 
     def run(state, rows, weights):
-        return nnx.merge(graph, state).compute(Collectives(), rows, chosen, weights, chosen.size)[0]
+        return nnx.merge(graph, state).compute(
+            Collectives(), rows, chosen, weights, chosen.size
+        )[0]
 
     def both(state, rows, weights):
         out, vjp = jax.vjp(run, state, rows, weights)
@@ -71,7 +82,9 @@ def test_experts_of_a_token_are_summed_in_their_order():
     slots, places = jnp.float32([[1e8], [1.0], [-1e8]]), jnp.int32([[0, 1, 2]])
     source = jnp.zeros(3, jnp.int32)
     assert collected(slots, source, places) == 0.0
-    to_rows = jax.vjp(lambda x: spread(x, source, places), jnp.zeros((1, 1)))[1](slots)[0]
+    to_rows = jax.vjp(lambda x: spread(x, source, places), jnp.zeros((1, 1)))[1](slots)[
+        0
+    ]
     assert to_rows == 0.0
     assert collected(slots, source, places[:, [0, 2, 1]]) == 1.0
 
@@ -79,15 +92,17 @@ def test_experts_of_a_token_are_summed_in_their_order():
 def test_counts_leave_as_a_gradient_whatever_the_loss_is():
     counts = jnp.float32([3, 0, 5])
     for scale in (0.0, 1.0, 2.0**15):
-        gradient = jax.grad(lambda load, s=scale: s * recorded(jnp.ones(2), load, counts).sum())(
-            jnp.zeros(3)
-        )
+        gradient = jax.grad(
+            lambda load, s=scale: s * recorded(jnp.ones(2), load, counts).sum()
+        )(jnp.zeros(3))
         assert np.array_equal(gradient, counts)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("balance, moved", [("bias", True), ("none", False)])
-def test_counts_neither_clip_other_gradients_nor_are_a_step_of_their_own(balance, moved):
+def test_counts_neither_clip_other_gradients_nor_are_a_step_of_their_own(
+    balance, moved
+):
     program = mt.Program(mt.load(CONFIG, [f"model.moe.balance={balance}"]))
     optimizer = make_optimizer(program.config, program.layout)
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), program.layout.masters)
@@ -106,7 +121,9 @@ def test_counts_neither_clip_other_gradients_nor_are_a_step_of_their_own(balance
     assert not few.any() and np.array_equal(
         np.sign(many[0]), [-1, 1, 1, 1, 0, 0] if moved else np.zeros(6)
     )
-    assert np.abs(many).max() == (np.float32(program.config.model.moe.bias_rate) if moved else 0)
+    assert np.abs(many).max() == (
+        np.float32(program.config.model.moe.bias_rate) if moved else 0
+    )
 
 
 FAMILIES = {"llama": {}, "gpt_oss": {"router": "softmax_top_k"}}
@@ -118,13 +135,20 @@ def layer_of(family: str, dtype):
     """
     sizes = {"family": family, "layers": 2, "d_model": 16, "heads": 2, "vocab_size": 32}
     config = mt.load(
-        {"model": sizes | {"moe": {"experts": 3, "top_k": 2, "d_ff": 8, **FAMILIES[family]}}}
+        {
+            "model": sizes
+            | {"moe": {"experts": 3, "top_k": 2, "d_ff": 8, **FAMILIES[family]}}
+        }
     )
     random = np.random.default_rng(3)
     graph, state = nnx.split(Experts("blocks.experts", config.model, nnx.Rngs(0)))
-    state = jax.tree.map(lambda w: jnp.asarray(random.standard_normal(w.shape), dtype), state)
+    state = jax.tree.map(
+        lambda w: jnp.asarray(random.standard_normal(w.shape), dtype), state
+    )
     chosen = jnp.asarray(random.choice([0, 2, 3], (40, 2)), jnp.int32)
-    rows, cotangent = (jnp.asarray(random.standard_normal((40, 16)), dtype) for _ in range(2))
+    rows, cotangent = (
+        jnp.asarray(random.standard_normal((40, 16)), dtype) for _ in range(2)
+    )
     weights = jnp.asarray(random.random((40, 2)), jnp.float32)
 
     def vjp(slotted: bool):
@@ -132,7 +156,9 @@ def layer_of(family: str, dtype):
             experts = nnx.merge(graph, state)
             if not slotted:
                 return experts.compute(Collectives(), rows, chosen, weights, 400)[0]
-            return experts.compute_slots(Collectives(), rows, weights, slots_of(chosen, 3, 400))
+            return experts.compute_slots(
+                Collectives(), rows, weights, slots_of(chosen, 3, 400)
+            )
 
         return jax.vjp(run, state, rows, weights)
 
@@ -143,11 +169,14 @@ def layer_of(family: str, dtype):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype, within", [("float32", 2e-6), ("bfloat16", 2e-2)])
 @pytest.mark.parametrize("beside", [False, True])
-def test_loops_give_what_products_of_all_slots_do(monkeypatch, family, dtype, within, beside):
+def test_loops_give_what_products_of_all_slots_do(
+    monkeypatch, family, dtype, within, beside
+):
     monkeypatch.setattr("meshtrain.model.experts.lie_side_by_side", lambda *_: beside)
     vjp, cotangent = layer_of(family, dtype)
     for got, want in zip(
-        *(jax.tree.leaves((out, of(cotangent))) for out, of in (vjp(False), vjp(True))), strict=True
+        *(jax.tree.leaves((out, of(cotangent))) for out, of in (vjp(False), vjp(True))),
+        strict=True,
     ):
         assert got.dtype == want.dtype
         got, want = (np.asarray(x, np.float64) for x in (got, want))

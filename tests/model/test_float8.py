@@ -23,7 +23,10 @@ from meshtrain.model.products import linear, project, rows_of
 
 RECIPES = (
     "rowwise",
-    *[pytest.param(name, marks=pytest.mark.thorough) for name in ("tensorwise", "blockwise")],
+    *[
+        pytest.param(name, marks=pytest.mark.thorough)
+        for name in ("tensorwise", "blockwise")
+    ],
 )
 # (bits of the fraction, least exponent, largest number)
 FORMATS = {E4M3: (3, -6, 448.0), E5M2: (2, -14, 57344.0)}
@@ -33,7 +36,9 @@ def all_of(dtype):
     """Every finite number of a format from 0 on, in order: of an even index the last bit is 0."""
     bits, least, top = FORMATS[dtype]
     small = [f * 2.0 ** (least - bits) for f in range(2**bits)]
-    large = [(1 + f / 2**bits) * 2.0**e for e in range(least, 20) for f in range(2**bits)]
+    large = [
+        (1 + f / 2**bits) * 2.0**e for e in range(least, 20) for f in range(2**bits)
+    ]
     return np.array([x for x in small + large if x <= top])
 
 
@@ -55,14 +60,18 @@ def quantised(x, group, dtype):
             part = x[i : i + rows, j : j + columns]
             if largest := np.abs(part).max():
                 scale = 2.0 ** np.ceil(np.log2(largest / FORMATS[dtype][2]))
-                out[i : i + rows, j : j + columns] = nearest(part / scale, dtype) * scale
+                out[i : i + rows, j : j + columns] = (
+                    nearest(part / scale, dtype) * scale
+                )
     return out
 
 
 def expected(recipe, wgrad, x, w, g):
     """(y, dx, dw) in float64."""
     along = {"rowwise": (1, 0), "tensorwise": (0, 0), "blockwise": (1, 128)}[recipe]
-    of_weight = {"rowwise": (0, 1), "tensorwise": (0, 0), "blockwise": (128, 128)}[recipe]
+    of_weight = {"rowwise": (0, 1), "tensorwise": (0, 0), "blockwise": (128, 128)}[
+        recipe
+    ]
     cotangents = E4M3 if recipe == "blockwise" else E5M2
     a, b = quantised(x, along, E4M3), quantised(w, of_weight, E4M3)
     dx = quantised(g, along, cotangents) @ quantised(b, of_weight[::-1], E4M3).T
@@ -72,7 +81,9 @@ def expected(recipe, wgrad, x, w, g):
 
 def module(how, skip=None, gathers=True, **weights):
     how = how if skip is None else how._replace(products="either")
-    return SimpleNamespace(float8=Float8Products(how, skip, {}, gathers), lora_scale=0.0, **weights)
+    return SimpleNamespace(
+        float8=Float8Products(how, skip, {}, gathers), lora_scale=0.0, **weights
+    )
 
 
 def numbers(seed, *shape):
@@ -94,8 +105,14 @@ def products(how, x, w, g, skip=None, name="up"):
 @pytest.mark.parametrize("wgrad", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("kind", ["float8", "either"])
-def test_a_product_and_its_gradients_are_those_of_operands_rounded_in_numpy(recipe, wgrad, kind):
-    x, w, g = numbers(0, 48, 160), 0.05 * numbers(1, 160, 144), 1e-3 * numbers(2, 48, 144)
+def test_a_product_and_its_gradients_are_those_of_operands_rounded_in_numpy(
+    recipe, wgrad, kind
+):
+    x, w, g = (
+        numbers(0, 48, 160),
+        0.05 * numbers(1, 160, 144),
+        1e-3 * numbers(2, 48, 144),
+    )
     x[:, 7] *= 300  # an outlier channel
     skip = None if kind == "float8" else jnp.array(False)
     for mine, theirs in zip(
@@ -103,18 +120,23 @@ def test_a_product_and_its_gradients_are_those_of_operands_rounded_in_numpy(reci
         expected(recipe, wgrad, x, w, g),
         strict=True,
     ):
-        np.testing.assert_allclose(mine, theirs, rtol=2e-6, atol=2e-6 * np.abs(theirs).max())
+        np.testing.assert_allclose(
+            mine, theirs, rtol=2e-6, atol=2e-6 * np.abs(theirs).max()
+        )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_layer_that_is_skipped_has_the_products_of_the_compute_dtype(recipe):
     x, w, g = (
-        jnp.asarray(numbers(i, *shape)) for i, shape in enumerate(((16, 32), (32, 48), (16, 48)))
+        jnp.asarray(numbers(i, *shape))
+        for i, shape in enumerate(((16, 32), (32, 48), (16, 48)))
     )
     y, vjp = jax.vjp(linear, x, w)
     for mine, plain in zip(
-        products(Float8Recipe(recipe, True), x, w, g, jnp.array(True)), (y, *vjp(g)), strict=True
+        products(Float8Recipe(recipe, True), x, w, g, jnp.array(True)),
+        (y, *vjp(g)),
+        strict=True,
     ):
         np.testing.assert_array_equal(mine, plain)
 
@@ -126,7 +148,9 @@ def test_what_was_rounded_stays_as_it_is_in_every_dtype(dtype):
     for groups in ((1, 0), (0, 1), (0, 0), (1, 128), (128, 128)):
         for of in (E4M3, E5M2):
             once = widened(rounded(x, groups, of), dtype)
-            np.testing.assert_array_equal(once, widened(rounded(once, groups, of), dtype))
+            np.testing.assert_array_equal(
+                once, widened(rounded(once, groups, of), dtype)
+            )
 
 
 @pytest.mark.thorough
@@ -134,8 +158,12 @@ def test_a_zero_row_an_inf_and_an_outlier_end_as_in_the_compute_dtype():
     x, w = numbers(0, 6, 32), numbers(1, 32, 16)
     x[1], x[2, 3], x[3, 3], x[4, 5] = 0, np.inf, np.nan, 1e6
     for recipe in ("rowwise", "blockwise"):
-        y, dx, dw = products(Float8Recipe(recipe, False), x, w, np.ones((6, 16), np.float32))
-        np.testing.assert_array_equal(np.isfinite(y).all(axis=1), np.isfinite(x @ w).all(axis=1))
+        y, dx, dw = products(
+            Float8Recipe(recipe, False), x, w, np.ones((6, 16), np.float32)
+        )
+        np.testing.assert_array_equal(
+            np.isfinite(y).all(axis=1), np.isfinite(x @ w).all(axis=1)
+        )
         assert not np.any(y[1])
         np.testing.assert_allclose(y[4], (x @ w)[4], rtol=0.1)
         assert np.isfinite(dx).all()
@@ -143,7 +171,9 @@ def test_a_zero_row_an_inf_and_an_outlier_end_as_in_the_compute_dtype():
             not np.isfinite(dw).all(axis=1).any()
         )  # a row that is NaN reaches every weight, as its scale is NaN
     assert not np.isfinite(
-        products(Float8Recipe("tensorwise", False), x, w, np.ones((6, 16), np.float32))[0]
+        products(Float8Recipe("tensorwise", False), x, w, np.ones((6, 16), np.float32))[
+            0
+        ]
     ).any()
 
 
@@ -162,7 +192,9 @@ def test_of_a_frozen_weight_nothing_is_kept_and_of_another_one_byte_a_number():
         vjp = jax.vjp(y, x, *([w] if w_differs else []))[1]
         return [r.dtype for r in residuals(vjp) if r.shape == x.shape]
 
-    assert kept("up", True).count(jnp.uint8) == 1 and not kept("up", False).count(jnp.uint8)
+    assert kept("up", True).count(jnp.uint8) == 1 and not kept("up", False).count(
+        jnp.uint8
+    )
     # attention keeps its output, which the product out of it shares
     assert not kept("out", True).count(jnp.uint8)
 
@@ -183,9 +215,15 @@ def test_an_array_that_has_not_entered_is_rounded_all_the_same():
 def test_adapters_beside_a_frozen_weight_in_float8_have_the_gradients_of_one_rounded_in_numpy(
     recipe, kind
 ):
-    x, w, g = numbers(0, 48, 128), 0.05 * numbers(1, 128, 2, 64), 1e-3 * numbers(2, 48, 128)
+    x, w, g = (
+        numbers(0, 48, 128),
+        0.05 * numbers(1, 128, 2, 64),
+        1e-3 * numbers(2, 48, 128),
+    )
     a, b = 0.1 * numbers(3, 128, 4), 0.1 * numbers(4, 4, 2, 64)
-    blocks = {"rowwise": (0, 1, 1), "tensorwise": (0, 0, 0), "blockwise": (128, 2, 64)}[recipe]
+    blocks = {"rowwise": (0, 1, 1), "tensorwise": (0, 0, 0), "blockwise": (128, 2, 64)}[
+        recipe
+    ]
     how = Float8Recipe(recipe, False, kind)
     q = RoundedWeight(rounded(jnp.asarray(w), blocks).packed())
     skip = jnp.array(False) if kind == "either" else None
@@ -225,20 +263,34 @@ def test_adapters_beside_a_frozen_weight_in_float8_have_the_gradients_of_one_rou
         (0.5 * (rows @ a).T @ g).reshape(b.shape),
     )
     for mine, other in zip((out, *vjp(jnp.asarray(g))), theirs, strict=True):
-        np.testing.assert_allclose(mine, other, rtol=5e-6, atol=5e-6 * np.abs(other).max())
+        np.testing.assert_allclose(
+            mine, other, rtol=5e-6, atol=5e-6 * np.abs(other).max()
+        )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("wgrad", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("held", [False, True])
-def test_grouped_products_are_those_of_slots_and_experts_rounded_in_numpy(recipe, wgrad, held):
+def test_grouped_products_are_those_of_slots_and_experts_rounded_in_numpy(
+    recipe, wgrad, held
+):
     """Three experts, of which the second has no block, and a block that is not in use."""
-    x, w, g = numbers(0, 64, 160), 0.05 * numbers(1, 3, 160, 144), 1e-3 * numbers(2, 64, 144)
+    x, w, g = (
+        numbers(0, 64, 160),
+        0.05 * numbers(1, 3, 160, 144),
+        1e-3 * numbers(2, 64, 144),
+    )
     x[48:], x[10], g[48:] = 0, 0, 0
     blocks = jnp.array([0, 0, 2, 2], jnp.int32), jnp.int32(3)
-    groups = {"rowwise": (1, 0, 1), "tensorwise": (1, 0, 0), "blockwise": (1, 128, 128)}[recipe]
-    weights = {"up": RoundedWeight(rounded(jnp.asarray(w), groups).packed())} if held else {}
+    groups = {
+        "rowwise": (1, 0, 1),
+        "tensorwise": (1, 0, 0),
+        "blockwise": (1, 128, 128),
+    }[recipe]
+    weights = (
+        {"up": RoundedWeight(rounded(jnp.asarray(w), groups).packed())} if held else {}
+    )
     float8 = Float8Products(Float8Recipe(recipe, wgrad), None, weights, True)
     y, vjp = jax.vjp(
         lambda x, w: float8.grouped("up", float8.round(x), w, "cpu", blocks),
@@ -261,4 +313,6 @@ def test_grouped_products_are_those_of_slots_and_experts_rounded_in_numpy(recipe
         mine[1][at] = seen[at] @ quantised(b, of_weight[::-1], E4M3).T
         mine[2][expert] = tokens[at].T @ over[at]
     for there, here in zip((y, dx, dw), mine, strict=True):
-        np.testing.assert_allclose(there, here, rtol=5e-6, atol=5e-6 * np.abs(here).max())
+        np.testing.assert_allclose(
+            there, here, rtol=5e-6, atol=5e-6 * np.abs(here).max()
+        )

@@ -61,7 +61,11 @@ def programs() -> dict[str, dict]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     "what, kernel",
-    [("forward", "product_kernel"), ("rows", "product_kernel"), ("weight", "weight_kernel")],
+    [
+        ("forward", "product_kernel"),
+        ("rows", "product_kernel"),
+        ("weight", "weight_kernel"),
+    ],
 )
 def test_a_grouped_product_is_one_kernel_without_temporaries_and_spilled_registers(
     what, kernel, dtype
@@ -73,6 +77,8 @@ def test_a_grouped_product_is_one_kernel_without_temporaries_and_spilled_registe
 
 
 @pytest.mark.parametrize("what", ["forward", "rows", "weight"])
-def test_of_ragged_dot_it_would_be_a_dense_product_with_room_for_experts_times_rows(what):
+def test_of_ragged_dot_it_would_be_a_dense_product_with_room_for_experts_times_rows(
+    what,
+):
     program = programs()[f"ragged {what} bfloat16"]
     assert program["temp"] >= 2 * EXPERTS * ROWS * min(K, N) and program["dots"]

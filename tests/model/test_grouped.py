@@ -20,7 +20,9 @@ from meshtrain.model.grouped import grouped
 IN_TILES, ODD = (128, 48, 80), (4, 7, 11)
 
 
-def given(counts: list[float], spare: int, sizes: tuple[int, int, int] = ODD) -> tuple[Any, ...]:
+def given(
+    counts: list[float], spare: int, sizes: tuple[int, int, int] = ODD
+) -> tuple[Any, ...]:
     """Rows, weight, experts of blocks, blocks in use, and a cotangent: `counts` blocks an expert, of which the last may
     be partly full, and `spare` blocks in which nothing is a number.
     """
@@ -53,7 +55,9 @@ def graded(
 ) -> tuple[jax.Array, ...]:
     """Output, and the gradients of rows and weight."""
     out, vjp = jax.vjp(
-        lambda rows, weight: grouped(rows, weight, experts, blocks, platform), rows, weight
+        lambda rows, weight: grouped(rows, weight, experts, blocks, platform),
+        rows,
+        weight,
     )
     return out, *vjp(cotangent)
 
@@ -64,8 +68,14 @@ def by_experts(
     """The same by a dense product an expert, in float64."""
     used = np.arange(len(rows)) < int(blocks) * (len(rows) // len(experts))
     of_row = np.repeat(experts, len(rows) // len(experts))
-    rows, weight, cotangent = (np.asarray(a, np.float64) for a in (rows, weight, cotangent))
-    out, to_rows, to_weight = np.zeros_like(cotangent), np.zeros_like(rows), np.zeros_like(weight)
+    rows, weight, cotangent = (
+        np.asarray(a, np.float64) for a in (rows, weight, cotangent)
+    )
+    out, to_rows, to_weight = (
+        np.zeros_like(cotangent),
+        np.zeros_like(rows),
+        np.zeros_like(weight),
+    )
     for e in range(len(weight)):
         its = used & (of_row == e)
         out[its], to_rows[its] = rows[its] @ weight[e], cotangent[its] @ weight[e].T
@@ -78,7 +88,9 @@ def interpreted(monkeypatch):
     """Pallas kernels as plain JAX, on any device."""
     call = pallas.pallas_call
     monkeypatch.setattr(
-        pallas, "pallas_call", lambda *given, **keys: call(*given, **{**keys, "interpret": True})
+        pallas,
+        "pallas_call",
+        lambda *given, **keys: call(*given, **{**keys, "interpret": True}),
     )
 
 
@@ -93,7 +105,10 @@ def test_a_grouped_product_and_its_gradients_are_those_of_a_loop_over_experts(
     interpreted, platform, sizes, kernels, counts, spare
 ):
     args = given(counts, spare, sizes)
-    assert str(jax.make_jaxpr(partial(graded, platform))(*args)).count(" pallas_call[") == kernels
+    assert (
+        str(jax.make_jaxpr(partial(graded, platform))(*args)).count(" pallas_call[")
+        == kernels
+    )
     for found, right in zip(
         jax.jit(partial(graded, platform))(*args), by_experts(*args), strict=True
     ):
@@ -135,7 +150,9 @@ def test_sums_are_in_float32_and_rounded_once(interpreted, platform):
         jax.jit(partial(graded, platform))(*args), by_experts(*args), strict=True
     ):
         assert found.dtype == jnp.bfloat16
-        np.testing.assert_allclose(found.astype(jnp.float32), right, rtol=2**-8, atol=1e-4)
+        np.testing.assert_allclose(
+            found.astype(jnp.float32), right, rtol=2**-8, atol=1e-4
+        )
 
 
 @pytest.mark.thorough
@@ -144,7 +161,9 @@ def test_of_a_frozen_weight_no_rows_are_kept_and_no_gradient_is_made():
     _, vjp = jax.vjp(lambda rows: grouped(rows, weight, experts, blocks), rows)
     assert rows.shape not in [r.shape for r in residuals(vjp)]
     assert str(jax.make_jaxpr(vjp)(cotangent)).count("dot_general") == 1
-    _, vjp = jax.vjp(lambda rows, weight: grouped(rows, weight, experts, blocks), rows, weight)
+    _, vjp = jax.vjp(
+        lambda rows, weight: grouped(rows, weight, experts, blocks), rows, weight
+    )
     assert str(jax.make_jaxpr(vjp)(cotangent)).count("dot_general") == 2
 
 
@@ -159,9 +178,13 @@ def test_devices_of_a_mesh_have_rows_experts_and_blocks_in_use_of_their_own(repl
     assert len(a[0]) == len(b[0]) and a[3] != b[3]
     if replicated:
         b = (b[0], a[1], *b[2:])
-    mesh, weights = Mesh(np.array(jax.devices()[:2]), "x"), P() if replicated else P("x")
+    mesh, weights = (
+        Mesh(np.array(jax.devices()[:2]), "x"),
+        P() if replicated else P("x"),
+    )
     args = [
-        jnp.concatenate([jnp.atleast_1d(x), jnp.atleast_1d(y)]) for x, y in zip(a, b, strict=True)
+        jnp.concatenate([jnp.atleast_1d(x), jnp.atleast_1d(y)])
+        for x, y in zip(a, b, strict=True)
     ]
     args[1] = a[1] if replicated else args[1]
 

@@ -28,7 +28,14 @@ from meshtrain.parallel.tensor import MeshCollectives
 from meshtrain.step import Program
 
 WINDOW, CAP, SMOOTHING, Z_LOSS = 5, 5.0, 0.1, 0.01
-MODEL = {"layers": 5, "d_model": 24, "heads": 6, "kv_heads": 2, "d_ff": 50, "vocab_size": 257}
+MODEL = {
+    "layers": 5,
+    "d_model": 24,
+    "heads": 6,
+    "kv_heads": 2,
+    "d_ff": 50,
+    "vocab_size": 257,
+}
 
 # --- three hooks, as a user would write them
 
@@ -36,7 +43,9 @@ MODEL = {"layers": 5, "d_model": 24, "heads": 6, "kv_heads": 2, "d_ff": 50, "voc
 def parallel_block(block, x, sequence, collectives, dropout):
     """GPT-J and PaLM: attention and MLP side by side, from one norm; the other has no use."""
     h = collectives.enter(block.attention_norm(x))
-    y = block.attention(h, sequence, collectives, dropout.at(0)) + block.mlp(h, collectives)
+    y = block.attention(h, sequence, collectives, dropout.at(0)) + block.mlp(
+        h, collectives
+    )
     return x + dropout.at(1).stream(y, collectives.first_position(x.shape[1]))
 
 
@@ -59,7 +68,9 @@ def capped_loss(logits, labels, vocabulary):
     logits = CAP * jnp.tanh(logits / CAP)
     log_z = vocabulary.log_sum_exp(logits)
     real = vocabulary.ids(logits) < vocabulary.size
-    mean = vocabulary.sum(jnp.sum(jnp.where(real, logits, 0), axis=-1)) / vocabulary.size
+    mean = (
+        vocabulary.sum(jnp.sum(jnp.where(real, logits, 0), axis=-1)) / vocabulary.size
+    )
     target = (1 - SMOOTHING) * vocabulary.of_label(logits, labels) + SMOOTHING * mean
     return log_z - target + Z_LOSS * log_z**2
 
@@ -85,7 +96,9 @@ def reference_attention(
         np.ones((length, length), bool), -WINDOW
     )
     allowed = allowed & (segments[:, None] == segments[None, :])
-    scores = jnp.where(allowed, jnp.einsum("qhk,shk->hqs", q, k) / np.sqrt(q.shape[-1]), -jnp.inf)
+    scores = jnp.where(
+        allowed, jnp.einsum("qhk,shk->hqs", q, k) / np.sqrt(q.shape[-1]), -jnp.inf
+    )
     return jnp.einsum("hqs,shk,hkd->qd", jax.nn.softmax(scores), v, p["out"])
 
 
@@ -96,12 +109,17 @@ def reference_logits(
 
     def block(x: jax.Array, p: Any) -> tuple[jax.Array, None]:
         h = reference.norm(model, p["attention_norm"], x)
-        return x + reference_attention(p["attention"], h, positions, segments) + reference.mlp(
-            model, p["mlp"], h
-        ), None
+        return x + reference_attention(
+            p["attention"], h, positions, segments
+        ) + reference.mlp(model, p["mlp"], h), None
 
-    x = jax.lax.scan(block, parameters["embedding"]["tokens"][tokens], parameters["blocks"])[0]
-    return reference.norm(model, parameters["head"]["norm"], x) @ parameters["head"]["weight"]
+    x = jax.lax.scan(
+        block, parameters["embedding"]["tokens"][tokens], parameters["blocks"]
+    )[0]
+    return (
+        reference.norm(model, parameters["head"]["norm"], x)
+        @ parameters["head"]["weight"]
+    )
 
 
 def reference_loss(parameters: Any, batch: dict[str, jax.Array]) -> jax.Array:
@@ -109,10 +127,13 @@ def reference_loss(parameters: Any, batch: dict[str, jax.Array]) -> jax.Array:
         batch["tokens"], batch["positions"], batch["segments"]
     )
     z = CAP * jnp.tanh(z / CAP)
-    target = (1 - SMOOTHING) * jax.nn.one_hot(batch["labels"], z.shape[-1]) + SMOOTHING / z.shape[
-        -1
-    ]
-    losses = -(target * jax.nn.log_softmax(z)).sum(-1) + Z_LOSS * jax.nn.logsumexp(z, axis=-1) ** 2
+    target = (1 - SMOOTHING) * jax.nn.one_hot(
+        batch["labels"], z.shape[-1]
+    ) + SMOOTHING / z.shape[-1]
+    losses = (
+        -(target * jax.nn.log_softmax(z)).sum(-1)
+        + Z_LOSS * jax.nn.logsumexp(z, axis=-1) ** 2
+    )
     return (losses * batch["weights"]).sum() / batch["weights"].sum()
 
 
@@ -121,7 +142,12 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "1f1b, ZeRO-1": ((2, 2, 2), {"microbatches": 2}),
     "zero bubble, ZeRO-3, sequence parallel": (
         (2, 2, 2),
-        {"microbatches": 4, "schedule": "zb_h1", "zero_stage": 3, "sequence_parallel": True},
+        {
+            "microbatches": 4,
+            "schedule": "zb_h1",
+            "zero_stage": 3,
+            "sequence_parallel": True,
+        },
     ),
     "interleaved, remat, ZeRO-2": (
         (2, 1, 2),
@@ -141,12 +167,18 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 }
 
 
-def configuration(mesh: tuple[int, int, int] = (1, 1, 1), **sections: dict[str, Any]) -> Config:
+def configuration(
+    mesh: tuple[int, int, int] = (1, 1, 1), **sections: dict[str, Any]
+) -> Config:
     return load(
         {
             "model": sections.pop("model", MODEL),
             "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),
-            "train": {"global_batch_size": 8, "sequence_length": 16, **sections.pop("train", {})},
+            "train": {
+                "global_batch_size": 8,
+                "sequence_length": 16,
+                **sections.pop("train", {}),
+            },
             **sections,
         }
     )
@@ -166,7 +198,11 @@ def expected() -> tuple[Any, dict[str, np.ndarray], Any, Any]:
         "positions": np.where(at >= cuts, at - cuts, at).astype(np.int32),
         "weights": np.where((at == cuts - 1) | (at % 5 == 4), 0, 1).astype(np.float32),
     }
-    return parameters, batch, *jax.jit(jax.value_and_grad(reference_loss))(parameters, batch)
+    return (
+        parameters,
+        batch,
+        *jax.jit(jax.value_and_grad(reference_loss))(parameters, batch),
+    )
 
 
 FEW = ("interleaved, remat, ZeRO-2", "zero bubble, ZeRO-3, sequence parallel")
@@ -182,29 +218,43 @@ def test_every_layout_computes_the_replaced_block_attention_and_loss(layout):
         place(program.layout, parameters),
         jax.device_put(batch, program.batch_sharding),
     )
-    seen, found = jax.jit(program.gradients)(params, placed, jnp.zeros((), jnp.int32), jnp.ones(()))
+    seen, found = jax.jit(program.gradients)(
+        params, placed, jnp.zeros((), jnp.int32), jnp.ones(())
+    )
     np.testing.assert_allclose(seen, loss, rtol=1e-5)
-    close = lambda g, r: np.testing.assert_allclose(g, r, atol=1e-5 * np.abs(r).max() + 1e-7)
-    jax.tree.map(close, program.layout.canonical(jax.tree.map(np.asarray, found)), gradient)
-    assert not np.any(found["blocks"]["mlp_norm"]["scale"]), "this block has no use for it"
+    close = lambda g, r: np.testing.assert_allclose(
+        g, r, atol=1e-5 * np.abs(r).max() + 1e-7
+    )
+    jax.tree.map(
+        close, program.layout.canonical(jax.tree.map(np.asarray, found)), gradient
+    )
+    assert not np.any(found["blocks"]["mlp_norm"]["scale"]), (
+        "this block has no use for it"
+    )
     np.testing.assert_allclose(program.eval_step(params, placed), loss, rtol=1e-5)
 
 
 @pytest.mark.thorough
 def test_the_train_step_and_the_logits_use_them_too():
     parameters, batch, *_ = expected()
-    program = mt.Program(configuration((2, 2, 2), parallel={"microbatches": 2}), **HOOKS)
+    program = mt.Program(
+        configuration((2, 2, 2), parallel={"microbatches": 2}), **HOOKS
+    )
     whole = {
         **batch,
         "segments": np.ones_like(batch["segments"]),
         "weights": np.ones_like(batch["weights"]),
     }
-    whole["positions"] = np.broadcast_to(np.arange(16, dtype=np.int32), whole["tokens"].shape)
+    whole["positions"] = np.broadcast_to(
+        np.arange(16, dtype=np.int32), whole["tokens"].shape
+    )
     right = jax.jit(jax.vmap(reference_logits, (None, 0, 0, 0)))(
         parameters, *(whole[n] for n in ("tokens", "positions", "segments"))
     )
     np.testing.assert_allclose(
-        program.logits(place(program.layout, parameters), batch["tokens"]), right, atol=2e-5
+        program.logits(place(program.layout, parameters), batch["tokens"]),
+        right,
+        atol=2e-5,
     )
     plain = {name: whole[name] for name in ("tokens", "labels")}
     _, metrics = program.train_step(
@@ -231,10 +281,16 @@ def test_a_replaced_block_drops_the_same_values_on_every_mesh():
             jnp.int32(3),
         )
         losses.append(
-            float(jax.jit(lambda *given, p=program: p.gradients(*given, jnp.ones(()))[0])(*given))
+            float(
+                jax.jit(lambda *given, p=program: p.gradients(*given, jnp.ones(()))[0])(
+                    *given
+                )
+            )
         )
     assert losses[1] == pytest.approx(losses[0], rel=2e-5)
-    assert abs(losses[0] - program.eval_step(*given[:2])) > 1e-3, "evaluation drops nothing"
+    assert abs(losses[0] - program.eval_step(*given[:2])) > 1e-3, (
+        "evaluation drops nothing"
+    )
 
 
 @pytest.mark.thorough
@@ -247,11 +303,16 @@ def test_the_built_in_ones_go_the_same_way():
 def test_the_examples_of_the_docstring_run():
     assert hooks.__doc__ is not None
     code = textwrap.dedent(
-        "\n".join(line for line in hooks.__doc__.splitlines() if line.startswith("    "))
+        "\n".join(
+            line for line in hooks.__doc__.splitlines() if line.startswith("    ")
+        )
     )
     found: dict[str, Any] = {"jnp": jnp, "mt": mt, "config": configuration()}
     exec(code, found)
-    assert found["program"].hooks.names == {"block": "parallel_block", "loss": "capped_loss"}
+    assert found["program"].hooks.names == {
+        "block": "parallel_block",
+        "loss": "capped_loss",
+    }
 
 
 @pytest.mark.thorough
@@ -272,7 +333,9 @@ def test_a_branch_without_a_norm_has_the_right_gradient_over_tensor():
         )
         gradients.append(program.layout.canonical(jax.tree.map(np.asarray, found)))
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max() + 1e-7),
+        lambda a, b: np.testing.assert_allclose(
+            a, b, atol=1e-5 * np.abs(b).max() + 1e-7
+        ),
         *gradients[::-1],
     )
 
@@ -280,20 +343,32 @@ def test_a_branch_without_a_norm_has_the_right_gradient_over_tensor():
 @pytest.mark.thorough
 def test_a_replaced_loss_is_asked_for_both_labels_of_what_is_mixed():
     random, config = np.random.default_rng(0), configuration()
-    logits = jnp.asarray(random.standard_normal((3, 2, config.model.vocab_size)), jnp.float32)
+    logits = jnp.asarray(
+        random.standard_normal((3, 2, config.model.vocab_size)), jnp.float32
+    )
     labels, other = (
-        jnp.asarray(random.integers(0, config.model.vocab_size, (3, 2))) for _ in range(2)
+        jnp.asarray(random.integers(0, config.model.vocab_size, (3, 2)))
+        for _ in range(2)
     )
     mixed = Mixed(other, jnp.asarray(random.random((3, 2)), jnp.float32))
     own, built_in = (
-        ModelParts(config, Collectives(), hooks).loss for hooks in (Hooks(loss=nll), Hooks())
+        ModelParts(config, Collectives(), hooks).loss
+        for hooks in (Hooks(loss=nll), Hooks())
     )
     found, right = (
-        jax.value_and_grad(lambda z, loss=loss: loss(z, labels, mixed).losses.sum())(logits)
+        jax.value_and_grad(lambda z, loss=loss: loss(z, labels, mixed).losses.sum())(
+            logits
+        )
         for loss in (own, built_in)
     )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, right)
-    assert not np.allclose(own(logits, labels, mixed).losses, own(logits, labels).losses)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        found,
+        right,
+    )
+    assert not np.allclose(
+        own(logits, labels, mixed).losses, own(logits, labels).losses
+    )
 
 
 # --- what is refused, before anything runs
@@ -376,13 +451,16 @@ def test_a_key_that_the_replaced_loss_would_not_obey_is_refused():
         mt.Program(configuration(train={"z_loss": 0.1}), loss=capped_loss)
 
 
-@pytest.mark.parametrize("key, value", [("window", 5), ("score_cap", 30.0), ("query_scalar", 3.0)])
+@pytest.mark.parametrize(
+    "key, value", [("window", 5), ("score_cap", 30.0), ("query_scalar", 3.0)]
+)
 def test_what_the_replaced_attention_would_not_keep_is_refused(key, value):
     def own(q, k, v, segments, collectives, dropout, /):
         return q.reshape(-1, q.shape[2] * q.shape[3])
 
     with pytest.raises(
-        ConfigError, match=rf"model\.{key} is {value}, but the attention is replaced by own"
+        ConfigError,
+        match=rf"model\.{key} is {value}, but the attention is replaced by own",
     ):
         mt.Program(configuration(model={key: value}), attention=own)
 
@@ -406,15 +484,20 @@ def focal(logits, labels, vocabulary):
 def in_bfloat16(logits, labels, vocabulary):
     real = vocabulary.ids(logits) < vocabulary.size
     total = jnp.sum(jnp.where(real, jnp.exp(logits.astype(jnp.bfloat16)), 0), axis=-1)
-    return jnp.log(vocabulary.sum(total).astype(jnp.float32)) - vocabulary.of_label(logits, labels)
+    return jnp.log(vocabulary.sum(total).astype(jnp.float32)) - vocabulary.of_label(
+        logits, labels
+    )
 
 
 def with_lax(logits, labels, vocabulary):
     here, axes = vocabulary.ids(logits) == labels[..., None], ("pipeline", "tensor")
     total = jax.lax.psum(
-        jnp.sum(jnp.where(vocabulary.ids(logits) < 259, jnp.exp(logits), 0), axis=-1), axes
+        jnp.sum(jnp.where(vocabulary.ids(logits) < 259, jnp.exp(logits), 0), axis=-1),
+        axes,
     )
-    return jnp.log(total) - jax.lax.psum(jnp.sum(jnp.where(here, logits, 0), axis=-1), axes)
+    return jnp.log(total) - jax.lax.psum(
+        jnp.sum(jnp.where(here, logits, 0), axis=-1), axes
+    )
 
 
 def made_for_its_share(logits, labels, vocabulary):
@@ -449,7 +532,9 @@ RIGHT = (
 @pytest.mark.parametrize("vocab", ["spread", "edge"])
 @pytest.mark.parametrize("loss", RIGHT, ids=lambda hook: hook.__name__)
 def test_a_loss_that_is_right_on_shares_of_the_vocabulary_is_not_refused(loss, vocab):
-    config = configuration((2, 2, 2), model={**MODEL, "vocab_size": 259}, parallel={"vocab": vocab})
+    config = configuration(
+        (2, 2, 2), model={**MODEL, "vocab_size": 259}, parallel={"vocab": vocab}
+    )
     hooks.ModelParts(config, MeshCollectives(config, "cpu"), hooks.Hooks(loss=loss))
 
 
@@ -465,12 +550,20 @@ def one_hot_of_the_share(logits, labels, vocabulary):
 
 def mean_of_the_share(logits, labels, vocabulary):
     mean = vocabulary.sum(logits.mean(-1))
-    return vocabulary.log_sum_exp(logits) - 0.9 * vocabulary.of_label(logits, labels) - 0.1 * mean
+    return (
+        vocabulary.log_sum_exp(logits)
+        - 0.9 * vocabulary.of_label(logits, labels)
+        - 0.1 * mean
+    )
 
 
 def padding_counted_in(logits, labels, vocabulary):
     mean = vocabulary.sum(logits.sum(-1)) / vocabulary.size
-    return vocabulary.log_sum_exp(logits) - 0.9 * vocabulary.of_label(logits, labels) - 0.1 * mean
+    return (
+        vocabulary.log_sum_exp(logits)
+        - 0.9 * vocabulary.of_label(logits, labels)
+        - 0.1 * mean
+    )
 
 
 ONE_SHARE = (softmax_of_the_share, one_hot_of_the_share, mean_of_the_share)
@@ -479,7 +572,9 @@ ONE_SHARE = (softmax_of_the_share, one_hot_of_the_share, mean_of_the_share)
 @pytest.mark.parametrize("size", [256, 259])
 @pytest.mark.parametrize("mesh", [(1, 2, 1), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("loss", ONE_SHARE, ids=lambda hook: hook.__name__)
-def test_a_loss_that_takes_its_share_of_the_vocabulary_for_the_whole_is_refused(loss, mesh, size):
+def test_a_loss_that_takes_its_share_of_the_vocabulary_for_the_whole_is_refused(
+    loss, mesh, size
+):
     shares = mesh[1] * mesh[2]
     says = (
         rf"^the loss hook {loss.__name__} gives \S+ where the vocabulary is cut into {shares} shares, and \S+ of the "
@@ -495,10 +590,13 @@ def test_a_loss_that_takes_its_share_of_the_vocabulary_for_the_whole_is_refused(
 def test_a_loss_that_counts_the_padding_of_the_vocabulary_in_is_refused_where_there_is_any():
     with pytest.raises(ConfigError, match=r"padding_counted_in .* ids from 259 on"):
         mt.Program(
-            configuration((1, 2, 1), model={**MODEL, "vocab_size": 259}), loss=padding_counted_in
+            configuration((1, 2, 1), model={**MODEL, "vocab_size": 259}),
+            loss=padding_counted_in,
         )
     config = configuration((1, 2, 1), model={**MODEL, "vocab_size": 256})
-    hooks.ModelParts(config, MeshCollectives(config, "cpu"), hooks.Hooks(loss=padding_counted_in))
+    hooks.ModelParts(
+        config, MeshCollectives(config, "cpu"), hooks.Hooks(loss=padding_counted_in)
+    )
 
 
 def test_a_loss_is_not_tried_on_a_mesh_that_does_not_split_the_vocabulary():

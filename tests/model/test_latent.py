@@ -13,7 +13,14 @@ from meshtrain.model.decoder import Decoder
 from meshtrain.model.weights import weights
 
 MLA = {"q_rank": 10, "kv_rank": 12, "nope": 6, "rope": 4, "value": 7}
-MODEL = {"layers": 1, "d_model": 24, "heads": 3, "d_ff": 32, "vocab_size": 40, "mla": MLA}
+MODEL = {
+    "layers": 1,
+    "d_model": 24,
+    "heads": 3,
+    "d_ff": 32,
+    "vocab_size": 40,
+    "mla": MLA,
+}
 
 
 def model(**changes):
@@ -39,7 +46,9 @@ def published(w, x, mla, scale, frequency):
     if mla["q_rank"]:
         q_rows, q_up = norm(x @ w["q_down"], w["q_norm"]["scale"]), w["q_up"]
     q = np.einsum("td,dhk->thk", q_rows, q_up)
-    q = np.concatenate([q[..., : mla["nope"]], turned(q[..., mla["nope"] :], frequency)], -1)
+    q = np.concatenate(
+        [q[..., : mla["nope"]], turned(q[..., mla["nope"] :], frequency)], -1
+    )
     down = x @ w["kv_down"]
     content = norm(down[:, : mla["kv_rank"]], w["kv_norm"]["scale"])
     shared = turned(down[:, mla["kv_rank"] :], frequency)
@@ -68,7 +77,10 @@ def test_attention_is_that_of_the_papers_formulas(case):
         # with 16 positions before, both pairs go round fewer than 32 times: pair 1 less than once
         turns = 16 * frequency / (2 * np.pi)
         assert turns[0] > 1 > turns[1]
-        low, high = (4 * np.log(16 / (n * 2 * np.pi)) / (2 * np.log(10000.0)) for n in (32.0, 1.0))
+        low, high = (
+            4 * np.log(16 / (n * 2 * np.pi)) / (2 * np.log(10000.0))
+            for n in (32.0, 1.0)
+        )
         low, high = max(np.floor(low), 0), min(np.ceil(high), 3)
         ramp = np.clip((np.arange(2) - low) / max(high - low, 0.001), 0, 1)
         frequency = frequency * (1 - ramp) + frequency / 40.0 * ramp
@@ -83,7 +95,10 @@ def test_attention_is_that_of_the_papers_formulas(case):
     attention = mixer_of(config)("blocks.attention", config, nnx.Rngs(0))
     nnx.update(attention, nnx.State(jax.tree.map(jnp.float32, w)))
     got = attention(
-        jnp.float32(x)[None], sequences(config, jnp.arange(12))(0), Collectives(), NO_DROPOUT
+        jnp.float32(x)[None],
+        sequences(config, jnp.arange(12))(0),
+        Collectives(),
+        NO_DROPOUT,
     )[0]
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6 * np.abs(want).max())
 
@@ -92,7 +107,9 @@ def test_weights_are_those_of_the_published_shapes():
     deepseek = {"q_rank": 1536, "kv_rank": 512, "nope": 128, "rope": 64, "value": 128}
     config = model(d_model=7168, heads=128, mla=deepseek)
     sizes = {
-        w.name.rpartition(".")[2]: w.shape[1:] for w in weights(config) if ".attention." in w.name
+        w.name.rpartition(".")[2]: w.shape[1:]
+        for w in weights(config)
+        if ".attention." in w.name
     }
     assert sizes["q_up"] == (1536, 128, 192)
     assert sizes["kv_down"] == (7168, 576)

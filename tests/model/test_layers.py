@@ -10,7 +10,9 @@ from meshtrain.model.layers import Norm
 
 
 def model(family: str) -> object:
-    return load({"model": {"family": family, "d_model": 16, "heads": 2, "layers": 1}}).model
+    return load(
+        {"model": {"family": family, "d_model": 16, "heads": 2, "layers": 1}}
+    ).model
 
 
 def test_rms_norm_has_unit_mean_square_and_its_scale():

@@ -20,12 +20,28 @@ X = np.random.default_rng(0).standard_normal((2, T, D)).astype(np.float32)
 
 
 def layer(kind: str, **sizes: int) -> LinearAttention:
-    linear = {"kind": kind, "key_heads": GROUPS, "value_heads": H, "key_dim": K, "value_dim": V}
-    model = {"layers": 2, "d_model": D, "heads": 4, "d_ff": 16, "pattern": ["linear", "full"]}
+    linear = {
+        "kind": kind,
+        "key_heads": GROUPS,
+        "value_heads": H,
+        "key_dim": K,
+        "value_dim": V,
+    }
+    model = {
+        "layers": 2,
+        "d_model": D,
+        "heads": 4,
+        "d_ff": 16,
+        "pattern": ["linear", "full"],
+    }
     config = load(
         {
             "model": model
-            | {"vocab_size": 8, "norm_eps": EPS, "linear": linear | {"chunk": 8} | sizes}
+            | {
+                "vocab_size": 8,
+                "norm_eps": EPS,
+                "linear": linear | {"chunk": 8} | sizes,
+            }
         }
     )
     of_layer = model_of_stack(config.model, "linear_blocks")
@@ -33,7 +49,9 @@ def layer(kind: str, **sizes: int) -> LinearAttention:
 
 
 def weights(module: LinearAttention) -> dict[str, nnx.Param]:
-    return {".".join(path): param for path, param in nnx.to_flat_state(nnx.state(module))}
+    return {
+        ".".join(path): param for path, param in nnx.to_flat_state(nnx.state(module))
+    }
 
 
 def outputs(module: LinearAttention, given: dict[str, np.ndarray]) -> np.ndarray:
@@ -42,7 +60,10 @@ def outputs(module: LinearAttention, given: dict[str, np.ndarray]) -> np.ndarray
     assert params.keys() == given.keys()
     for name, param in params.items():
         param[...] = jnp.asarray(given[name], jnp.float32).reshape(param.shape)
-    nnx.update(module, nnx.from_flat_state([(tuple(n.split(".")), p) for n, p in params.items()]))
+    nnx.update(
+        module,
+        nnx.from_flat_state([(tuple(n.split(".")), p) for n, p in params.items()]),
+    )
     return np.asarray(module(jnp.asarray(X), Sequence(), Collectives(), NO_DROPOUT))
 
 
@@ -105,7 +126,13 @@ def published(w, x):
 
 @pytest.mark.parametrize(
     "kind",
-    ["kda", *(pytest.param(k, marks=pytest.mark.thorough) for k in ("gated_delta", "mamba2"))],
+    [
+        "kda",
+        *(
+            pytest.param(k, marks=pytest.mark.thorough)
+            for k in ("gated_delta", "mamba2")
+        ),
+    ],
 )
 def test_a_layer_is_that_of_the_papers_formulas(kind):
     module = layer(kind)
@@ -119,7 +146,11 @@ def test_a_layer_is_that_of_the_papers_formulas(kind):
 def of_kimi(kimi):
     """Returns a layer of theirs, and the weights of ours by name from those of theirs."""
     types = ["linear_attention", "full_attention"]
-    sizes = {"linear_head_dim": K, "linear_num_heads": H, "linear_conv_kernel_dim": CONV}
+    sizes = {
+        "linear_head_dim": K,
+        "linear_num_heads": H,
+        "linear_conv_kernel_dim": CONV,
+    }
     config = kimi.KimiLinearConfig(
         hidden_size=D, num_hidden_layers=2, layer_types=types, rms_norm_eps=EPS, **sizes
     )
@@ -162,7 +193,11 @@ def of_bamba(bamba):
     of_vkq = [H * K, H * K + keys]
 
     def ours(w):
-        found = dict(zip("vkq", np.split(w["conv1d.weight"][:, 0].T, of_vkq, axis=1), strict=True))
+        found = dict(
+            zip(
+                "vkq", np.split(w["conv1d.weight"][:, 0].T, of_vkq, axis=1), strict=True
+            )
+        )
         found = {f"{name}_conv": x for name, x in found.items()}
         biases = np.split(w["conv1d.bias"], of_vkq)
         found |= zip(("v_conv_bias", "k_conv_bias", "q_conv_bias"), biases, strict=True)

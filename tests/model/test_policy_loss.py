@@ -132,12 +132,18 @@ def test_a_row_tells_its_largest_gap_and_a_nan():
     right = np.where(batch["weights"] != 0, np.abs(-losses - batch["drawn"]), 0).max(1)
     np.testing.assert_allclose(gaps, right, rtol=1e-6)
     batch["drawn"][1, 1] = np.nan
-    assert np.isnan(row_gaps(jnp.asarray(losses), batch)).tolist() == [False, True, False]
+    assert np.isnan(row_gaps(jnp.asarray(losses), batch)).tolist() == [
+        False,
+        True,
+        False,
+    ]
 
 
 def test_a_token_that_was_never_to_be_drawn_counts_for_a_bounded_ratio():
     losses, batch = drawn_batch()
     batch["drawn"][0, 3] = -1e9
     for kind in KINDS:
-        loss, _ = policy_loss(jnp.asarray(losses), batch, replace(RlConfig(), loss=kind))
+        loss, _ = policy_loss(
+            jnp.asarray(losses), batch, replace(RlConfig(), loss=kind)
+        )
         assert np.isfinite(loss)

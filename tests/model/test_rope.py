@@ -21,7 +21,9 @@ def plain(width: int, theta: float = 10000.0) -> Rope:
 @pytest.mark.thorough
 def test_rotated_queries_and_keys_meet_by_their_distance_alone():
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 8))
-    at = lambda x, p: rotate(x[None, None], *angles(jnp.array([p]), plain(8, 100.0)))[0, 0]
+    at = lambda x, p: rotate(x[None, None], *angles(jnp.array([p]), plain(8, 100.0)))[
+        0, 0
+    ]
     near = (at(q, 3) * at(k, 1)).sum()
     np.testing.assert_allclose((at(q, 45) * at(k, 43)).sum(), near, rtol=1e-4)
     assert abs((at(q, 3) * at(k, 2)).sum() - near) > 1e-3

@@ -18,10 +18,12 @@ def plain(q, k, v, sinks, local):
     back = jnp.arange(T)[:, None] - jnp.arange(T)
     visible = (back >= 0) & ((back < WINDOW) | ~local)
     column = jnp.broadcast_to(sinks[:, None, None], (B, H, T, 1))
-    p = jax.nn.softmax(jnp.concatenate([jnp.where(visible, scores, -jnp.inf), column], -1))[
-        ..., :-1
-    ]
-    return jnp.einsum("bhts,bshk->bthk", p, v, precision="highest").reshape(B * T, H * K)
+    p = jax.nn.softmax(
+        jnp.concatenate([jnp.where(visible, scores, -jnp.inf), column], -1)
+    )[..., :-1]
+    return jnp.einsum("bhts,bshk->bthk", p, v, precision="highest").reshape(
+        B * T, H * K
+    )
 
 
 @pytest.mark.thorough
@@ -46,4 +48,6 @@ def test_outputs_and_gradients_are_those_of_one_more_score(local):
         ]
 
     for mine, right in zip(*both(*given, cotangent, jnp.array(local)), strict=True):
-        np.testing.assert_allclose(mine, right, atol=2e-6 * float(jnp.abs(right).max() + 1))
+        np.testing.assert_allclose(
+            mine, right, atol=2e-6 * float(jnp.abs(right).max() + 1)
+        )

@@ -21,7 +21,14 @@ BASE = {"width": 16, "depth": 1}
 
 def config_of(model=None, base=BASE, **sections):
     optimizer = {"schedule": "constant", "warmup_steps": 0, "learning_rate": 0.01}
-    sizes = {"layers": 2, "d_model": 32, "heads": 4, "kv_heads": 2, "d_ff": 64, "vocab_size": 61}
+    sizes = {
+        "layers": 2,
+        "d_model": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "d_ff": 64,
+        "vocab_size": 61,
+    }
     return load(
         {
             "model": sizes | (model or {}),
@@ -58,7 +65,10 @@ def test_factors_are_those_of_the_table():
     assert found["blocks.mlp_norm.scale"] == TransferFactors(1, 1, 4)
     # the table begins it with 1 / sqrt(2 layers), the base has one layer
     out = found["blocks.attention.out"]
-    assert out.begin == pytest.approx(2**0.5 / (2 * 2**0.5)) and (out.step, out.gradient) == (
+    assert out.begin == pytest.approx(2**0.5 / (2 * 2**0.5)) and (
+        out.step,
+        out.gradient,
+    ) == (
         0.25,
         2,
     )
@@ -101,12 +111,20 @@ def test_norms_behind_branches_wide_heads_experts_and_scaled_embeddings_have_the
     assert gemma["blocks.mlp_post_norm.scale"] == TransferFactors(0.5, 0.5, 2)
     assert gemma["blocks.mlp.down"].step == 0.5
     root = pytest.approx(2**-0.5)
-    assert gemma["embedding.tokens"].step == root and gemma["head.norm.scale"].step == root
+    assert (
+        gemma["embedding.tokens"].step == root and gemma["head.norm.scale"].step == root
+    )
     wide = by_name(config_of(base={"head_dim": 2}))
     assert wide["blocks.attention.q"] == TransferFactors(0.5, 0.5, 0.5)
     assert wide["blocks.attention.k"] == TransferFactors()
     experts = by_name(
-        config_of({"family": "mixtral", "d_ff": 0, "moe": {"experts": 4, "top_k": 2, "d_ff": 16}})
+        config_of(
+            {
+                "family": "mixtral",
+                "d_ff": 0,
+                "moe": {"experts": 4, "top_k": 2, "d_ff": 16},
+            }
+        )
     )
     assert experts["blocks.experts.router"] == TransferFactors(0.5, 0.5, 2)
     assert experts["blocks.experts.down"].step == 0.25
@@ -122,7 +140,9 @@ def test_a_base_of_the_same_size_changes_nothing():
 def test_norms_by_one_and_a_scale_begin_as_others_do():
     config = config_of({"family": "gemma2"})
     scale = jax.device_get(Program(config).init().params["head"]["norm"]["scale"])
-    np.testing.assert_allclose(1 + scale, factors(config, _named(config, "head.norm.scale")).begin)
+    np.testing.assert_allclose(
+        1 + scale, factors(config, _named(config, "head.norm.scale")).begin
+    )
 
 
 def _named(config, name):
@@ -145,7 +165,8 @@ def test_a_mesh_changes_no_loss(mesh):
     alone = config_of()
     if "lion" in mesh:
         config, alone = (
-            replace(c, optimizer=replace(c.optimizer, name="lion")) for c in (config, alone)
+            replace(c, optimizer=replace(c.optimizer, name="lion"))
+            for c in (config, alone)
         )
     np.testing.assert_allclose(losses(config), losses(alone), rtol=1e-6)
 

@@ -59,7 +59,9 @@ def test_a_directory_of_runs_shows_each_of_them(run, tmp_path, capsys):
     }
     for named in (run, tmp_path / "empty", tmp_path / "nowhere"):
         assert main([str(named), "--json"]) == 0
-        assert [look["run"] for look in json.loads(capsys.readouterr().out)] == [str(named)]
+        assert [look["run"] for look in json.loads(capsys.readouterr().out)] == [
+            str(named)
+        ]
 
 
 def write(run, *steps, **more):
@@ -72,7 +74,13 @@ def sample(run, rank, time, **phases):
     with (run / "resources" / f"{rank}.jsonl").open("a") as file:
         file.write(
             json.dumps(
-                {"time": time, "rank": rank, "host": f"n{rank}", "step": 3, "phase_seconds": phases}
+                {
+                    "time": time,
+                    "rank": rank,
+                    "host": f"n{rank}",
+                    "step": 3,
+                    "phase_seconds": phases,
+                }
             )
             + "\n"
         )
@@ -80,13 +88,17 @@ def sample(run, rank, time, **phases):
 
 def shown(looks, width=80, height=40):
     file = io.StringIO()
-    Console(file=file, width=10 * width, color_system=None).print(screen(looks, width, height))
+    Console(file=file, width=10 * width, color_system=None).print(
+        screen(looks, width, height)
+    )
     return file.getvalue()
 
 
 def test_a_run_that_is_not_there_yet_is_told_so_and_found_when_it_comes(tmp_path):
     watched = WatchedRun(tmp_path / "mine")
-    assert "there is no run here yet" in shown([watched.look()]) and "yet" in line(watched.look())
+    assert "there is no run here yet" in shown([watched.look()]) and "yet" in line(
+        watched.look()
+    )
     (tmp_path / "mine").mkdir()
     assert "yet" in line(watched.look())
     (tmp_path / "mine" / "config.yaml").write_text("train: {steps: 100}")
@@ -100,9 +112,9 @@ def test_only_new_rows_are_read_and_steps_taken_again_stand_once(run):
     assert watched.look().columns.known("step").tolist() == list(range(1, 8))
     write(run, 5, 6, loss=9.0)
     columns = watched.look().columns
-    assert columns.known("step").tolist() == [1, 2, 3, 4, 5, 6] and columns.known("loss").tolist()[
-        -2:
-    ] == [9.0, 9.0]
+    assert columns.known("step").tolist() == [1, 2, 3, 4, 5, 6] and columns.known(
+        "loss"
+    ).tolist()[-2:] == [9.0, 9.0]
 
 
 def test_the_state_of_a_run_is_told(run):
@@ -122,12 +134,16 @@ def test_the_state_of_a_run_is_told(run):
     assert watched_state(run) == "done"
 
 
-@pytest.mark.parametrize(("ago", "state"), [(0, "going on"), (watched.FRESH + 60, "stopped")])
+@pytest.mark.parametrize(
+    ("ago", "state"), [(0, "going on"), (watched.FRESH + 60, "stopped")]
+)
 def test_between_two_generations_a_supervised_run_goes_on(run, ago, state):
     write(run, 1, 2, 3)
     nodes = run / "survive" / "nodes"
     nodes.mkdir(parents=True)
-    (nodes / "n0.json").write_bytes(encode(Node("n0", wall=time.time() - ago, state="idle")))
+    (nodes / "n0.json").write_bytes(
+        encode(Node("n0", wall=time.time() - ago, state="idle"))
+    )
     assert watched_state(run) == state
 
 
@@ -211,11 +227,17 @@ def test_bars_and_lines_use_the_width_there_is(run, width):
 def test_the_line_above_has_a_clock_the_keys_and_of_what_the_figures_are(width):
     words = head(width, 2).plain
     assert len(words) == width and words.endswith(f"  of the last {RECENT_ROWS} rows")
-    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC  every 2 s  q ends, any key looks ", words)
+    assert re.match(
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC  every 2 s  q ends, any key looks ", words
+    )
 
 
 def test_faults_are_told_with_who_and_when_and_the_last_sign_of_life(tmp_path):
-    where = Synthetic(random.Random(1), nodes=3, faults=12, skew=0.0).play().write(tmp_path / "run")
+    where = (
+        Synthetic(random.Random(1), nodes=3, faults=12, skew=0.0)
+        .play()
+        .write(tmp_path / "run")
+    )
     write(where, 1, 2, 3)
     watched_run = WatchedRun(where)
     look = watched_run.look()
@@ -263,14 +285,20 @@ def test_a_run_has_one_mfu(run):
     """The median of the last 50 rows, wherever it is shown; none where no row knows the devices' peak."""
     for step in range(1, 121):
         write(run, step, mfu=step / 1000)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
     wanted = 0.0955
     board = Board(0, "", "", {"tokens": 0.0}, 10)
     for row in rows:
         board(row, "step")
     assert samples_of(board, "meshtrain_mfu") == pytest.approx([wanted])
     summary = summarise(gather(run))
-    assert summary.speed.mfu == pytest.approx(wanted) == WatchedRun(run).look().summary.speed.mfu
+    assert (
+        summary.speed.mfu
+        == pytest.approx(wanted)
+        == WatchedRun(run).look().summary.speed.mfu
+    )
     assert f"MFU {wanted:.1%} over the last 50 rows" in render(gather(run), summary)
     assert (
         f"MFU {wanted:.1%}" in shown([WatchedRun(run).look()])
@@ -282,13 +310,17 @@ def test_a_run_has_one_mfu(run):
     board(rows[0] | {"mfu": math.nan}, "step")
     assert samples_of(board, "meshtrain_mfu") == []
     assert (
-        "MFU" not in shown([WatchedRun(run).look()]) and "MFU" not in summarise(gather(run)).figures
+        "MFU" not in shown([WatchedRun(run).look()])
+        and "MFU" not in summarise(gather(run)).figures
     )
 
 
 def samples_of(board, name):
     return [
-        value for family in board.families() if family.name == name for _, value in family.samples
+        value
+        for family in board.families()
+        if family.name == name
+        for _, value in family.samples
     ]
 
 
@@ -309,7 +341,8 @@ def test_q_ends_it_and_the_terminal_is_as_before(run, key, ends):
         if not ends:
             told = b""
             while b"step 2 of 100" not in told:
-                told += os.read(main_end, 4096)  # another look, long before the minute is over
+                # Another look, long before the minute is over
+                told += os.read(main_end, 4096)
             os.write(main_end, b"q")
         assert process.wait(20) == 0
     assert termios.tcgetattr(terminal) == before
@@ -327,7 +360,9 @@ def test_many_runs_have_a_line_each(run):
     )
 
 
-def test_the_lowest_eval_loss_is_that_of_the_whole_run_and_patience_is_counted_down(run):
+def test_the_lowest_eval_loss_is_that_of_the_whole_run_and_patience_is_counted_down(
+    run,
+):
     (run / "config.yaml").write_text(
         "run: {fake_devices: 8}\ntrain: {steps: 9999}\neval: {every: 1, patience: 4}\n"
     )

@@ -22,13 +22,23 @@ from meshtrain.parallel.parallelize import LocalStep
 from meshtrain.parallel.placement import buckets
 from meshtrain.step import Program
 
-SIZES = {"layers": 5, "d_model": 24, "heads": 6, "kv_heads": 2, "d_ff": 50, "vocab_size": 257}
+SIZES = {
+    "layers": 5,
+    "d_model": 24,
+    "heads": 6,
+    "kv_heads": 2,
+    "d_ff": 50,
+    "vocab_size": 257,
+}
 CELLS: dict[str, dict[str, Any]] = {
     "one microbatch, tied": {
         "model": {"family": "gpt2", "dropout": 0.2},
         "mesh": {"data": 4, "tensor": 2},
     },
-    "three microbatches": {"mesh": {"data": 4}, "parallel": {"microbatches": 3, "remat": "full"}},
+    "three microbatches": {
+        "mesh": {"data": 4},
+        "parallel": {"microbatches": 3, "remat": "full"},
+    },
     "ZeRO-3, held": {
         "mesh": {"data": 2, "tensor": 2},
         "parallel": {
@@ -38,7 +48,11 @@ CELLS: dict[str, dict[str, Any]] = {
             "sequence_parallel": True,
         },
     },
-    "adapters": {"mesh": {"data": 4}, "lora": {"rank": 3}, "parallel": {"microbatches": 2}},
+    "adapters": {
+        "mesh": {"data": 4},
+        "lora": {"rank": 3},
+        "parallel": {"microbatches": 2},
+    },
 }
 
 
@@ -61,7 +75,8 @@ def program_of(config: Config, overlaps: bool) -> Program:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "cell", slow_but(CELLS, ["one microbatch, tied", "ZeRO-3, held", "three microbatches"])
+    "cell",
+    slow_but(CELLS, ["one microbatch, tied", "ZeRO-3, held", "three microbatches"]),
 )
 def test_gradients_closed_on_the_way_are_those_closed_at_the_end(cell):
     config = config_of(cell)
@@ -71,7 +86,9 @@ def test_gradients_closed_on_the_way_are_those_closed_at_the_end(cell):
     assert float(same) == pytest.approx(float(loss), rel=1e-6)
     largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(right))
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * largest), seen, right
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6 * largest),
+        seen,
+        right,
     )
 
 
@@ -90,11 +107,19 @@ def test_bfloat16_sums_are_the_gradients_to_bfloat16(stage, pipeline):
     config = replaced(config, mesh={"data": 2, "pipeline": pipeline}, parallel=parallel)
     tokens, labels = token_batches(config, 1)[0]
     for sums in ("float32", "bfloat16"):
-        program = program_of(replaced(config, precision={"gradient_sums": sums}), overlaps=True)
-        batch = jax.device_put({"tokens": tokens, "labels": labels}, program.batch_sharding)
+        program = program_of(
+            replaced(config, precision={"gradient_sums": sums}), overlaps=True
+        )
+        batch = jax.device_put(
+            {"tokens": tokens, "labels": labels}, program.batch_sharding
+        )
         live = place(program.layout, canonical_numbers(program.layout))
-        found.append(jax.jit(program.gradients)(live, batch, jnp.int32(0), jnp.float32(1))[1])
-    off = jax.tree.map(lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(a)), *found)
+        found.append(
+            jax.jit(program.gradients)(live, batch, jnp.int32(0), jnp.float32(1))[1]
+        )
+    off = jax.tree.map(
+        lambda a, b: float(jnp.linalg.norm(a - b) / jnp.linalg.norm(a)), *found
+    )
     # 8 bits, rounded three times: nothing is lost that a float32 does not hold, and nothing but sums is rounded
     assert all(0 < error < 3 * 2**-8 for error in jax.tree.leaves(off)), off
 
@@ -104,8 +129,12 @@ def test_as_many_bytes_are_scattered_in_a_piece_for_each_bucket_and_each_matrix(
     config = config_of("three microbatches")
     pieces, sent = [], []
     for overlaps in (False, True):
-        found = collectives(program_of(config, overlaps).lower().compile(), make_mesh(config))
-        pieces.append(Counter(c.kind for c in found if c.axes == ("data",))["reduce-scatter"])
+        found = collectives(
+            program_of(config, overlaps).lower().compile(), make_mesh(config)
+        )
+        pieces.append(
+            Counter(c.kind for c in found if c.axes == ("data",))["reduce-scatter"]
+        )
         sent.append(found.traffic)
     assert sent[0] == pytest.approx(sent[1])
     matrices, vectors = 9, 3
@@ -116,7 +145,9 @@ def test_as_many_bytes_are_scattered_in_a_piece_for_each_bucket_and_each_matrix(
 
 
 def test_a_compression_with_a_memory_has_one_reduction_a_step():
-    config = replaced(config_of("three microbatches"), parallel={"reduce": {"compression": "int8"}})
+    config = replaced(
+        config_of("three microbatches"), parallel={"reduce": {"compression": "int8"}}
+    )
     assert Program(config, make_mesh(config)).local.zero.overlaps_reduce_scatter
     config = replaced(config, parallel={"reduce": {"compression": "powersgd"}})
     assert not Program(config, make_mesh(config)).local.zero.overlaps_reduce_scatter
@@ -125,6 +156,8 @@ def test_a_compression_with_a_memory_has_one_reduction_a_step():
 @pytest.mark.parametrize("layers", [1, 3, 8, 32, 61, 126])
 def test_buckets_are_all_layers_once_and_about_as_long(layers):
     found = buckets(layers)
-    assert [i for first, behind in found for i in range(first, behind)] == list(range(layers))
+    assert [i for first, behind in found for i in range(first, behind)] == list(
+        range(layers)
+    )
     sizes = [behind - first for first, behind in found]
     assert len(found) <= 8 and max(sizes) - min(sizes) <= 1

@@ -29,7 +29,11 @@ ROWS, WIDTH = 2, 8
 
 class OnContext(Collectives):
     def __init__(self, ranks: int, strategy: str) -> None:
-        self.context, self.by_heads, self.rings = ranks, strategy == "ulysses", strategy == "ring"
+        self.context, self.by_heads, self.rings = (
+            ranks,
+            strategy == "ulysses",
+            strategy == "ring",
+        )
 
     def positions(self, length: int) -> jax.Array:
         return positions(length, self.context, self.by_heads)
@@ -78,7 +82,11 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_attention_and_its_gradients_are_those_of_the_whole_row(case):
     ranks, strategy, heads, groups, length, more = CASES[case]
-    window, cap, rate = more.get("window", 0), more.get("cap", 0.0), more.get("rate", 0.0)
+    window, cap, rate = (
+        more.get("window", 0),
+        more.get("cap", 0.0),
+        more.get("rate", 0.0),
+    )
     draw = np.random.default_rng(0)
     q, k, v, g = (
         draw.standard_normal((ROWS, length, n, WIDTH), np.float32)
@@ -86,14 +94,16 @@ def test_attention_and_its_gradients_are_those_of_the_whole_row(case):
     )
     segments = None
     if "documents" in more:
-        segments = np.sort(draw.integers(0, more["documents"], (ROWS, length)), axis=1).astype(
-            np.int32
-        )
+        segments = np.sort(
+            draw.integers(0, more["documents"], (ROWS, length)), axis=1
+        ).astype(np.int32)
     dropout = Dropout(rate, jax.random.key(3), jnp.arange(ROWS)) if rate else NO_DROPOUT
     keep = np.asarray(dropout.attention(jnp.ones((ROWS, heads, length, length)), 0))
     with jax.enable_x64(True):
         exact = [np.float64(x) for x in (q, k, v)]
-        want, vjp = jax.vjp(lambda *qkv: plain(*qkv, segments, window, cap, keep), *exact)
+        want, vjp = jax.vjp(
+            lambda *qkv: plain(*qkv, segments, window, cap, keep), *exact
+        )
         want = [np.asarray(x) for x in (want, *vjp(np.float64(g)))]
     assert want[0].dtype == np.float64
 
@@ -120,15 +130,21 @@ def test_attention_and_its_gradients_are_those_of_the_whole_row(case):
         return out, *vjp(g)
 
     cut = [None if x is None else x[:, order] for x in (q, k, v, g, segments)]
-    for name, seen, right in zip(("out", "q", "k", "v"), jax.jit(run)(*cut), want, strict=True):
-        error = np.abs(np.asarray(seen)[:, np.argsort(order)] - right).max() / np.abs(right).max()
+    for name, seen, right in zip(
+        ("out", "q", "k", "v"), jax.jit(run)(*cut), want, strict=True
+    ):
+        error = (
+            np.abs(np.asarray(seen)[:, np.argsort(order)] - right).max()
+            / np.abs(right).max()
+        )
         assert error < 2e-6, (name, error)
 
 
 def test_zigzag_gives_each_rank_an_early_and_a_late_chunk_and_all_the_same_work():
     order = column_order(24, 3, by_heads=False).reshape(3, 8)
     assert order[1].tolist() == [4, 5, 6, 7, 16, 17, 18, 19]
-    assert len({int((rank + 1).sum()) for rank in order}) == 1  # keys that a rank's queries see
+    # Keys that a rank's queries see
+    assert len({int((rank + 1).sum()) for rank in order}) == 1
     assert np.array_equal(column_order(24, 3, by_heads=True), np.arange(24))
 
 
@@ -145,7 +161,12 @@ MODEL = {
 
 def config(mesh, length=32, model=None, data=None, **parallel):
     train = {"global_batch_size": 4} | ({"sequence_length": length} if length else {})
-    sections = {"model": MODEL | (model or {}), "mesh": mesh, "train": train, "parallel": parallel}
+    sections = {
+        "model": MODEL | (model or {}),
+        "mesh": mesh,
+        "train": train,
+        "parallel": parallel,
+    }
     return load(sections | ({"data": data} if data else {}))
 
 
@@ -200,14 +221,19 @@ def test_what_cannot_be_split_is_refused_in_a_sentence_that_names_what_can(
             {"context": 4, "data": 2},
             {"context_strategy": "all_gather", "zero_stage": 2, "microbatches": 2},
         ),
-        ({"context": 2, "tensor": 2}, {"context_strategy": "ulysses", "sequence_parallel": True}),
+        (
+            {"context": 2, "tensor": 2},
+            {"context_strategy": "ulysses", "sequence_parallel": True},
+        ),
         (
             {"context": 2, "data": 2, "pipeline": 2},
             {"context_strategy": "ring", "zero_stage": 3, "remat": "full"},
         ),
     ],
 )
-def test_first_loss_and_gradients_are_those_of_one_device_to_a_millionth(mesh, parallel):
+def test_first_loss_and_gradients_are_those_of_one_device_to_a_millionth(
+    mesh, parallel
+):
     tokens, labels = np.random.default_rng(0).integers(0, 31, (2, 4, 48), np.int32)
     found = []
     for program in (Program(config({}, 48)), Program(config(mesh, 48, **parallel))):
@@ -215,23 +241,32 @@ def test_first_loss_and_gradients_are_those_of_one_device_to_a_millionth(mesh, p
         loss, gradient = jax.jit(program.gradients)(
             program.init().params, batch, jnp.int32(0), jnp.float32(1)
         )
-        found.append((float(loss), program.layout.canonical(jax.tree.map(np.asarray, gradient))))
+        found.append(
+            (float(loss), program.layout.canonical(jax.tree.map(np.asarray, gradient)))
+        )
     (loss, gradient), (seen_loss, seen) = found
     assert seen_loss == pytest.approx(loss, rel=1e-6)
-    errors = jax.tree.map(lambda x, y: np.linalg.norm(x - y) / np.linalg.norm(y), seen, gradient)
+    errors = jax.tree.map(
+        lambda x, y: np.linalg.norm(x - y) / np.linalg.norm(y), seen, gradient
+    )
     assert max(jax.tree.leaves(errors)) < 1e-6, errors
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("scaling", ["llama3", "yarn"])
-def test_logits_come_in_the_order_of_the_tokens_whose_positions_scaled_rotations_take(scaling):
+def test_logits_come_in_the_order_of_the_tokens_whose_positions_scaled_rotations_take(
+    scaling,
+):
     tokens = np.random.default_rng(0).integers(0, 31, (4, 32), np.int32)
     model = {"rope_scaling": scaling, "rope_factor": 4.0, "rope_original": 16}
     one, split = (
         Program(config(mesh, model=model, context_strategy="ring"))
         for mesh in ({"data": 1}, {"data": 2, "context": 4})
     )
-    seen = [np.asarray(program.logits(program.init().params, tokens)) for program in (one, split)]
+    seen = [
+        np.asarray(program.logits(program.init().params, tokens))
+        for program in (one, split)
+    ]
     np.testing.assert_allclose(seen[1], seen[0], atol=2e-5)
 
 
@@ -239,7 +274,9 @@ def test_each_device_is_given_its_own_tokens_of_its_own_rows():
     program = Program(config({"data": 2, "context": 2}, context_strategy="ring"))
     tokens = np.arange(4 * 32, dtype=np.int32).reshape(4, 32) % 31
     placed = program.place({"tokens": tokens, "labels": tokens})["tokens"]
-    parts = {shard.device.id: np.asarray(shard.data) for shard in placed.addressable_shards}
+    parts = {
+        shard.device.id: np.asarray(shard.data) for shard in placed.addressable_shards
+    }
     early, late = np.arange(0, 8), np.arange(24, 32)
     assert np.array_equal(parts[0], tokens[:2, np.r_[early, late]])
     assert np.array_equal(parts[3], tokens[2:, 8:24])
@@ -262,11 +299,18 @@ def test_each_of_two_processes_reads_its_half_of_each_row_and_both_train_as_one_
     (tmp_path / "count_reads.py").write_text(COUNT_READS)
     (tmp_path / "text.txt").write_text("".join(map(str, range(9999))))
     rows, read = {}, {}
-    mesh = {"context": 4, "data": 2, "order": ["context", "island", "pipeline", "data", "tensor"]}
+    mesh = {
+        "context": 4,
+        "data": 2,
+        "order": ["context", "island", "pipeline", "data", "tensor"],
+    }
     for name, processes in (("one", 1), ("two", 2)):
         training = replaced(
             config(mesh, 64, {"vocab_size": 257}, context_strategy=strategy),
-            run={"directory": str(tmp_path / name), "imports": (str(tmp_path / "count_reads.py"),)},
+            run={
+                "directory": str(tmp_path / name),
+                "imports": (str(tmp_path / "count_reads.py"),),
+            },
             data={
                 "source": str(tmp_path / "text.txt"),
                 "validation_source": str(tmp_path / "text.txt"),
@@ -281,12 +325,18 @@ def test_each_of_two_processes_reads_its_half_of_each_row_and_both_train_as_one_
             json.loads(line)
             for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         ]
-        read[name] = [int((tmp_path / f"{name}-{rank}").read_text()) for rank in range(processes)]
+        read[name] = [
+            int((tmp_path / f"{name}-{rank}").read_text()) for rank in range(processes)
+        ]
     for key in ("loss", "grad_norm"):
         np.testing.assert_allclose(
-            [row[key] for row in rows["two"]], [row[key] for row in rows["one"]], rtol=1e-5
+            [row[key] for row in rows["two"]],
+            [row[key] for row in rows["one"]],
+            rtol=1e-5,
         )
-    assert rows["two"][-1]["eval_loss"] == pytest.approx(rows["one"][-1]["eval_loss"], rel=1e-5)
+    assert rows["two"][-1]["eval_loss"] == pytest.approx(
+        rows["one"][-1]["eval_loss"], rel=1e-5
+    )
     # A token before each of the chunks that follow one another, of 16 tokens, is read with them.
     assert all(0.5 < each / read["one"][0] < 0.55 for each in read["two"]), read
 

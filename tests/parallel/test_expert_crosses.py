@@ -29,11 +29,19 @@ MODEL = {
     "heads": 4,
     "kv_heads": 2,
     "vocab_size": 61,
-    "moe": {"experts": EXPERTS, "top_k": TOP_K, "d_ff": 32, "balance": "bias", "shared_experts": 1},
+    "moe": {
+        "experts": EXPERTS,
+        "top_k": TOP_K,
+        "d_ff": 32,
+        "balance": "bias",
+        "shared_experts": 1,
+    },
 }
 MESH = {"data": 2, "expert": SHARED}
 STAGES = MESH | {"pipeline": 2}
-GATHER, SWAP = ({"experts": {"dispatch": name}} for name in ("all_gather", "all_to_all"))
+GATHER, SWAP = (
+    {"experts": {"dispatch": name}} for name in ("all_gather", "all_to_all")
+)
 # The experts that all tokens choose: one on each of two ranks, or both on the first.
 ROUTINGS = {1: (0, EXPERTS // SHARED), 2: (0, 1)}
 FLOAT32, FLOAT16, FLOAT8 = 1e-6, 5e-3, 0.03
@@ -53,8 +61,18 @@ def names(key: str, *activations: str) -> dict[str, Any]:
 #       mesh, parallel, other sections, the distance allowed
 CELLS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any], float]] = {
     "LoRA": (MESH, SWAP | {"zero_stage": 3}, LORA, FLOAT32),
-    "LoRA, zero bubble": (STAGES, GATHER | TABLE | {"schedule": "zb_h1"}, LORA, FLOAT32),
-    "some trained": (MESH, GATHER, {"train": {"trainable": ["*experts.up", "*q"]}}, FLOAT32),
+    "LoRA, zero bubble": (
+        STAGES,
+        GATHER | TABLE | {"schedule": "zb_h1"},
+        LORA,
+        FLOAT32,
+    ),
+    "some trained": (
+        MESH,
+        GATHER,
+        {"train": {"trainable": ["*experts.up", "*q"]}},
+        FLOAT32,
+    ),
     "float16": (MESH, SWAP, {"precision": {"compute": "float16"}}, FLOAT16),
     "float16, gathered": (MESH, GATHER, {"precision": {"compute": "float16"}}, FLOAT16),
     "float8": (MESH, SWAP | {"zero_stage": 3}, EIGHT, FLOAT8),
@@ -69,13 +87,28 @@ CELLS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any], float]] =
     "full remat": (MESH, SWAP | {"remat": "full"}, {}, FLOAT32),
     "selective remat": (MESH, GATHER | {"remat": "selective"}, {}, FLOAT32),
     "products kept": (MESH, SWAP | {"remat": "dots"}, {}, FLOAT32),
-    "rows kept": (MESH, GATHER | names("remat_keep", "dispatched", "mlp_hidden"), {}, FLOAT32),
-    "rows offloaded": (MESH, SWAP | names("remat_offload", "dispatched", "mlp_in"), {}, FLOAT32),
+    "rows kept": (
+        MESH,
+        GATHER | names("remat_keep", "dispatched", "mlp_hidden"),
+        {},
+        FLOAT32,
+    ),
+    "rows offloaded": (
+        MESH,
+        SWAP | names("remat_offload", "dispatched", "mlp_in"),
+        {},
+        FLOAT32,
+    ),
     "state offloaded": (MESH, GATHER | {"offload_optimizer": True}, {}, FLOAT32),
     "1f1b": (STAGES, SWAP | TABLE | {"schedule": "1f1b"}, {}, FLOAT32),
     "zero bubble": (STAGES, SWAP | TABLE | {"schedule": "zb_h1"}, {}, FLOAT32),
     "pairs": (STAGES, GATHER | TABLE | {"schedule": "paired"}, {}, FLOAT32),
-    "pairs of zero bubble": (STAGES, SWAP | TABLE | {"schedule": "zb_paired"}, {}, FLOAT32),
+    "pairs of zero bubble": (
+        STAGES,
+        SWAP | TABLE | {"schedule": "zb_paired"},
+        {},
+        FLOAT32,
+    ),
 }
 FEW = (
     "LoRA",
@@ -90,9 +123,13 @@ FEW = (
 )
 
 
-def configuration(mesh: dict[str, int], parallel: dict[str, Any], more: dict[str, Any]) -> Config:
+def configuration(
+    mesh: dict[str, int], parallel: dict[str, Any], more: dict[str, Any]
+) -> Config:
     train = {"global_batch_size": 8, "sequence_length": 16} | more.get("train", {})
-    return load({"model": MODEL, "mesh": mesh, "parallel": parallel, **more, "train": train})
+    return load(
+        {"model": MODEL, "mesh": mesh, "parallel": parallel, **more, "train": train}
+    )
 
 
 def favoured(program: Program, rounds: int) -> Any:
@@ -119,14 +156,18 @@ def run(config: Config, rounds: int) -> tuple[float, dict[str, np.ndarray]]:
         jnp.float32(SCALE),
     )
     canonical = lambda w, x: (
-        x if x is None else np.asarray(layout.canonical_leaf(w, x)) / (1 if w.counts else SCALE)
+        x
+        if x is None
+        else np.asarray(layout.canonical_leaf(w, x)) / (1 if w.counts else SCALE)
     )
     return float(loss), by_path(layout.map(canonical, shards))
 
 
 def by_path(tree: Any) -> dict[str, np.ndarray]:
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves
+    }
 
 
 @cache
@@ -148,7 +189,9 @@ def dense(more: str, rounds: int) -> tuple[float, dict[str, np.ndarray]]:
         return loss, by_path(jax.tree.map(np.asarray, vjp(gradients)[0]))
 
 
-def errors(got: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> dict[str, float]:
+def errors(
+    got: dict[str, np.ndarray], right: dict[str, np.ndarray]
+) -> dict[str, float]:
     return {
         name: float(np.linalg.norm(x - right[name]) / np.linalg.norm(right[name]))
         for name, x in got.items()
@@ -173,7 +216,8 @@ def test_losses_and_gradients_are_those_of_a_dense_loop_or_in_fewer_bits_of_one_
     if within == FLOAT32:
         want, right = dense(json.dumps(more), rounds)
         limits = {
-            name: max(within, BESIDE_ONE_DEVICE * x) for name, x in errors(rounded, right).items()
+            name: max(within, BESIDE_ONE_DEVICE * x)
+            for name, x in errors(rounded, right).items()
         }
     assert loss == pytest.approx(want, rel=within)
     found = errors(gradients, right)
@@ -212,7 +256,9 @@ def test_a_step_is_skipped_where_only_a_later_round_overflows(dispatch):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("ranks", [(4, 2), (1, 4)])
-def test_a_checkpoint_of_a_run_with_rounds_goes_on_with_others_on_another_mesh(tmp_path, ranks):
+def test_a_checkpoint_of_a_run_with_rounds_goes_on_with_others_on_another_mesh(
+    tmp_path, ranks
+):
     """Of so few tokens four ranks need several rounds, one needs none."""
 
     def losses(name: str, *runs: tuple[int, dict[str, Any]]) -> list[float]:
@@ -223,7 +269,11 @@ def test_a_checkpoint_of_a_run_with_rounds_goes_on_with_others_on_another_mesh(t
                 "mesh": mesh,
                 "parallel": SWAP | {"zero_stage": 3},
                 "data": {"source": "synthetic"},
-                "train": {"steps": steps, "global_batch_size": 8, "sequence_length": 16},
+                "train": {
+                    "steps": steps,
+                    "global_batch_size": 8,
+                    "sequence_length": 16,
+                },
                 "optimizer": {"schedule": "constant"},
             }
             mt.train(load(sections))
@@ -270,7 +320,9 @@ def test_rounds_have_no_gradient_of_a_frozen_weight(apart):
         return jax.grad(add, (0, 1))(rows, trained)
 
     jaxpr = jax.make_jaxpr(gradients)(rows, frozen, trained).jaxpr
-    carried = [shapes for shapes in loops(jaxpr) if (4, 3) in shapes or (5, 3) in shapes]
+    carried = [
+        shapes for shapes in loops(jaxpr) if (4, 3) in shapes or (5, 3) in shapes
+    ]
     assert any((5, 3) in shapes for shapes in carried)
     assert not any((3, 5) in shapes for shapes in carried)
 

@@ -59,7 +59,12 @@ def layer(
     collectives = ExpertCollectives(config, platform)
     graph, state = nnx.split(Experts("blocks.experts", config.model, nnx.Rngs(0)))
 
-    @partial(jax.shard_map, mesh=mesh, in_specs=PartitionSpec(axes), out_specs=PartitionSpec(axes))
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=PartitionSpec(axes),
+        out_specs=PartitionSpec(axes),
+    )
     def run(rows, weights, of_experts, chosen):
         module = nnx.merge(graph, state)
         for name, value in zip(NAMES, of_experts, strict=True):
@@ -77,7 +82,9 @@ def gradients(dispatch: str, platform: str, context: int):
 
     def both(cotangent, chosen, *operands):
         y, vjp, noted = jax.vjp(
-            lambda *o: layer(dispatch, platform, context)(*o, chosen), *operands, has_aux=True
+            lambda *o: layer(dispatch, platform, context)(*o, chosen),
+            *operands,
+            has_aux=True,
         )
         return y, noted, vjp(cotangent)
 
@@ -104,7 +111,12 @@ def routing(name: str) -> np.ndarray:
         elsewhere[5] = 0, EXPERTS - 1
     crowded = np.stack([tokens % 2, 1 - tokens % 2], 1)
     idle = np.full_like(even, EXPERTS)
-    of = {"even": even, "one expert": crowded, "few here": elsewhere, "none here": elsewhere}
+    of = {
+        "even": even,
+        "one expert": crowded,
+        "few here": elsewhere,
+        "none here": elsewhere,
+    }
     return of.get(name, idle).astype(np.int32)
 
 
@@ -119,7 +131,9 @@ def dense(chosen: np.ndarray, cotangent: Any, *operands: Any) -> tuple[np.ndarra
         for expert in range(EXPERTS):
             gate, up, down = (w[expert] for w in of_experts)
             hidden = jax.nn.silu(rows @ gate) * (rows @ up)
-            y = y + (weights * (chosen == expert)).sum(1, keepdims=True) * (hidden @ down)
+            y = y + (weights * (chosen == expert)).sum(1, keepdims=True) * (
+                hidden @ down
+            )
         return y
 
     with jax.enable_x64(True):
@@ -158,7 +172,9 @@ def test_outputs_and_gradients_are_those_of_a_dense_loop_and_rounds_are_counted(
     assert rounds == {"even": 1, "one expert": RANKS, "idle": 0}.get(name, rounds)
     tokens = (chosen[:, 0] < EXPERTS).reshape(RANKS, -1).sum(1)
     assert np.array_equal(noted, rounds * tokens)
-    for mine, right in zip(jax.tree.leaves((y, found)), jax.tree.leaves(want), strict=True):
+    for mine, right in zip(
+        jax.tree.leaves((y, found)), jax.tree.leaves(want), strict=True
+    ):
         assert np.linalg.norm(mine - right) <= WITHIN * np.linalg.norm(right)
 
 
@@ -173,14 +189,18 @@ def test_memory_is_that_of_a_capacity_which_drops(path):
         cotangent, rows, weights = (
             jax.ShapeDtypeStruct((RANKS * 2048, *s), jnp.float32) for s in shapes
         )
-        experts = tuple(jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in operands()[3])
+        experts = tuple(
+            jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in operands()[3]
+        )
         chosen = jax.ShapeDtypeStruct((RANKS * 2048, TOP_K), jnp.int32)
 
         def both(cotangent, chosen, *operands):
             y, vjp, _ = jax.vjp(lambda *o: run(*o, chosen), *operands, has_aux=True)
             return y, vjp(cotangent)
 
-        compiled = jax.jit(both).lower(cotangent, chosen, rows, weights, experts).compile()
+        compiled = (
+            jax.jit(both).lower(cotangent, chosen, rows, weights, experts).compile()
+        )
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporaries(None) <= 1.3 * temporaries(1.25)

@@ -53,7 +53,9 @@ ROUTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def configuration(router: str, mesh: dict[str, int], parallel: dict[str, Any]) -> Config:
+def configuration(
+    router: str, mesh: dict[str, int], parallel: dict[str, Any]
+) -> Config:
     return load(
         {
             "model": {
@@ -74,9 +76,9 @@ def configuration(router: str, mesh: dict[str, int], parallel: dict[str, Any]) -
 def crowded(config: Config, packed: bool) -> dict[str, np.ndarray]:
     """A batch in which half of the tokens are one word, so that most choose the same experts."""
     tokens, labels = token_batches(config, 1)[0]
-    tokens = np.where(np.random.default_rng(5).random(tokens.shape) < 0.5, 7, tokens).astype(
-        np.int32
-    )
+    tokens = np.where(
+        np.random.default_rng(5).random(tokens.shape) < 0.5, 7, tokens
+    ).astype(np.int32)
     if not packed:
         return {"tokens": tokens, "labels": labels}
     batch = packed_batch(tokens, labels)
@@ -94,7 +96,10 @@ def one_device(router: str, packed: bool) -> tuple[Any, float, Any, np.ndarray]:
     numbers = canonical_numbers(layout)
     numbers["blocks"]["experts"]["load"] *= np.float32(0.3)
     return numbers, *reference_experts.run(
-        reference.Model("llama"), vars(config.model.moe), numbers, crowded(config, packed)
+        reference.Model("llama"),
+        vars(config.model.moe),
+        numbers,
+        crowded(config, packed),
     )
 
 
@@ -124,7 +129,9 @@ def one_device_errors(router: str, packed: bool) -> Any:
         jnp.int32(0),
         jnp.float32(1),
     )
-    return errors_of(jax.tree.map(np.asarray, program.layout.canonical(shards)), gradients)
+    return errors_of(
+        jax.tree.map(np.asarray, program.layout.canonical(shards)), gradients
+    )
 
 
 def dropped(counts: np.ndarray, config: Config, room: float) -> int:
@@ -137,7 +144,9 @@ def dropped(counts: np.ndarray, config: Config, room: float) -> int:
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all"])
 def test_rows_beyond_the_capacity_are_dropped_and_counted_exactly(dispatch):
     mesh = {"data": 2, "expert": 2}
-    config = configuration("plain", mesh, {"experts": {"dispatch": dispatch, "capacity": 1.1}})
+    config = configuration(
+        "plain", mesh, {"experts": {"dispatch": dispatch, "capacity": 1.1}}
+    )
     program = Program(config)
     batch = crowded(config, packed=False)
     # Both ranks have the same rows, and so send as much to each.
@@ -166,7 +175,9 @@ def test_what_is_routed_nowhere_takes_no_slot_and_no_block():
     tied = route(moe, jnp.zeros((96, 12)), jnp.zeros(12), jnp.zeros(96, bool))
     slots = slots_of(tied.chosen, 12, tied.chosen.size)
     assert slots.blocks == 0 and slots.dropped == 0
-    assert (slots.pairs == tied.chosen.size).all() and (slots.places == len(slots.pairs)).all()
+    assert (slots.pairs == tied.chosen.size).all() and (
+        slots.places == len(slots.pairs)
+    ).all()
     routed = route(moe, jnp.zeros((96, 12)), jnp.zeros(12), None)
     assert slots_of(routed.chosen, 12, routed.chosen.size).blocks > 0
 
@@ -210,9 +221,17 @@ def test_what_idle_stages_and_padding_compute_with_chooses_no_expert(monkeypatch
     ],
     ids=("alone", "folded"),
 )
-def test_a_checkpoint_of_shared_experts_goes_on_alone_or_shared_by_others(tmp_path, meshes):
+def test_a_checkpoint_of_shared_experts_goes_on_alone_or_shared_by_others(
+    tmp_path, meshes
+):
     def sections(name: str, mesh: dict[str, int], steps: int) -> dict[str, Any]:
-        model = {"layers": 2, "d_model": 24, "heads": 4, "vocab_size": 260, "moe": ROUTERS["bias"]}
+        model = {
+            "layers": 2,
+            "d_model": 24,
+            "heads": 4,
+            "vocab_size": 260,
+            "moe": ROUTERS["bias"],
+        }
         return {
             "run": {"directory": str(tmp_path / name)},
             "model": model,
@@ -246,8 +265,18 @@ CELLS: dict[str, tuple[str, dict[str, int], dict[str, Any], bool]] = {
         {"zero_stage": 2, "microbatches": 2, "experts": GATHER},
         False,
     ),
-    "swapped": ("bias", {"data": 4, "expert": 4}, {"zero_stage": 3, "experts": SWAP}, False),
-    "all of data": ("bias", {"data": 8, "expert": 8}, {"zero_stage": 1, "experts": GATHER}, False),
+    "swapped": (
+        "bias",
+        {"data": 4, "expert": 4},
+        {"zero_stage": 3, "experts": SWAP},
+        False,
+    ),
+    "all of data": (
+        "bias",
+        {"data": 8, "expert": 8},
+        {"zero_stage": 1, "experts": GATHER},
+        False,
+    ),
     "swapped by 8": (
         "losses",
         {"data": 8, "expert": 8},
@@ -362,7 +391,12 @@ CELLS: dict[str, tuple[str, dict[str, int], dict[str, Any], bool]] = {
         },
         False,
     ),
-    "islands": ("plain", {"data": 8, "islands": 2, "expert": 4}, {"zero_stage": 2}, False),
+    "islands": (
+        "plain",
+        {"data": 8, "islands": 2, "expert": 4},
+        {"zero_stage": 2},
+        False,
+    ),
     "folded over context": (
         "losses",
         {"context": 2, "expert": 2},
@@ -488,7 +522,11 @@ def test_losses_gradients_and_counts_are_those_of_a_loop_over_experts(cell):
     # of each token its rounds: more than one where many ranks share experts, of which one is crowded
     rounds = load[:, experts] / tokens
     ranks = config.mesh.expert
-    assert (rounds == 1).all() if ranks == 1 else (rounds >= 1 + (ranks > 2) / tokens).all()
+    assert (
+        (rounds == 1).all()
+        if ranks == 1
+        else (rounds >= 1 + (ranks > 2) / tokens).all()
+    )
 
     errors = errors_of(ours_of, gradients)
     limits = jax.tree.map(
@@ -504,7 +542,9 @@ RAGGED = (5, 9, 3, 16, 1, 12, 8, 15)
 def ragged(config: Config) -> dict[str, np.ndarray]:
     """A batch whose rows end at RAGGED, with places inside that do not weigh, two of them a chunk's last."""
     tokens, labels = token_batches(config, 1)[0]
-    weights = (np.arange(tokens.shape[1]) < np.array(RAGGED)[:, None]).astype(np.float32)
+    weights = (np.arange(tokens.shape[1]) < np.array(RAGGED)[:, None]).astype(
+        np.float32
+    )
     for row, token in ((1, 2), (1, 5), (3, 11)):
         weights[row, token] = 0
     return {"tokens": tokens, "labels": labels, "weights": weights}
@@ -513,18 +553,31 @@ def ragged(config: Config) -> dict[str, np.ndarray]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("strategy", ["all_gather", "ring", "ulysses"])
 @pytest.mark.parametrize("router", ["losses", "bias"])
-def test_padding_behind_a_row_chooses_no_expert_where_context_splits_rows(router, strategy):
+def test_padding_behind_a_row_chooses_no_expert_where_context_splits_rows(
+    router, strategy
+):
     sums = []
     for mesh, parallel in (({}, {}), ({"context": 2}, {"context_strategy": strategy})):
         program = Program(configuration(router, mesh, parallel))
         numbers = place(program.layout, one_device(router, False)[0])
-        given = numbers, program.place(ragged(program.config)), jnp.int32(0), jnp.float32(1)
+        given = (
+            numbers,
+            program.place(ragged(program.config)),
+            jnp.int32(0),
+            jnp.float32(1),
+        )
         loss, shards = jax.jit(program.gradients)(*given)
         sums.append((float(loss), program.layout.canonical(shards)))
     (loss, right), (found, gradient) = sums
-    counts = [np.asarray(g["blocks"]["experts"]["load"])[:, :-2] for g in (right, gradient)]
+    counts = [
+        np.asarray(g["blocks"]["experts"]["load"])[:, :-2] for g in (right, gradient)
+    ]
     np.testing.assert_array_equal(*counts)
     assert (counts[0].sum(-1) == sum(RAGGED) * program.config.model.moe.top_k).all()
     assert found == pytest.approx(loss, rel=WITHIN)
-    for mine, theirs in zip(jax.tree.leaves(gradient), jax.tree.leaves(right), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=2e-5 * np.abs(theirs).max() + 1e-9)
+    for mine, theirs in zip(
+        jax.tree.leaves(gradient), jax.tree.leaves(right), strict=True
+    ):
+        np.testing.assert_allclose(
+            mine, theirs, atol=2e-5 * np.abs(theirs).max() + 1e-9
+        )

@@ -71,7 +71,15 @@ def compiled(precision, mesh=None, layers=4, **parallel):
         # 3 of the head
         ({}, 14, 7 + 2 * 21 + 3),
         ({"float8_wgrad": "float8"}, 21, 2 * 21 + 3),
-        ({"float8_wgrad": "float8", "float8_skip": [0, 0], "float8_recipe": "tensorwise"}, 21, 3),
+        (
+            {
+                "float8_wgrad": "float8",
+                "float8_skip": [0, 0],
+                "float8_recipe": "tensorwise",
+            },
+            21,
+            3,
+        ),
         ({"float8_recipe": "blockwise", "float8_skip": [0, 0]}, 0, 21 + 3),
     ],
 )
@@ -105,8 +113,12 @@ def test_zero_3_and_sequence_parallelism_gather_bytes_and_nothing_else_of_what_i
     assert compiled({}, {"data": 8}, zero_stage=3)[3:] == (0, weight)
     embedding = SIZE["vocab_size"] * WIDTH
     assert compiled(every, {"data": 8}, zero_stage=3)[3:] == (weight, embedding)
-    assert compiled(every | {"float8_recipe": "blockwise"}, {"data": 8}, zero_stage=3)[3:] == (
+    assert compiled(every | {"float8_recipe": "blockwise"}, {"data": 8}, zero_stage=3)[
+        3:
+    ] == (
         weight,
         embedding,
     )
-    assert compiled(every | {"float8_gather": False}, {"data": 8}, zero_stage=3)[3:] == (0, weight)
+    assert compiled(every | {"float8_gather": False}, {"data": 8}, zero_stage=3)[
+        3:
+    ] == (0, weight)

@@ -27,7 +27,11 @@ CELLS = {
     "ZeRO-1": (MODEL, {"data": 2}, {"zero_stage": 1}),
     "ZeRO-2": (MODEL, {"data": 2}, {"zero_stage": 2}),
     "ZeRO-3": (MODEL, {"data": 2}, {"zero_stage": 3}),
-    "ZeRO-3 held": (MODEL, {"data": 2}, {"zero_stage": 3, "zero_hold": True, "remat": "full"}),
+    "ZeRO-3 held": (
+        MODEL,
+        {"data": 2},
+        {"zero_stage": 3, "zero_hold": True, "remat": "full"},
+    ),
     "pipeline": (MODEL, {"data": 2, "pipeline": 2}, {"schedule": "1f1b"}),
     "zero bubble": (MODEL, {"pipeline": 2}, {"schedule": "zb_h1"}),
     "chunks": (
@@ -43,7 +47,8 @@ QUICK = ("chunks",)
 
 def cells(*names, quick=()):
     return [
-        name if name in quick else pytest.param(name, marks=pytest.mark.thorough) for name in names
+        name if name in quick else pytest.param(name, marks=pytest.mark.thorough)
+        for name in names
     ]
 
 
@@ -72,7 +77,10 @@ def conversions(jaxpr):
     """Returns the numbers that a program makes e4m3 of, each time in each turn of its loops."""
     total = 0
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == E4M3:
+        if (
+            eqn.primitive.name == "convert_element_type"
+            and eqn.params["new_dtype"] == E4M3
+        ):
             total += eqn.invars[0].aval.size
         turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         total += turns * sum(map(conversions, jaxprs_in_params(eqn.params)))
@@ -91,10 +99,12 @@ def rounded_weights(cell, microbatches, **precision):
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
 @pytest.mark.parametrize(
-    "cell", cells("ZeRO-1", "ZeRO-2", "pipeline", "zero bubble", "chunks", quick=("ZeRO-1",))
+    "cell",
+    cells("ZeRO-1", "ZeRO-2", "pipeline", "zero bubble", "chunks", quick=("ZeRO-1",)),
 )
 def test_each_weight_is_rounded_once_whatever_the_number_of_microbatches(cell, recipe):
-    turns = 2 if recipe == "rowwise" else 1  # the backward sums over other groups, or the same
+    # The backward sums over other groups, or the same
+    turns = 2 if recipe == "rowwise" else 1
     model, mesh, _ = CELLS[cell]
     layers = model["layers"] // mesh.get("pipeline", 1)
     for microbatches in (4, 8):

@@ -23,9 +23,14 @@ def sent_over_data(given):
     """(config, what is sent over data by kind) of this program."""
     config, cluster = load(given), named("h100", 8)
     found = timed(
-        Module(compiled_step(given)), make_mesh(config, jax.devices()[:8]), config, cluster
+        Module(compiled_step(given)),
+        make_mesh(config, jax.devices()[:8]),
+        config,
+        cluster,
     )
-    return config, {kind: sent for (axis, kind), sent in found.sent.items() if axis == "data"}
+    return config, {
+        kind: sent for (axis, kind), sent in found.sent.items() if axis == "data"
+    }
 
 
 MODEL = {"layers": 16, "d_model": 4096, "heads": 32, "d_ff": 8192, "vocab_size": 8192}
@@ -44,7 +49,9 @@ def test_all_gradients_but_the_first_buckets_and_the_vocabularys_travel_under_ma
     assert scattered.bytes == pytest.approx(4 * parameters(config.model) / 2, rel=0.01)
     vocabulary = 2 * 4 * 8192 * 4096 / 2
     first = (scattered.bytes - vocabulary) / 8
-    assert scattered.under == pytest.approx(scattered.bytes - vocabulary - first, rel=0.02)
+    assert scattered.under == pytest.approx(
+        scattered.bytes - vocabulary - first, rel=0.02
+    )
 
 
 def test_what_zero_3_sends_at_the_layers_travels_under_matrix_products_but_for_what_the_first_of_them_reads():
@@ -73,7 +80,9 @@ def planned_and_timed(given, path):
     `experiments.plan.timed`).
     """
     path.write_text(json.dumps(given))
-    return json.loads(printed("-m", "experiments.plan.timed", str(path), "h100x8").splitlines()[-1])
+    return json.loads(
+        printed("-m", "experiments.plan.timed", str(path), "h100x8").splitlines()[-1]
+    )
 
 
 def test_the_halves_of_a_pair_hide_each_others_messages(tmp_path):
@@ -97,7 +106,9 @@ def test_the_halves_of_a_pair_hide_each_others_messages(tmp_path):
         }
         found = planned_and_timed(given, tmp_path / f"{schedule}.yaml")
         sent = [
-            spent for name, spent in found["program_sent"].items() if name.endswith("over tensor")
+            spent
+            for name, spent in found["program_sent"].items()
+            if name.endswith("over tensor")
         ]
         shares[schedule] = sum(s["under"] for s in sent) / sum(s["bytes"] for s in sent)
         seconds[schedule] = found["program_seconds"]
@@ -128,7 +139,9 @@ def test_under_a_pipeline_chunks_travel_over_data_under_matrix_products_but_for_
     chunk = (parameters(config.model) - 8 * edge) / 16
     # the second chunk's weights, of so small a model, are there before a product is
     for kind, size, chunks in (("all-gather", 2, 2), ("reduce-scatter", 4, 3)):
-        assert sent[kind].bytes == pytest.approx(size * (4 * chunk + 2 * edge), rel=0.01)
+        assert sent[kind].bytes == pytest.approx(
+            size * (4 * chunk + 2 * edge), rel=0.01
+        )
         assert sent[kind].under >= 0.99 * size * chunks * chunk
         assert sent[kind].waited < 0.3 * sent[kind].seconds
 

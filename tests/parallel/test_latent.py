@@ -93,8 +93,12 @@ def gradients(mesh, parallel, model, packed):
     text = np.random.default_rng(0).integers(0, 61, (8, 33)).astype(np.int32)
     batch = {"tokens": text[:, :-1], "labels": text[:, 1:]}
     batch = program.place(packed_batch(**batch) if packed else batch)
-    loss, found = jax.jit(program.gradients)(params, batch, jnp.zeros((), jnp.int32), jnp.ones(()))
-    return float(loss), jax.tree.map(np.asarray, jax.jit(program.layout.canonical)(found))
+    loss, found = jax.jit(program.gradients)(
+        params, batch, jnp.zeros((), jnp.int32), jnp.ones(())
+    )
+    return float(loss), jax.tree.map(
+        np.asarray, jax.jit(program.layout.canonical)(found)
+    )
 
 
 @cache
@@ -108,7 +112,9 @@ def test_a_mesh_gives_the_loss_and_gradients_of_one_device(case):
     loss, found = gradients(*LAYOUTS[case])
     right_loss, right = on_one_device(case)
     assert abs(loss - right_loss) < 1e-6 * right_loss
-    pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(right), strict=True)
+    pairs = zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(right), strict=True
+    )
     for (path, mine), wanted in pairs:
         if "load" in str(path[-1]):
             # what a router counts is equal, but for the rounds, which only spread experts take
@@ -157,7 +163,9 @@ def trained(more, mesh, parallel):
 def test_matrices_adapters_and_float8_train_on_a_mesh_as_on_one_device(case):
     more = TRAINED[case]
     parallel = {"zero_stage": 3, "sequence_parallel": True}
-    losses = trained(more, {"data": 2, "tensor": 2, "pipeline": 2}, {**parallel, "microbatches": 2})
+    losses = trained(
+        more, {"data": 2, "tensor": 2, "pipeline": 2}, {**parallel, "microbatches": 2}
+    )
     # what is rounded to 8 bits differs with the last bit of what it is rounded from
     within = 1e-3 if case == "float8" else 2e-6
     np.testing.assert_allclose(losses, trained(more, {}, {}), rtol=within)

@@ -19,12 +19,23 @@ from meshtrain.parallel.placement import Placed, notes
 def configuration(
     mesh: tuple[int, int, int], family: str = "gpt2", zero: int = 1, **sections: dict
 ) -> Config:
-    model = {"layers": 5, "d_model": 42, "heads": 6, "kv_heads": 2, "d_ff": 50, "vocab_size": 257}
+    model = {
+        "layers": 5,
+        "d_model": 42,
+        "heads": 6,
+        "kv_heads": 2,
+        "d_ff": 50,
+        "vocab_size": 257,
+    }
     return load(
         {
             "model": {**model, "family": family, **sections.get("model", {})},
             "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),
-            "parallel": {"zero_stage": zero, "microbatches": 4, **sections.get("parallel", {})},
+            "parallel": {
+                "zero_stage": zero,
+                "microbatches": 4,
+                **sections.get("parallel", {}),
+            },
             "train": {"global_batch_size": 16, "sequence_length": 8},
         }
     )
@@ -74,7 +85,11 @@ def test_canonical_numbers_come_back_from_every_mesh_and_schedule(mesh, parallel
         ((1, 1, 4), {}, [[[0, 1]], [[2, -1]], [[3, -1]], [[4, -1]]]),
         ((1, 1, 2), SCHEDULES[0], [[[0, 1], [3, -1]], [[2, -1], [4, -1]]]),
         ((1, 1, 2), SCHEDULES[1], [[[0, 1], [4, -1]], [[2, -1], [3, -1]]]),
-        ((1, 1, 4), SCHEDULES[2], [[[-1, -1, -1]], [[0, 1, -1]], [[2, 3, 4]], [[-1, -1, -1]]]),
+        (
+            (1, 1, 4),
+            SCHEDULES[2],
+            [[[-1, -1, -1]], [[0, 1, -1]], [[2, 3, 4]], [[-1, -1, -1]]],
+        ),
     ],
 )
 def test_layers_lie_where_the_schedule_puts_their_stage(mesh, parallel, places):
@@ -115,9 +130,16 @@ def test_nothing_is_silently_replicated_over_data(mesh, zero):
 
 
 def test_zero_splits_the_longest_dimension_that_data_divides():
-    found = leaves(layout((4, 1, 1), family="llama", model={"d_model": 48, "d_ff": 100}))
-    assert found["blocks.mlp.up"].zero_dim == 2 and found["blocks.mlp.down"].zero_dim == 1
-    assert found["blocks.attention.q"].zero_dim == 1 and found["head.norm.scale"].zero_dim == 0
+    found = leaves(
+        layout((4, 1, 1), family="llama", model={"d_model": 48, "d_ff": 100})
+    )
+    assert (
+        found["blocks.mlp.up"].zero_dim == 2 and found["blocks.mlp.down"].zero_dim == 1
+    )
+    assert (
+        found["blocks.attention.q"].zero_dim == 1
+        and found["head.norm.scale"].zero_dim == 0
+    )
 
 
 def test_a_weight_that_is_split_along_the_axis_of_tokens_is_neither_summed_nor_sharded_over_it():
@@ -128,9 +150,14 @@ def test_a_weight_that_is_split_along_the_axis_of_tokens_is_neither_summed_nor_s
     )
     mesh = configuration((4, 2, 1)).mesh
     along, over = (
-        placement.place(up, {"mlp": (axis,)}, mesh, 5, zero=True) for axis in ("tensor", "data")
+        placement.place(up, {"mlp": (axis,)}, mesh, 5, zero=True)
+        for axis in ("tensor", "data")
     )
-    assert (along.zero_axes, along.zero_dim, along.shard_over[2]) == (("data",), 1, ("tensor",))
+    assert (along.zero_axes, along.zero_dim, along.shard_over[2]) == (
+        ("data",),
+        1,
+        ("tensor",),
+    )
     assert (over.zero_axes, over.zero_dim, over.shard_over[2]) == ((), None, ("data",))
     assert over.on_rank() == over.on_device()
 
@@ -139,16 +166,22 @@ def test_leaf_that_data_does_not_divide_is_padded_where_it_costs_least():
     there = layout((4, 1, 1))  # 42 wide, 257 tokens
     embedding = leaves(there)["embedding.tokens"]
     assert (embedding.zero_dim, embedding.padded) == (0, (260, 42))
-    (note,) = [note for note in notes(there.config) if note.startswith("embedding.tokens")]
+    (note,) = [
+        note for note in notes(there.config) if note.startswith("embedding.tokens")
+    ]
     assert re.fullmatch(
-        r"embedding\.tokens \(257, 42\) .* padded to \(260, 42\) .* data 4 .*: 1\.2% more\.", note
+        r"embedding\.tokens \(257, 42\) .* padded to \(260, 42\) .* data 4 .*: 1\.2% more\.",
+        note,
     )
 
 
 def test_leaf_that_cannot_be_sharded_is_told_with_its_bytes():
-    there = layout((4, 2, 1))  # up_bias: 25 numbers a tensor rank, which data 4 does not divide
+    # up_bias: 25 numbers a tensor rank, which data 4 does not divide
+    there = layout((4, 2, 1))
     assert leaves(there)["blocks.mlp.up_bias"].zero_dim is None
-    (note,) = [note for note in notes(there.config) if note.startswith("blocks.mlp.up_bias")]
+    (note,) = [
+        note for note in notes(there.config) if note.startswith("blocks.mlp.up_bias")
+    ]
     assert "cannot be sharded over data 4: 1,000 bytes" in note
 
 
@@ -172,8 +205,14 @@ def test_vocabulary_is_padded_over_all_that_share_it():
 
 
 def test_decay_is_for_matrices_alone():
-    assert {name for name, leaf in leaves(layout((1, 1, 1))).items() if not leaf.decayed} == {
-        *(f"blocks.{part}_norm.{n}" for part in ("attention", "mlp") for n in ("scale", "bias")),
+    assert {
+        name for name, leaf in leaves(layout((1, 1, 1))).items() if not leaf.decayed
+    } == {
+        *(
+            f"blocks.{part}_norm.{n}"
+            for part in ("attention", "mlp")
+            for n in ("scale", "bias")
+        ),
         *(f"blocks.attention.{n}_bias" for n in ("q", "k", "v", "out")),
         "blocks.mlp.up_bias",
         "blocks.mlp.down_bias",
@@ -194,9 +233,13 @@ def test_parameters_are_counted_without_padding():
 def test_padding_is_still_zero_after_training():
     config = configuration((2, 2, 2), zero=3)
     _, program, (_, last) = train(config, 3)
-    full = place(program.layout, program.layout.map(lambda leaf: np.ones(leaf.shape, np.float32)))
+    full = place(
+        program.layout, program.layout.map(lambda leaf: np.ones(leaf.shape, np.float32))
+    )
     padding = jax.tree.map(
         lambda used, x: np.abs(x[np.asarray(used) == 0]).sum(), full, last.params
     )
     assert sum(jax.tree.leaves(padding)) == 0
-    assert sum(int((np.asarray(used) == 0).sum()) for used in jax.tree.leaves(full)) > 9000
+    assert (
+        sum(int((np.asarray(used) == 0).sum()) for used in jax.tree.leaves(full)) > 9000
+    )

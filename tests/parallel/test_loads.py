@@ -11,7 +11,9 @@ from meshtrain.parallel.loads import below_mean
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("experts", [2, 7, 512])
-def test_loads_are_compared_to_their_mean_exactly_also_beyond_float32_and_int32(experts):
+def test_loads_are_compared_to_their_mean_exactly_also_beyond_float32_and_int32(
+    experts,
+):
     random = np.random.default_rng(experts)
     for most in (3, 1 << 24, (1 << 31) - 256):
         counts = random.integers(0, most, (5, experts)).astype(np.float32)

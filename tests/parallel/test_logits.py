@@ -24,7 +24,11 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any], str]] = {
         {"vocab": "edge", "sequence_parallel": True, "remat": "full"},
         "gpt2",
     ),
-    "V, as on an accelerator": ((1, 1, 2), {"microbatches": 2, "schedule": "v_1f1b"}, "llama"),
+    "V, as on an accelerator": (
+        (1, 1, 2),
+        {"microbatches": 2, "schedule": "v_1f1b"},
+        "llama",
+    ),
 }
 
 
@@ -55,5 +59,7 @@ def test_logits_are_the_references_on_every_layout(name):
     found = program.logits(place(program.layout, weights), tokens)
     assert (found.shape, found.dtype) == ((8, 16, 257), np.float32)
     assert not found.sharding.is_fully_replicated or mesh[0] == 1, "rows stay over data"
-    each = jax.vmap(lambda w, t: reference.logits(reference.Model(family), w, t), (None, 0))
+    each = jax.vmap(
+        lambda w, t: reference.logits(reference.Model(family), w, t), (None, 0)
+    )
     np.testing.assert_allclose(found, jax.jit(each)(weights, tokens), atol=1e-5)

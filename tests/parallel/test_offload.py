@@ -14,7 +14,9 @@ from meshtrain.step import Program, State
 MODEL = {"layers": 2, "d_model": 16, "heads": 2, "d_ff": 32, "vocab_size": 64}
 
 
-def configuration(precision: dict[str, object] | None = None, **parallel: object) -> Config:
+def configuration(
+    precision: dict[str, object] | None = None, **parallel: object
+) -> Config:
     train = {"global_batch_size": 4, "sequence_length": 16}
     mesh = {"data": 2, "tensor": 2}
     return load(
@@ -47,7 +49,9 @@ def on_host(state: State) -> bool:
 @pytest.mark.parametrize(
     "compute", slow_but(["float32", "bfloat16", "float16"], ["float32", "float16"])
 )
-def test_optimizer_state_lies_on_the_host_before_and_after_a_step_and_the_step_is_the_same(compute):
+def test_optimizer_state_lies_on_the_host_before_and_after_a_step_and_the_step_is_the_same(
+    compute,
+):
     _, _, (plain, metrics) = step(configuration({"compute": compute}))
     program, _, (state, offloaded) = step(
         configuration({"compute": compute}, offload_optimizer=True)
@@ -60,7 +64,9 @@ def test_optimizer_state_lies_on_the_host_before_and_after_a_step_and_the_step_i
 @pytest.mark.thorough
 def test_a_skipped_step_leaves_an_offloaded_optimizer_state_bit_for_bit_and_on_the_host():
     program, _, (state, metrics) = step(
-        configuration({"compute": "float16", "loss_scale": 2.0**32}, offload_optimizer=True)
+        configuration(
+            {"compute": "float16", "loss_scale": 2.0**32}, offload_optimizer=True
+        )
     )
     assert float(metrics["skipped"]) == 1 and on_host(state)
     before = program.init()
@@ -83,8 +89,11 @@ def test_offloaded_activations_give_the_gradients_of_recomputed_ones():
 @pytest.mark.thorough
 def test_offloaded_activations_of_all_layers_wait_in_host_memory_for_the_backward_pass():
     program, _, _ = step(configuration(remat="names", remat_offload=["mlp_hidden"]))
-    text = str(jax.make_jaxpr(program.train_step)(program.state_shapes, program.batch_shapes()))
-    assert "f32<host>[2,32,16]" in text  # layers, tokens of a data rank, d_ff of a tensor rank
+    text = str(
+        jax.make_jaxpr(program.train_step)(program.state_shapes, program.batch_shapes())
+    )
+    # Layers, tokens of a data rank, d_ff of a tensor rank
+    assert "f32<host>[2,32,16]" in text
 
 
 def test_the_check_notices_a_gradient_that_differs():

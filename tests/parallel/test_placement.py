@@ -12,8 +12,14 @@ from meshtrain.parallel.placement import all_placed, notes, splits
     ("sections", "expected"),
     [
         ({}, {"kv_heads": ("tensor",), "vocab": ("pipeline", "tensor")}),
-        ({"parallel": {"vocab": "edge"}}, {"kv_heads": ("tensor",), "vocab": ("tensor",)}),
-        ({"model": {"heads": 8, "kv_heads": 2}, "mesh": {"tensor": 4}}, {"kv_heads": ()}),
+        (
+            {"parallel": {"vocab": "edge"}},
+            {"kv_heads": ("tensor",), "vocab": ("tensor",)},
+        ),
+        (
+            {"model": {"heads": 8, "kv_heads": 2}, "mesh": {"tensor": 4}},
+            {"kv_heads": ()},
+        ),
     ],
 )
 def test_named_dimensions_lie_on_the_axes_that_divide_them(sections, expected):
@@ -34,13 +40,20 @@ def test_named_dimensions_lie_on_the_axes_that_divide_them(sections, expected):
             {"mesh": {"tensor": 2}, "model": {"kv_heads": 3}},
             ["kv_heads 3", "mesh.tensor 2", "every tensor rank"],
         ),
-        ({"mesh": {"tensor": 2}, "model": {"d_ff": 97}}, ["d_ff 97", "padded to 98", "1.0%"]),
+        (
+            {"mesh": {"tensor": 2}, "model": {"d_ff": 97}},
+            ["d_ff 97", "padded to 98", "1.0%"],
+        ),
         (
             {"mesh": {"tensor": 2}, "model": {"vocab_size": 301}},
             ["vocab_size 301", "padded to 302", "0.3%"],
         ),
         (
-            {"mesh": {"pipeline": 4}, "parallel": {"microbatches": 4}, "model": {"layers": 5}},
+            {
+                "mesh": {"pipeline": 4},
+                "parallel": {"microbatches": 4},
+                "model": {"layers": 5},
+            },
             ["layers 5", "4 stages", "the longest has 2", "38%"],
         ),
     ],
@@ -61,11 +74,17 @@ def test_experts_lie_over_tensor_too_where_parts_of_sequences_are_sent_to_them()
             },
             overrides,
         )
-        gate = next(weight for weight in all_placed(config) if weight.name == "blocks.experts.gate")
+        gate = next(
+            weight
+            for weight in all_placed(config)
+            if weight.name == "blocks.experts.gate"
+        )
         return gate.over, math.prod(gate.shape) // gate.on_device()
 
     parts = "parallel.sequence_parallel=true"
-    gathered, swapped = (f"parallel.experts.dispatch={x}" for x in ("all_gather", "all_to_all"))
+    gathered, swapped = (
+        f"parallel.experts.dispatch={x}" for x in ("all_gather", "all_to_all")
+    )
     by_columns = ((("pipeline",), ("expert",), (), ("tensor",)), 4)
     assert over() == over(parts, gathered) == over(swapped) == by_columns
     by_experts = over(parts, swapped)

@@ -30,7 +30,13 @@ ROWS, LENGTH = 8, 32
 
 # mesh, parallel, model, train, packed
 LAYOUTS = {
-    "2x2x2": ({"data": 2, "tensor": 2, "pipeline": 2}, {"microbatches": 2}, {}, {}, False),
+    "2x2x2": (
+        {"data": 2, "tensor": 2, "pipeline": 2},
+        {"microbatches": 2},
+        {},
+        {},
+        False,
+    ),
     "sequence split, ZeRO-3, chunks": (
         {"data": 2, "tensor": 2},
         {"zero_stage": 3, "sequence_parallel": True, "remat": "full"},
@@ -100,7 +106,9 @@ def gradients(mesh, parallel, model, train, packed):
     batch = program.place(batch_of(packed))
     given = params, batch, jnp.zeros((), jnp.int32), jnp.ones(()), None
     found = jax.jit(lambda *given: program._gradients(*given))(*given)
-    canonical = jax.tree.map(np.asarray, jax.jit(program.layout.canonical)(found.shards))
+    canonical = jax.tree.map(
+        np.asarray, jax.jit(program.layout.canonical)(found.shards)
+    )
     return float(found.loss), float(found.measured["mtp_loss"]), canonical
 
 
@@ -115,7 +123,9 @@ def test_a_mesh_gives_the_losses_and_gradients_of_one_device(case):
     *losses, found = gradients(*LAYOUTS[case])
     *right_losses, right = on_one_device(case)
     np.testing.assert_allclose(losses, right_losses, rtol=1e-6)
-    pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(right), strict=True)
+    pairs = zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(right), strict=True
+    )
     for (path, mine), wanted in pairs:
         if "load" in str(path[-1]):
             # what a router counts is equal, but for the rounds, which only spread experts take
@@ -207,7 +217,9 @@ def test_losses_and_gradients_are_those_of_the_papers_formulas(packed):
     found = jax.jit(lambda *given: program._gradients(*given))(*given)
     np.testing.assert_allclose(found.loss, total, rtol=1e-6)
     np.testing.assert_allclose(found.measured["mtp_loss"], ahead, rtol=1e-6)
-    for mine, wanted in zip(jax.tree.leaves(found.shards), jax.tree.leaves(right), strict=True):
+    for mine, wanted in zip(
+        jax.tree.leaves(found.shards), jax.tree.leaves(right), strict=True
+    ):
         assert np.linalg.norm(mine - wanted) < 5e-6 * np.linalg.norm(wanted)
 
 

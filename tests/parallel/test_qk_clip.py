@@ -24,12 +24,26 @@ from meshtrain.parallel.parallelize import LocalStep
 from meshtrain.plan import advice, named, plan
 from meshtrain.step import Program
 
-MODEL = {"layers": 3, "d_model": 24, "heads": 4, "kv_heads": 2, "d_ff": 40, "vocab_size": 61}
+MODEL = {
+    "layers": 3,
+    "d_model": 24,
+    "heads": 4,
+    "kv_heads": 2,
+    "d_ff": 40,
+    "vocab_size": 61,
+}
 TRAIN = {"global_batch_size": 8, "sequence_length": 16}
 # plain descent, whose updates differ between meshes by no more than gradients do
 SGD = {"name": "sgd", "learning_rate": 0.01, "warmup_steps": 0, "beta1": 0.0}
-EXPERTS = {"d_ff": 0, "family": "mixtral", "moe": {"experts": 4, "top_k": 2, "d_ff": 24}}
-LATENT = {"kv_heads": 4, "mla": {"q_rank": 10, "kv_rank": 12, "nope": 6, "rope": 4, "value": 5}}
+EXPERTS = {
+    "d_ff": 0,
+    "family": "mixtral",
+    "moe": {"experts": 4, "top_k": 2, "d_ff": 24},
+}
+LATENT = {
+    "kv_heads": 4,
+    "mla": {"q_rank": 10, "kv_rank": 12, "nope": 6, "rope": 4, "value": 5},
+}
 PLAIN_LATENT = {**LATENT, "mla": LATENT["mla"] | {"q_rank": 0}}
 SPARSE = {"d_ff": 0, "moe": EXPERTS["moe"] | {"balance": "bias"}}
 DENSE_FIRST = {**LATENT, **SPARSE, "dense_layers": 1, "dense_d_ff": 40, "layers": 4}
@@ -59,7 +73,9 @@ CELLS = {
     "pairs, split": on(STAGES, {"layers": 4}, schedule="zb_paired", microbatches=4),
     "ZeRO-3": on({"data": 4}, zero_stage=3, remat="full"),
     "ring": on(RING, context_strategy="ring"),
-    "gathered over context": on({"context": 4, "tensor": 2}, context_strategy="all_gather"),
+    "gathered over context": on(
+        {"context": 4, "tensor": 2}, context_strategy="all_gather"
+    ),
     "heads over context": on(RING, context_strategy="ulysses", remat="selective"),
     "heads over context and tensor": on(
         {"context": 2, "tensor": 2}, batch="packed", context_strategy="ulysses"
@@ -78,10 +94,18 @@ CELLS = {
     ),
     "latent, dense first": on(CUBE, DENSE_FIRST, schedule="zb_h1", microbatches=4),
     "latent, pairs": on(STAGES, DENSE_FIRST, schedule="paired", microbatches=4),
-    "sums in bfloat16": on({"data": 2}, precision={"gradient_sums": "bfloat16"}, microbatches=4),
+    "sums in bfloat16": on(
+        {"data": 2}, precision={"gradient_sums": "bfloat16"}, microbatches=4
+    ),
 }
 
-QUICK = ("one device", "latent", "data, tensor, pipeline", "heads over context", "packed ring")
+QUICK = (
+    "one device",
+    "latent",
+    "data, tensor, pipeline",
+    "heads over context",
+    "packed ring",
+)
 
 
 def batch_of(config, kind):
@@ -215,7 +239,9 @@ def test_a_mesh_clips_as_a_dense_computation_on_one_device_does(cell):
     config = load(given | {"optimizer": SGD | {"qk_clip": tau}})
     metrics, program, states = train_on([batch_of(config, kind)], config)
     assert metrics[0]["qk_clip/max_logit"] == pytest.approx(maxima.max(), rel=2e-6)
-    assert metrics[0]["qk_clip/clipped_heads"] == np.sum(maxima > tau) >= maxima.size // 3
+    assert (
+        metrics[0]["qk_clip/clipped_heads"] == np.sum(maxima > tau) >= maxima.size // 3
+    )
     exact = config.precision.gradient_sums == "float32"
     for (path, mine), theirs in zip(
         jax.tree.leaves_with_path(program.layout.canonical(states[0].params)),
@@ -223,7 +249,10 @@ def test_a_mesh_clips_as_a_dense_computation_on_one_device_does(cell):
         strict=True,
     ):
         distance = np.linalg.norm(mine - theirs) / max(np.linalg.norm(theirs), 1e-30)
-        assert distance < (2e-6 if exact else 1e-3), (jax.tree_util.keystr(path), distance)
+        assert distance < (2e-6 if exact else 1e-3), (
+            jax.tree_util.keystr(path),
+            distance,
+        )
 
 
 @pytest.mark.thorough
@@ -238,7 +267,9 @@ def test_a_mesh_clips_as_a_dense_computation_on_one_device_does(cell):
         (STAGES, {"schedule": "zb_h1"}),
     ],
 )
-def test_where_accelerators_send_beside_the_backward_the_logits_are_the_same(mesh, parallel):
+def test_where_accelerators_send_beside_the_backward_the_logits_are_the_same(
+    mesh, parallel
+):
     """On them idle stages and padded layers compute, too."""
     given, kind = on(mesh, {"layers": 5}, microbatches=4, **parallel)
     config = load(given | {"optimizer": SGD | {"qk_clip": 1.0}})
@@ -251,8 +282,12 @@ def test_where_accelerators_send_beside_the_backward_the_logits_are_the_same(mes
         program.__dict__.pop("_gradients", None)
         step = jax.jit(lambda *of: program._gradients(*of).maxima)
         maxima = step(params, batch, jnp.int32(0), jnp.float32(1), None)
-        found.append(np.asarray(maxima["blocks"])[program.layout.stacks["blocks"].places])
-    dense = dense_maxima(config, canonical_numbers(program.layout), batch_of(config, kind))
+        found.append(
+            np.asarray(maxima["blocks"])[program.layout.stacks["blocks"].places]
+        )
+    dense = dense_maxima(
+        config, canonical_numbers(program.layout), batch_of(config, kind)
+    )
     for maxima in found:
         np.testing.assert_allclose(maxima, dense, rtol=2e-6)
 
@@ -292,7 +327,9 @@ def test_a_step_that_float16_skips_clips_nothing():
 )
 def test_what_no_weights_of_queries_and_keys_bound_is_refused(model, sections, why):
     given, _ = on(model=model)
-    with pytest.raises(ConfigError, match=rf"optimizer\.qk_clip is 100, .*{re.escape(why)}"):
+    with pytest.raises(
+        ConfigError, match=rf"optimizer\.qk_clip is 100, .*{re.escape(why)}"
+    ):
         load(given | sections | {"optimizer": {"qk_clip": 100.0}})
 
 
@@ -303,7 +340,9 @@ def test_a_hook_that_makes_no_logits_known_is_refused(hook):
         "attention": lambda q, k, v, segments, collectives, dropout: q,
         "block": lambda block, x, sequence, collectives, dropout: x,
     }
-    with pytest.raises(ConfigError, match=rf"optimizer\.qk_clip is 100\.0, but the {hook} is"):
+    with pytest.raises(
+        ConfigError, match=rf"optimizer\.qk_clip is 100\.0, but the {hook} is"
+    ):
         Program(config, make_mesh(config), **{hook: own[hook]})
 
 
@@ -311,7 +350,8 @@ def test_the_plan_takes_another_kernel_and_counts_what_is_sent():
     given, _ = on({"data": 2, "tensor": 2}, {"head_dim": 64}, microbatches=1)
     given |= {"precision": {"compute": "bfloat16"}}
     plain, clipped = (
-        plan(load(given | {"optimizer": {"qk_clip": clip}}), named("h100", 4)) for clip in (0, 100)
+        plan(load(given | {"optimizer": {"qk_clip": clip}}), named("h100", 4))
+        for clip in (0, 100)
     )
     sent = lambda planned: sum(t.sent for t in planned.transfers)
     # 3 layers, 4 heads: 2 heads summed up over data 2, then gathered over tensor 2

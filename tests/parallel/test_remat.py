@@ -29,7 +29,9 @@ def scores_kept(q: jax.Array, k: jax.Array, v: jax.Array, *_: Any) -> jax.Array:
     )
 
 
-def kept(remat: str, hooks: Hooks | None = None, **parallel: Any) -> list[tuple[int, ...]]:
+def kept(
+    remat: str, hooks: Hooks | None = None, **parallel: Any
+) -> list[tuple[int, ...]]:
     """Shapes of what a layer's vjp keeps on a device of 2 tensor ranks, besides its own arguments."""
     config = load(
         {
@@ -42,7 +44,12 @@ def kept(remat: str, hooks: Hooks | None = None, **parallel: Any) -> list[tuple[
                 "vocab_size": 37,
             },
             "mesh": {"data": 1, "tensor": TENSOR, "pipeline": 2},
-            "parallel": {"remat": remat, "microbatches": 2, "schedule": "1f1b", **parallel},
+            "parallel": {
+                "remat": remat,
+                "microbatches": 2,
+                "schedule": "1f1b",
+                **parallel,
+            },
             "train": {"global_batch_size": 2, "sequence_length": LENGTH},
         }
     )
@@ -52,11 +59,17 @@ def kept(remat: str, hooks: Hooks | None = None, **parallel: Any) -> list[tuple[
     def local(masters: Any, batch: Any) -> jax.Array:
         batches, _ = program.local.microbatches(batch)
         stage = Stage(
-            program.local.forward, 1, program.local.zero.gather_params(masters), batches, None
+            program.local.forward,
+            1,
+            program.local.zero.gather_params(masters),
+            batches,
+            None,
         )
         zero = jnp.int32(0)
         vjp = stage._trace(
-            stage.stacked_layer(Slot(jnp.array(True), zero, zero, zero), stage.segments[0], 0),
+            stage.stacked_layer(
+                Slot(jnp.array(True), zero, zero, zero), stage.segments[0], 0
+            ),
             zero,
             stage.zeros(),
         ).vjp
@@ -64,7 +77,9 @@ def kept(remat: str, hooks: Hooks | None = None, **parallel: Any) -> list[tuple[
         return jnp.zeros(())
 
     specs = (program.layout.shards, PartitionSpec("data"))
-    mapped = jax.shard_map(local, mesh=program.mesh, in_specs=specs, out_specs=PartitionSpec())
+    mapped = jax.shard_map(
+        local, mesh=program.mesh, in_specs=specs, out_specs=PartitionSpec()
+    )
     jax.eval_shape(mapped, program.layout.masters, program.batch_shapes())
     return shapes
 
@@ -92,15 +107,22 @@ def test_selective_keeps_what_takes_a_product_and_nothing_else():
         != [shape for shape in whole if shape == hidden]
     )
     streams = [shape for shape in found if np.prod(shape) == LENGTH * WIDTH]
-    assert len(streams) < len([shape for shape in whole if np.prod(shape) == LENGTH * WIDTH])
+    assert len(streams) < len(
+        [shape for shape in whole if np.prod(shape) == LENGTH * WIDTH]
+    )
 
 
 @pytest.mark.parametrize(("remat", "shares"), [("none", 3), ("selective", 1)])
-def test_with_sequence_parallelism_no_gathered_input_of_a_product_is_kept(remat, shares):
+def test_with_sequence_parallelism_no_gathered_input_of_a_product_is_kept(
+    remat, shares
+):
     def streams(shapes: list[tuple[int, ...]], length: int) -> int:
         return sum(int(np.prod(shape)) == length * WIDTH for shape in shapes)
 
-    split, whole = kept(remat, sequence_parallel=True), kept(remat, sequence_parallel=False)
+    split, whole = (
+        kept(remat, sequence_parallel=True),
+        kept(remat, sequence_parallel=False),
+    )
     # the norms' outputs and the stream between attention and MLP or, of these, what attention gave to it; a share each
     assert streams(split, LENGTH) == 0 and streams(split, LENGTH // TENSOR) >= shares
     assert streams(whole, LENGTH) >= shares
@@ -145,6 +167,8 @@ def test_selective_gives_the_same_gradients_of_packed_sequences_with_dropout():
         program = Program(config, make_mesh(config))
         batch = jax.device_put(arrays, program.batch_sharding)
         found.append(
-            jax.jit(program.gradients)(program.init().params, batch, jnp.int32(0), jnp.float32(1))
+            jax.jit(program.gradients)(
+                program.init().params, batch, jnp.int32(0), jnp.float32(1)
+            )
         )
     jax.tree.map(np.testing.assert_array_equal, *found)

@@ -29,7 +29,9 @@ class OnContext(Collectives):
         return shifted(tails, self.order, 1)
 
     def states_before(self, maps, reverse):
-        return states_before(maps, len(self.order) - 1 - self.order if reverse else self.order)
+        return states_before(
+            maps, len(self.order) - 1 - self.order if reverse else self.order
+        )
 
 
 def drawn(length: int) -> RuleInputs:
@@ -37,8 +39,12 @@ def drawn(length: int) -> RuleInputs:
     q, k = draw.standard_normal((2, ROWS, length, 1, KEY)).astype(np.float32)
     q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     v = draw.standard_normal((ROWS, length, HEADS, VALUE), np.float32)
-    log_decay = -np.exp(draw.standard_normal((ROWS, length, HEADS)) - 3).astype(np.float32)
-    return RuleInputs(q, k, v, log_decay, draw.random((ROWS, length, HEADS)).astype(np.float32))
+    log_decay = -np.exp(draw.standard_normal((ROWS, length, HEADS)) - 3).astype(
+        np.float32
+    )
+    return RuleInputs(
+        q, k, v, log_decay, draw.random((ROWS, length, HEADS)).astype(np.float32)
+    )
 
 
 def rule(collectives, inputs, segments, weights):
@@ -79,7 +85,9 @@ def test_outputs_and_gradients_are_those_of_the_whole_row(
     weights = draw.standard_normal(inputs.v.shape).astype(np.float32)
     segments = None
     if packed:
-        segments = 1 + np.cumsum(draw.random((ROWS, length)) < 0.1, axis=1).astype(np.int32)
+        segments = 1 + np.cumsum(draw.random((ROWS, length)) < 0.1, axis=1).astype(
+            np.int32
+        )
         segments[1] = 1  # one document over all pieces
         segments[0, length // 2 :] += 1  # one that begins where a piece does
     want = jax.jit(partial(rule, Collectives()))(inputs, segments, weights)
@@ -87,10 +95,15 @@ def test_outputs_and_gradients_are_those_of_the_whole_row(
     mesh = Mesh(np.array(jax.devices()[:ranks]), (CONTEXT,))
     split = PartitionSpec(None, CONTEXT)
     run = jax.shard_map(
-        partial(rule, OnContext(ranks, by_heads)), mesh=mesh, in_specs=split, out_specs=split
+        partial(rule, OnContext(ranks, by_heads)),
+        mesh=mesh,
+        in_specs=split,
+        out_specs=split,
     )
     cut = jax.tree.map(lambda x: x[:, order], (inputs, segments, weights))
-    got = jax.tree.map(lambda x: np.asarray(x)[:, np.argsort(order)], jax.jit(run)(*cut))
+    got = jax.tree.map(
+        lambda x: np.asarray(x)[:, np.argsort(order)], jax.jit(run)(*cut)
+    )
     for seen, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert np.abs(seen - right).max() < 1e-6 * np.abs(right).max()
 
@@ -98,7 +111,13 @@ def test_outputs_and_gradients_are_those_of_the_whole_row(
 @pytest.mark.thorough
 def test_a_step_holds_as_much_less_as_there_are_ranks():
     model = {"layers": 2, "d_model": 16, "heads": 2, "d_ff": 16, "vocab_size": 16}
-    linear = {"key_heads": 1, "value_heads": 2, "key_dim": KEY, "value_dim": VALUE, "chunk": CHUNK}
+    linear = {
+        "key_heads": 1,
+        "value_heads": 2,
+        "key_dim": KEY,
+        "value_dim": VALUE,
+        "chunk": CHUNK,
+    }
     given = {
         "model": model | {"pattern": ["linear"], "linear": linear},
         "train": {"global_batch_size": 1, "sequence_length": 4096},
@@ -117,7 +136,10 @@ def test_shifted_is_the_piece_before(by_heads, distance):
     mesh = Mesh(np.array(jax.devices()[:4]), (CONTEXT,))
     split = PartitionSpec(CONTEXT)
     move = jax.shard_map(
-        lambda x: shifted(x, order, distance), mesh=mesh, in_specs=split, out_specs=split
+        lambda x: shifted(x, order, distance),
+        mesh=mesh,
+        in_specs=split,
+        out_specs=split,
     )
     got = jax.jit(move)(jnp.asarray(order + 1.0))
     assert got.tolist() == np.maximum(order + 1.0 - distance, 0).tolist()

@@ -43,12 +43,20 @@ def stream_spec(hooks: MeshCollectives) -> P:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_column_then_row_parallel_is_the_dense_product_forward_and_backward(sequence_parallel):
+def test_column_then_row_parallel_is_the_dense_product_forward_and_backward(
+    sequence_parallel,
+):
     _, mesh, hooks = on_mesh(4, sequence_parallel=sequence_parallel)
     x, scale, up, down, cotangent = (
         numbers(*shape, seed=i)
         for i, shape in enumerate(
-            [(2, LENGTH, WIDTH), (WIDTH,), (WIDTH, HIDDEN), (HIDDEN, WIDTH), (2, LENGTH, WIDTH)]
+            [
+                (2, LENGTH, WIDTH),
+                (WIDTH,),
+                (WIDTH, HIDDEN),
+                (HIDDEN, WIDTH),
+                (2, LENGTH, WIDTH),
+            ]
         )
     )
     spec = stream_spec(hooks)
@@ -98,23 +106,30 @@ def test_half_a_block_costs_the_papers_collectives_forward_and_backward(
         return y, vjp(vary(cotangent, varying(y)))
 
     in_specs = (spec, P(None, "tensor"), P("tensor"), spec)
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(spec, in_specs[:3]))
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=in_specs, out_specs=(spec, in_specs[:3])
+    )
     shapes = [(2, LENGTH, WIDTH), (WIDTH, HIDDEN), (HIDDEN, WIDTH), (2, LENGTH, WIDTH)]
     compiled = (
-        jax.jit(mapped).lower(*(jax.ShapeDtypeStruct(s, np.float32) for s in shapes)).compile()
+        jax.jit(mapped)
+        .lower(*(jax.ShapeDtypeStruct(s, np.float32) for s in shapes))
+        .compile()
     )
     found: Counter[str] = Counter()
     bsh = 4 * 2 * LENGTH * WIDTH
     for c in collectives(compiled, mesh):
         found[c.kind] += c.bytes // bsh  # XLA may join two of a kind
-    assert found == expected and {c.axis for c in collectives(compiled, mesh)} == {"tensor"}
+    assert found == expected and {c.axis for c in collectives(compiled, mesh)} == {
+        "tensor"
+    }
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("vocab", ["spread", "edge"])
 def test_embedding_sums_leave_as_the_stream_of_every_rank(vocab, sequence_parallel):
     _, mesh, hooks = on_mesh(2, 4, vocab=vocab, sequence_parallel=sequence_parallel)
-    x = numbers(8, 2, LENGTH, WIDTH)  # what each of 8 devices looked up, tensor rank major
+    # What each of 8 devices looked up, tensor rank major
+    x = numbers(8, 2, LENGTH, WIDTH)
     per_device = P(MODEL)
     out = jax.jit(
         jax.shard_map(
@@ -155,9 +170,12 @@ def test_without_sequence_parallelism_every_rank_has_the_sequence_from_its_start
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("tensor", "pipeline", "vocab"), [(8, 1, "spread"), (2, 4, "spread"), (4, 2, "edge")]
+    ("tensor", "pipeline", "vocab"),
+    [(8, 1, "spread"), (2, 4, "spread"), (4, 2, "edge")],
 )
-def test_cross_entropy_of_shares_is_that_of_the_whole_vocabulary(tensor, pipeline, vocab):
+def test_cross_entropy_of_shares_is_that_of_the_whole_vocabulary(
+    tensor, pipeline, vocab
+):
     size, ranks = 11, tensor * (pipeline if vocab == "spread" else 1)
     rows = -(-size // ranks)
     _, mesh, hooks = on_mesh(tensor, pipeline, vocab=vocab)
@@ -165,11 +183,16 @@ def test_cross_entropy_of_shares_is_that_of_the_whole_vocabulary(tensor, pipelin
         3 * numbers(2, 5, size),
         jnp.asarray(np.random.default_rng(1).integers(0, size, (2, 5))),
     )
-    padded = jnp.pad(logits, ((0, 0), (0, 0), (0, rows * ranks - size)), constant_values=9.0)
+    padded = jnp.pad(
+        logits, ((0, 0), (0, 0), (0, rows * ranks - size)), constant_values=9.0
+    )
 
     def sharded(z, labels):
         value, vjp = jax.vjp(
-            lambda z: cross_entropy(z, labels, Vocabulary(size, hooks), 0.1, 0.01).sum(), z
+            lambda z: cross_entropy(
+                z, labels, Vocabulary(size, hooks), 0.1, 0.01
+            ).sum(),
+            z,
         )
         return value, vjp(jnp.ones_like(value))[0]
 
@@ -186,7 +209,8 @@ def test_cross_entropy_of_shares_is_that_of_the_whole_vocabulary(tensor, pipelin
 def definition(logits: jax.Array, labels: jax.Array) -> jax.Array:
     target = 0.9 * jax.nn.one_hot(labels, 11) + 0.1 / 11
     return (
-        -(target * jax.nn.log_softmax(logits)).sum(-1) + 0.01 * jax.nn.logsumexp(logits, -1) ** 2
+        -(target * jax.nn.log_softmax(logits)).sum(-1)
+        + 0.01 * jax.nn.logsumexp(logits, -1) ** 2
     ).sum()
 
 
@@ -204,7 +228,9 @@ def test_last_stages_value_reaches_all_and_all_gradients_reach_it():
     out, gradient = jax.jit(
         jax.shard_map(local, mesh=mesh, in_specs=stages, out_specs=(stages, stages))
     )(values)
-    np.testing.assert_allclose(out, np.arange(1, 5)[:, None] * values[2][None], rtol=1e-6)
+    np.testing.assert_allclose(
+        out, np.arange(1, 5)[:, None] * values[2][None], rtol=1e-6
+    )
     np.testing.assert_array_equal(gradient, [[0] * 3, [0] * 3, [10] * 3, [0] * 3])
 
 

@@ -73,18 +73,27 @@ def held_in_step(program: Program) -> dict[str, int]:
         gradients = accumulate.accumulate(
             program.local.forward, opened, batches, None, 1 / tokens + zeros
         ).gradients
-        read = opened.constant if jax.tree.leaves(opened.constant) else opened.differentiated
+        read = (
+            opened.constant
+            if jax.tree.leaves(opened.constant)
+            else opened.differentiated
+        )
         return jax.tree.map(lambda x: x[None], (read, gradients))
 
     mapped = jax.shard_map(
-        pieces, mesh=program.mesh, in_specs=(program.layout.shards, rows), out_specs=STACKED
+        pieces,
+        mesh=program.mesh,
+        in_specs=(program.layout.shards, rows),
+        out_specs=STACKED,
     )
     masters = jax.tree.map(
-        lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding), program.layout.masters
+        lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding),
+        program.layout.masters,
     )
     shape = (config.train.global_batch_size, config.train.sequence_length)
     batch = jax.device_put(
-        {n: np.zeros(shape, np.int32) for n in ("tokens", "labels")}, program.batch_sharding
+        {n: np.zeros(shape, np.int32) for n in ("tokens", "labels")},
+        program.batch_sharding,
     )
     weights, gradients = jax.jit(mapped)(masters, batch)
     return {"weights": live_bytes(weights), "gradients": live_bytes(gradients)}
@@ -112,7 +121,8 @@ def test_each_stage_holds_what_the_paper_says(stage, ranks):
 
 def state_of_zeros(program: Program) -> Any:
     return jax.tree.map(
-        lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding), program.state_shapes
+        lambda s: jax.device_put(np.zeros(s.shape, s.dtype), s.sharding),
+        program.state_shapes,
     )
 
 
@@ -122,20 +132,26 @@ def test_initial_state_is_held_as_its_shapes_say():
     program = Program(config, make_mesh(config))
     state = program.init()
     jax.tree.map(
-        lambda x, s: np.testing.assert_(x.sharding.is_equivalent_to(s.sharding, x.ndim)),
+        lambda x, s: np.testing.assert_(
+            x.sharding.is_equivalent_to(s.sharding, x.ndim)
+        ),
         state,
         program.state_shapes,
     )
     assert live_bytes(state) == live_bytes(state_of_zeros(program))
     psi = program.layout.parameters
-    assert live_bytes((state.params, state.optimizer)) == pytest.approx(12 * psi / 8, rel=WITHIN)
+    assert live_bytes((state.params, state.optimizer)) == pytest.approx(
+        12 * psi / 8, rel=WITHIN
+    )
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "adafactor", "muon"])
 def test_every_optimizer_keeps_its_state_in_shards(name):
     """Nothing of a weight's size is whole on a data rank."""
     config = configuration((8, 1, 1), 1)
-    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name=name))
+    config = dataclasses.replace(
+        config, optimizer=dataclasses.replace(config.optimizer, name=name)
+    )
     program = Program(config, make_mesh(config))
     for shape in jax.tree.leaves(program.state_shapes.optimizer):
         local = np.prod(shape.sharding.shard_shape(shape.shape))
@@ -151,7 +167,11 @@ def test_gather_and_scatter_are_each_others_transpose_padding_or_not(shape):
     mesh = make_mesh(config)
     weight = Weight("x", tuple(zip(("vocab", "embed"), shape, strict=True)), std=1.0)
     leaf = placement.place(
-        weight, splits(config.model, config.mesh, "spread"), config.mesh, places=1, zero=True
+        weight,
+        splits(config.model, config.mesh, "spread"),
+        config.mesh,
+        places=1,
+        zero=True,
     )
     assert leaf.zero_dim is not None
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
@@ -168,12 +188,17 @@ def test_gather_and_scatter_are_each_others_transpose_padding_or_not(shape):
     parts = np.random.default_rng(1).standard_normal((8, *shape)).astype(np.float32)
     scatter = Reduction(config).reduce_scatter
     summed = jax.shard_map(
-        lambda g: scatter(leaf, g[0]).shard, mesh=mesh, in_specs=STACKED, out_specs=shard_spec(leaf)
+        lambda g: scatter(leaf, g[0]).shard,
+        mesh=mesh,
+        in_specs=STACKED,
+        out_specs=shard_spec(leaf),
     )(parts)
     np.testing.assert_allclose(
         summed[tuple(slice(n) for n in shape)], parts.sum(0), rtol=1e-5, atol=1e-6
     )
-    assert summed.sum() == pytest.approx(parts.sum(), rel=1e-4), "nothing lands in the padding"
+    assert summed.sum() == pytest.approx(parts.sum(), rel=1e-4), (
+        "nothing lands in the padding"
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,7 +216,9 @@ def test_gather_and_scatter_are_each_others_transpose_padding_or_not(shape):
 def test_what_is_held_over_the_step_by_default_and_by_choice(
     stage, hold, microbatches, pipeline, gathers, scatters
 ):
-    config = configuration((2, 1, pipeline), stage, zero_hold=hold, microbatches=microbatches)
+    config = configuration(
+        (2, 1, pipeline), stage, zero_hold=hold, microbatches=microbatches
+    )
     found = make_zero(Layout(config, make_mesh(config)))
     assert (found.gathers_at_use, found.scatters_at_use) == (gathers, scatters)
 
@@ -205,9 +232,13 @@ def test_gathered_weights_are_never_kept_for_the_backward_pass(mesh, microbatche
     """
     temporary = {}
     for stage in (1, 3):
-        config = configuration(mesh, stage, "float32", 4 * mesh[2], microbatches=microbatches)
+        config = configuration(
+            mesh, stage, "float32", 4 * mesh[2], microbatches=microbatches
+        )
         program = Program(config, make_mesh(config))
-        temporary[stage] = program.lower().compile().memory_analysis().temp_size_in_bytes
+        temporary[stage] = (
+            program.lower().compile().memory_analysis().temp_size_in_bytes
+        )
     psi, n = 4 * sum(jax.tree.leaves(program.layout.map(stacked))) / mesh[2], mesh[0]
     assert temporary[1] - temporary[3] > 0.9 * 2 * psi * (1 - 1 / n)
 
@@ -225,7 +256,9 @@ def test_gradients_of_all_stages_are_equal_shard_by_shard():
         program = Program(config, make_mesh(config))
         shape = (config.train.global_batch_size, config.train.sequence_length)
         text = np.random.default_rng(0).integers(0, 257, shape, np.int32)
-        params = place(program.layout, program.layout.map(partial(draw, np.random.default_rng(1))))
+        params = place(
+            program.layout, program.layout.map(partial(draw, np.random.default_rng(1)))
+        )
         batch = jax.device_put(
             {"tokens": text, "labels": text[:, ::-1].copy()}, program.batch_sharding
         )

@@ -25,7 +25,14 @@ from meshtrain.plan import page
 from meshtrain.units import size
 
 TINY = {
-    "model": {"layers": 3, "d_model": 16, "heads": 4, "kv_heads": 2, "d_ff": 24, "vocab_size": 259},
+    "model": {
+        "layers": 3,
+        "d_model": 16,
+        "heads": 4,
+        "kv_heads": 2,
+        "d_ff": 24,
+        "vocab_size": 259,
+    },
     "mesh": {"data": 2, "tensor": 2, "pipeline": 2},
     "parallel": {"microbatches": 2},
     "train": {"steps": 2, "global_batch_size": 4, "sequence_length": 16},
@@ -46,7 +53,10 @@ def islands() -> mt.Program:
 
 def drawings(html: str) -> list[ElementTree.Element]:
     """The images in a picture, each of which is an SVG."""
-    sources = [e.get("src") or "" for e in ElementTree.fromstring(f"<div>{html}</div>").iter("img")]
+    sources = [
+        e.get("src") or ""
+        for e in ElementTree.fromstring(f"<div>{html}</div>").iter("img")
+    ]
     return [
         ElementTree.fromstring(unquote(re.fullmatch(r"data:image/svg\+xml,(.*)", s)[1]))
         for s in sources
@@ -76,7 +86,9 @@ def same(images: list[ElementTree.Element], wanted: list[str]) -> None:
 
 
 def elements(html: str, kind: str) -> list[ElementTree.Element]:
-    return [e for drawing in drawings(html) for e in drawing.iter() if e.tag.endswith(kind)]
+    return [
+        e for drawing in drawings(html) for e in drawing.iter() if e.tag.endswith(kind)
+    ]
 
 
 def titles(html: str) -> list[str]:
@@ -126,7 +138,9 @@ def test_a_mesh_of_islands_shows_them_one_below_the_other(islands):
         for (i, d, t, p), device in np.ndenumerate(devices)
     )
     _, _, *rows = (line.split() for line in picture.text.splitlines())
-    wanted = [[str(devices[i, d, 0, p].id) for p in (0, 1)] for i in (0, 1) for d in (0, 1)]
+    wanted = [
+        [str(devices[i, d, 0, p].id) for p in (0, 1)] for i in (0, 1) for d in (0, 1)
+    ]
     named = [
         ["island", "0", "data", "0"],
         ["data", "1"],
@@ -164,8 +178,12 @@ def test_the_mesh_of_a_program_with_context_says_which_chunks_of_a_row_each_of_i
     )
     named = [f"data {d}, context {c}{chunks[c]} " for d in (0, 1) for c in (0, 1)]
     lines = [line.strip() for line in picture.text.splitlines()]
-    assert [next(line for line in lines if line.startswith(name)) for name in named] == [
-        line for line in lines if line.startswith("data ") and "context" in line and "=" not in line
+    assert [
+        next(line for line in lines if line.startswith(name)) for name in named
+    ] == [
+        line
+        for line in lines
+        if line.startswith("data ") and "context" in line and "=" not in line
     ]
     assert len(set(colours(program.mesh).values())) == 8
 
@@ -202,7 +220,8 @@ def test_an_array_shows_each_part_on_the_devices_that_hold_it_and_the_parts_cove
         drawn[bounds] = {int(device) for device in devices.split(", ")}
     for shard in array.addressable_shards:
         bounds = ", ".join(
-            "{}:{}".format(*part.indices(n)[:2]) for part, n in zip(shard.index, shape, strict=True)
+            "{}:{}".format(*part.indices(n)[:2])
+            for part, n in zip(shard.index, shape, strict=True)
         )
         held.setdefault(bounds, set()).add(shard.device.id)
     assert drawn == held
@@ -224,7 +243,9 @@ def test_an_array_cut_along_more_dimensions_than_there_are_on_paper_is_told_in_w
     )
     assert drawing(wide), "three of the four are cut"
     mesh = Mesh(devices.reshape(2, 2, 2), ("a", "b", "c"))
-    cube = jax.device_put(jnp.zeros((2, 2, 2)), NamedSharding(mesh, PartitionSpec("a", "b", "c")))
+    cube = jax.device_put(
+        jnp.zeros((2, 2, 2)), NamedSharding(mesh, PartitionSpec("a", "b", "c"))
+    )
     assert "0: a, 1: b, 2: c" in repr(mt.show(cube))
 
 
@@ -269,23 +290,31 @@ def test_a_program_shows_its_mesh_its_schedule_and_what_is_replaced(program):
     assert "the loss is my_loss" in shown(mt.Program(program.config, loss=my_loss)).text
 
 
-@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("zb_h1", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("1f1b", 1), ("zb_h1", 1), ("interleaved", 2)]
+)
 def test_a_table_shows_every_op_once_in_its_clock_and_stage(name, chunks):
     table = mt.schedule.make_table(name, 2, 4, chunks)
-    cells = [[table.cell_text(clock, stage) for clock in range(table.clocks)] for stage in range(2)]
+    cells = [
+        [table.cell_text(clock, stage) for clock in range(table.clocks)]
+        for stage in range(2)
+    ]
     picture = shown(table)
     words = [e.text or "" for e in elements(picture.html, "text")]
-    assert Counter(w for w in words if re.fullmatch(r"[FBIW]\d+(\.\d+)?", w)) == Counter(
-        word for row in cells for cell in row for word in cell.split()
-    )
+    assert Counter(
+        w for w in words if re.fullmatch(r"[FBIW]\d+(\.\d+)?", w)
+    ) == Counter(word for row in cells for cell in row for word in cell.split())
     assert "clock" in words and {f"stage {stage}" for stage in range(2)} <= set(words)
     _, clocks, *rows, verdict = picture.text.splitlines()
-    assert clocks.split() == ["clock", *map(str, range(table.clocks))] and verdict.startswith(
-        "legal"
-    )
+    assert clocks.split() == [
+        "clock",
+        *map(str, range(table.clocks)),
+    ] and verdict.startswith("legal")
     starts = [match.start() for match in re.finditer(r"\S+", clocks)][1:]
     ends = [*starts[1:], None]
-    assert [[row[a:b].strip() for a, b in zip(starts, ends, strict=True)] for row in rows] == cells
+    assert [
+        [row[a:b].strip() for a, b in zip(starts, ends, strict=True)] for row in rows
+    ] == cells
 
 
 def test_an_illegal_table_is_drawn_with_what_is_wrong_with_it():
@@ -304,7 +333,9 @@ def test_what_is_too_large_to_draw_is_told_in_words():
 
 
 def test_a_timeline_is_its_gantt_chart_and_a_plan_the_pictures_of_its_page():
-    line = mt.schedule.simulate(mt.schedule.make_table("1f1b", 2, 4), mt.schedule.Durations())
+    line = mt.schedule.simulate(
+        mt.schedule.make_table("1f1b", 2, 4), mt.schedule.Durations()
+    )
     same(drawings(shown(line).html), [mt.schedule.gantt_svg(line)])
     assert shown(line).text == mt.schedule.gantt_text(line)
     plan = mt.plan(mt.load("configs/llama3_8b.yaml"))
@@ -313,7 +344,10 @@ def test_a_timeline_is_its_gantt_chart_and_a_plan_the_pictures_of_its_page():
 
 
 def test_a_config_shows_what_is_not_by_default_and_can_be_loaded_again():
-    odd = {"run": {"directory": "no: it's #1"}, "checkpoint": {"allow": ["data.source"]}}
+    odd = {
+        "run": {"directory": "no: it's #1"},
+        "checkpoint": {"allow": ["data.source"]},
+    }
     config = mt.load({**TINY, **odd, "parallel": {"sequence_parallel": True}})
     text = shown(config).text
     assert mt.load(yaml.safe_load(text)) == config
@@ -334,7 +368,9 @@ def test_a_config_shows_the_sections_of_a_section_once_each_below_it():
     )
     text = shown(config).text
     assert mt.load(yaml.safe_load(text)) == config
-    assert text.count("parallel:") == text.count("  reduce:") == text.count("  sync:") == 1
+    assert (
+        text.count("parallel:") == text.count("  reduce:") == text.count("  sync:") == 1
+    )
     assert (
         "\n  reduce:\n    compression: int8\n    block: 64\n  sync:\n    outer_learning_rate: 0.25"
         in text
@@ -343,7 +379,14 @@ def test_a_config_shows_the_sections_of_a_section_once_each_below_it():
 
 def test_collectives_show_each_kind_once_with_its_sum_and_its_line():
     line = HloLine("/x/site-packages/p/a.py", 5, "F.f")
-    one = dict(ranks=2, dtype="f32", loops=(), conditionals=(), source="jit(s)/psum", lines=(line,))
+    one = dict(
+        ranks=2,
+        dtype="f32",
+        loops=(),
+        conditionals=(),
+        source="jit(s)/psum",
+        lines=(line,),
+    )
     reduce = Collective("all-reduce", ("data",), bytes=2048, **one)
     backward = one | {"source": "jit(s)/transpose(jvp())/x", "loops": (3,)}
     gather = Collective("all-gather", ("tensor",), bytes=4096, **backward)
@@ -376,11 +419,15 @@ def test_collectives_show_each_kind_once_with_its_sum_and_its_line():
         "F.f",
     ]
     assert end.endswith("in a step: tensor 6 KiB, data 4 KiB")
-    assert shown(CompiledCollectives([])).text.endswith("a device sends in a step: nothing")
+    assert shown(CompiledCollectives([])).text.endswith(
+        "a device sends in a step: nothing"
+    )
 
 
 @pytest.mark.thorough
-def test_the_collectives_of_a_step_are_those_of_its_program_each_from_a_line_of_ours(program):
+def test_the_collectives_of_a_step_are_those_of_its_program_each_from_a_line_of_ours(
+    program,
+):
     found = program.collectives()
     assert {axis for c in found for axis in c.axes} == {"data", "tensor", "pipeline"}
     assert all(c.where for c in found)
@@ -403,12 +450,19 @@ def test_a_mesh_of_other_axes_is_refused_in_a_sentence():
 
 
 def test_words_in_a_picture_are_escaped():
-    assert all("a&lt;b" in drawn("a<b") for drawn in (picture.title, picture.faint, picture.code))
+    assert all(
+        "a&lt;b" in drawn("a<b")
+        for drawn in (picture.title, picture.faint, picture.code)
+    )
 
 
 def test_a_schedule_is_drawn_without_loading_jax():
     script = "import sys, meshtrain as mt; print(mt.schedule.make_table('1f1b', 2, 2)); print('jax' in sys.modules)"
     ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     assert ended.stdout.splitlines()[-1] == "False"

@@ -23,7 +23,8 @@ def llama_8b():
                 "mesh": mesh or {"data": 2, "tensor": 2, "pipeline": 4},
                 "parallel": {"microbatches": 16} | parallel,
                 "precision": {"compute": "bfloat16"},
-                "train": {"global_batch_size": 64, "sequence_length": 8192} | (train or {}),
+                "train": {"global_batch_size": 64, "sequence_length": 8192}
+                | (train or {}),
             }
         )
 

@@ -19,13 +19,18 @@ def config(*overrides):
 
 
 def planned(order=None):
-    return plan(config(*[f"mesh.order=[{', '.join(order)}]"] if order else []), named("h100", 64))
+    return plan(
+        config(*[f"mesh.order=[{', '.join(order)}]"] if order else []),
+        named("h100", 64),
+    )
 
 
 def test_each_axis_says_how_far_apart_its_neighbours_are_and_which_levels_it_crosses():
     found = {one.axis: one for one in axes.axes_on_links(planned())}
     assert list(found)[:3] == ["pipeline", "data", "tensor"]
-    assert [(found[a].size, found[a].apart) for a in ("pipeline", "data", "tensor")] == [
+    assert [
+        (found[a].size, found[a].apart) for a in ("pipeline", "data", "tensor")
+    ] == [
         (2, 32),
         (8, 4),
         (4, 1),
@@ -43,8 +48,14 @@ def test_context_lies_next_to_tensor_outside_of_it_and_what_zero_sends_goes_over
         )
     }
     assert list(found)[:4] == ["pipeline", "data", "context", "tensor"]
-    assert (found["context"].apart, found["data"].apart, found["data+context"].size) == (4, 16, 8)
-    assert found["data"].sent == 0 < min(found["context"].sent, found["data+context"].sent)
+    assert (
+        found["context"].apart,
+        found["data"].apart,
+        found["data+context"].size,
+    ) == (4, 16, 8)
+    assert (
+        found["data"].sent == 0 < min(found["context"].sent, found["data+context"].sent)
+    )
 
 
 def test_bytes_and_seconds_of_an_axis_are_those_of_its_collectives():
@@ -58,11 +69,14 @@ def test_bytes_and_seconds_of_an_axis_are_those_of_its_collectives():
         assert (
             one.sent
             == other.sent
-            == sum(transfer.sent for transfer in own.transfers if transfer.axis == one.axis)
+            == sum(
+                transfer.sent for transfer in own.transfers if transfer.axis == one.axis
+            )
         )
     slower = {one.axis: one.seconds for one in axes.axes_on_links(wrong)}
     assert (
-        slower["tensor"] > 2 * {one.axis: one.seconds for one in axes.axes_on_links(own)}["tensor"]
+        slower["tensor"]
+        > 2 * {one.axis: one.seconds for one in axes.axes_on_links(own)}["tensor"]
     )
 
 
@@ -74,12 +88,20 @@ def test_a_wrong_order_is_told_a_better_one_with_what_it_saves():
     wrong = planned(order=WRONG)
     order, saved = axes.faster_order(wrong)
     assert order[-1] == "tensor"
-    assert saved == pytest.approx(1 - planned(order=order).seconds / wrong.seconds) and saved > 0.1
+    assert (
+        saved == pytest.approx(1 - planned(order=order).seconds / wrong.seconds)
+        and saved > 0.1
+    )
     (note,) = axes.notes(wrong)
-    assert note.startswith(f"mesh.order=[{', '.join(order)}] makes a step {saved:.1%} faster")
+    assert note.startswith(
+        f"mesh.order=[{', '.join(order)}] makes a step {saved:.1%} faster"
+    )
     assert axes.notes(planned(order=order)) == []
     found = axes.as_json(wrong)
-    assert (found["topology"], found["bisection"]) == ("rail_optimised", wrong.cluster.bisection)
+    assert (found["topology"], found["bisection"]) == (
+        "rail_optimised",
+        wrong.cluster.bisection,
+    )
     assert (
         found["faster_order"] == list(order)
         and found["faster_by"] == saved

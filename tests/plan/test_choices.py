@@ -24,7 +24,13 @@ from meshtrain.plan.search import candidates, search
 
 
 def model(family: str = "llama", layers: int = 14, **parallel):
-    sizes = {"layers": layers, "d_model": 2048, "heads": 16, "d_ff": 5632, "vocab_size": 32000}
+    sizes = {
+        "layers": layers,
+        "d_model": 2048,
+        "heads": 16,
+        "d_ff": 5632,
+        "vocab_size": 32000,
+    }
     config = load(
         {
             "model": {"family": family} | sizes,
@@ -36,10 +42,14 @@ def model(family: str = "llama", layers: int = 14, **parallel):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("mesh", [{"tensor": 4}, {"tensor": 2, "pipeline": 2}, {"data": 2}])
+@pytest.mark.parametrize(
+    "mesh", [{"tensor": 4}, {"tensor": 2, "pipeline": 2}, {"data": 2}]
+)
 def test_no_way_to_recompute_is_beaten_in_both_bytes_and_seconds(family, mesh):
     config, cluster = (
-        model(family, mesh=mesh, parallel={"sequence_parallel": mesh.get("tensor", 1) > 1}),
+        model(
+            family, mesh=mesh, parallel={"sequence_parallel": mesh.get("tensor", 1) > 1}
+        ),
         named("h100", 8),
     )
     found = remats(config, cluster)
@@ -61,7 +71,8 @@ def test_no_way_to_recompute_is_beaten_in_both_bytes_and_seconds(family, mesh):
     assert found[-1] == {"remat": "full"} and {way["remat"] for way in found} > {"full"}
     held = [nbytes for nbytes, _ in costs]
     assert all(
-        less < 0.9 * more or i < 2 for i, (more, less) in enumerate(itertools.pairwise(held))
+        less < 0.9 * more or i < 2
+        for i, (more, less) in enumerate(itertools.pairwise(held))
     ), held
 
 
@@ -74,7 +85,8 @@ def test_selective_is_by_far_the_cheapest_third():
         named("h100", 8),
     )
     none, selective, full = (
-        put(config, parallel={"remat": remat}) for remat in ("none", "selective", "full")
+        put(config, parallel={"remat": remat})
+        for remat in ("none", "selective", "full")
     )
     kept = [activations.kept(c, c.parallel.remat) for c in (none, selective, full)]
     again = [
@@ -97,7 +109,9 @@ def test_selective_is_by_far_the_cheapest_third():
         (6, 8, (0, 1, 1, 1, 1, 1, 1, 0)),
     ],
 )
-def test_one_virtual_stage_too_many_leaves_the_last_empty_two_the_first_too(layers, virtual, split):
+def test_one_virtual_stage_too_many_leaves_the_last_empty_two_the_first_too(
+    layers, virtual, split
+):
     assert ends_empty(layers, virtual) == split
     if split:
         keys = {
@@ -119,10 +133,13 @@ def test_a_search_looks_at_empty_ends_and_finds_the_shorter_bubble():
         8,
     ) not in schedules(14, two)
     config, cluster = model(), named("h100", 2)
-    of_two = [c.config for c in candidates(config, cluster, 2) if c.config.mesh.pipeline == 2]
+    of_two = [
+        c.config for c in candidates(config, cluster, 2) if c.config.mesh.pipeline == 2
+    ]
     split = [c for c in of_two if c.parallel.layer_split is not None]
     assert split and all(
-        c.parallel.layer_split[-1] == 0 and max(c.parallel.layer_split) == 1 for c in split
+        c.parallel.layer_split[-1] == 0 and max(c.parallel.layer_split) == 1
+        for c in split
     )
     for config in split[::97]:
         check(config)
@@ -139,15 +156,20 @@ def test_pairs_are_looked_at_where_layers_send_messages_that_they_could_hide():
             [(name, v) for name in ("paired", "zb_paired") for v in (1, 2)],
         ),
     ):
-        assert [found for found in schedules(4, mesh) if "paired" in found[0]] == looked_at, mesh
+        assert [
+            found for found in schedules(4, mesh) if "paired" in found[0]
+        ] == looked_at, mesh
 
 
 @pytest.mark.thorough
 def test_the_optimizers_state_is_offloaded_only_where_nothing_else_would_fit():
     config, cluster = model(), named("h100", 2)
-    assert not any(p.config.parallel.offload_optimizer for p in search(config, cluster, 2).plans)
+    assert not any(
+        p.config.parallel.offload_optimizer for p in search(config, cluster, 2).plans
+    )
     small = dataclasses.replace(
-        cluster, accelerator=dataclasses.replace(cluster.accelerator, memory=6.0, reserved=0.5)
+        cluster,
+        accelerator=dataclasses.replace(cluster.accelerator, memory=6.0, reserved=0.5),
     )
     found = search(config, small, 2)
     assert found.plans and all(p.config.parallel.offload_optimizer for p in found.plans)
@@ -170,12 +192,16 @@ def test_a_search_leaves_a_margin_free():
             cluster.accelerator, memory=most * 1.01 / 2**30, reserved=0.0
         ),
     )
-    assert all(p.bytes <= (1 - MARGIN) * most * 1.01 for p in search(config, tight, 2).plans)
+    assert all(
+        p.bytes <= (1 - MARGIN) * most * 1.01 for p in search(config, tight, 2).plans
+    )
 
 
 def test_rows_are_split_over_context_where_they_are_long_and_each_rank_keeps_thousands_of_tokens():
     def of(length, **mesh):
-        return contexts(replaced(model(), mesh=mesh, train={"sequence_length": length}), 64)
+        return contexts(
+            replaced(model(), mesh=mesh, train={"sequence_length": length}), 64
+        )
 
     assert of(2048) == of(8192) == [1] and of(2048, context=4) == [1, 4]
     assert of(16384) == [1, 2, 4] and of(2**20) == [1, 2, 4, 8, 16, 32, 64]
@@ -184,7 +210,9 @@ def test_rows_are_split_over_context_where_they_are_long_and_each_rank_keeps_tho
 
 @pytest.mark.thorough
 def test_a_search_on_long_rows_splits_them_over_context_as_the_config_may():
-    config = replaced(model(layers=2), train={"global_batch_size": 2, "sequence_length": 2**16})
+    config = replaced(
+        model(layers=2), train={"global_batch_size": 2, "sequence_length": 2**16}
+    )
     found = search(config, named("h100", 8), 8, best=3)
     best = found.plans[0]
     assert best.config.mesh.context > 1 and best.config.mesh.devices == 8
@@ -192,7 +220,9 @@ def test_a_search_on_long_rows_splits_them_over_context_as_the_config_may():
         check(near.config)
     without = max(
         c.mesh.context == 1
-        for c in (candidate.config for candidate in candidates(config, named("h100", 8), 8))
+        for c in (
+            candidate.config for candidate in candidates(config, named("h100", 8), 8)
+        )
     )
     assert without
 

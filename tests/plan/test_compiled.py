@@ -35,7 +35,10 @@ def test_a_gpu_is_described_by_balanced_braces_with_its_memory(name):
 def planned(config, target, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text(to_yaml(config))
-    environment = os.environ | {"JAX_PLATFORMS": "cpu,cuda", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu,cuda",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    }
     command = [
         sys.executable,
         "-m",
@@ -47,13 +50,20 @@ def planned(config, target, tmp_path):
         target,
     ]
     return subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, timeout=300
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
 
 
 @pytest.mark.thorough
 @pytest.mark.skipif(CUDA, reason="the CUDA compiler is installed")
-def test_without_the_cuda_compiler_one_sentence_says_what_to_install(llama_8b, tmp_path):
+def test_without_the_cuda_compiler_one_sentence_says_what_to_install(
+    llama_8b, tmp_path
+):
     done = planned(llama_8b(), "h100", tmp_path)
     assert done.returncode == 2
     assert re.match(
@@ -66,12 +76,18 @@ def test_without_the_cuda_compiler_one_sentence_says_what_to_install(llama_8b, t
 def test_memory_and_traffic_are_those_of_xlas_gpu_program(llama_8b, tmp_path):
     """8B parameters on 16 H100 that nobody has."""
     found = json.loads(
-        planned(llama_8b(remat="full", sequence_parallel=True), "h100x16", tmp_path).stdout
+        planned(
+            llama_8b(remat="full", sequence_parallel=True), "h100x16", tmp_path
+        ).stdout
     )
     compiled = found["compiled"]
-    assert found["per_device_bytes"]["total"] == pytest.approx(compiled["total_bytes"], rel=0.08)
+    assert found["per_device_bytes"]["total"] == pytest.approx(
+        compiled["total_bytes"], rel=0.08
+    )
     for axis in ("data", "tensor", "pipeline"):
-        sent = sum(c["sent_bytes"] for c in compiled["collectives"] if c["axis"] == axis)
+        sent = sum(
+            c["sent_bytes"] for c in compiled["collectives"] if c["axis"] == axis
+        )
         assert found["traffic_bytes_per_step"][axis] == pytest.approx(sent, rel=0.01)
 
 

@@ -49,9 +49,9 @@ def test_gradients_of_several_microbatches_are_added_up():
 def test_what_is_gathered_is_copied_where_the_framework_does_so():
     sharded = config(4, zero_stage=3, zero_hold=False)
     assert moved(sharded) == moved(config(4))
-    assert moved(sharded, FrameworkProfile(copy_bytes=14)) - moved(sharded) == pytest.approx(
-        14 * BLOCK
-    )
+    assert moved(sharded, FrameworkProfile(copy_bytes=14)) - moved(
+        sharded
+    ) == pytest.approx(14 * BLOCK)
     assert moved(config(4), FrameworkProfile(copy_bytes=14)) == moved(config(4))
 
 
@@ -75,9 +75,13 @@ def test_a_llama_s_norms_rotations_and_gates_are_each_many_kernels_without_a_com
     for family, ratio in (("llama", more), ("gpt2", 1)):
         fused, unfused = layer(family, DEFAULT_PROFILE), layer(family, eager)
         assert getattr(fused, part).memory > 0
-        assert getattr(unfused, part).memory == pytest.approx(ratio * getattr(fused, part).memory)
+        assert getattr(unfused, part).memory == pytest.approx(
+            ratio * getattr(fused, part).memory
+        )
         others = {
-            name: value for name, value in vars(unfused).items() if name not in (part, "forward")
+            name: value
+            for name, value in vars(unfused).items()
+            if name not in (part, "forward")
         }
         assert others == {name: getattr(fused, name) for name in others}
 
@@ -122,5 +126,7 @@ def test_seconds_are_those_of_the_kernel_that_the_program_takes(changed):
     cluster = named("h100", 4)
     taken = layer_cost(replaced(config(), **changed), cluster).forward.attention
     as_others = dataclasses.replace(DEFAULT_PROFILE, compiled=False)
-    assert taken == pytest.approx(layer_cost(plain, cluster, as_others).forward.attention / 0.65)
+    assert taken == pytest.approx(
+        layer_cost(plain, cluster, as_others).forward.attention / 0.65
+    )
     assert layer_cost(config(), cluster).forward.attention < taken

@@ -54,7 +54,8 @@ def configuration(dispatch, capacity, remat="none", family="llama", **mesh):
             },
             "mesh": {"data": 4, "expert": 4} | mesh,
             "parallel": {
-                "experts": SENT.get(dispatch, {"dispatch": dispatch}) | {"capacity": capacity},
+                "experts": SENT.get(dispatch, {"dispatch": dispatch})
+                | {"capacity": capacity},
                 "zero_stage": 2,
                 **KEPT.get(remat, {"remat": remat}),
                 "microbatches": 2,
@@ -103,7 +104,9 @@ def test_the_program_sends_over_expert_what_is_planned(dispatch, capacity, more)
 @pytest.mark.thorough
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_norms_over_all_heads_send_what_is_planned(remat):
-    config = configuration("all_gather", None, remat, "olmoe", data=2, expert=1, tensor=2)
+    config = configuration(
+        "all_gather", None, remat, "olmoe", data=2, expert=1, tensor=2
+    )
     sent = compile_step(config, "cpu").sent()
     planned = traffic.by_axis(plan(config, named("cpu", config.mesh.devices)).transfers)
     assert planned["tensor"] == pytest.approx(sent["tensor"], rel=1e-3)
@@ -117,18 +120,24 @@ def test_as_many_tokens_reach_neighbouring_experts_as_choices_say(groups, count)
     if groups:
         size = experts // groups[0]
         chosen = itertools.combinations(range(groups[0]), groups[1])
-        pools = [[group * size + n for group in some for n in range(size)] for some in chosen]
+        pools = [
+            [group * size + n for group in some for n in range(size)] for some in chosen
+        ]
     every = [choice for pool in pools for choice in itertools.combinations(pool, top_k)]
     share = sum(min(choice) < count for choice in every) / len(every)
-    assert reached(MoeConfig(experts=experts, top_k=top_k, groups=groups), count) == pytest.approx(
-        share
-    )
+    assert reached(
+        MoeConfig(experts=experts, top_k=top_k, groups=groups), count
+    ) == pytest.approx(share)
 
 
 def test_a_row_that_is_sent_to_a_node_once_crosses_it_once_and_goes_on_inside():
     config = load(
         "configs/qwen3_30b_a3b.yaml",
-        ["mesh.expert=16", "parallel.microbatches=64", "parallel.experts.capacity=1.25"],
+        [
+            "mesh.expert=16",
+            "parallel.microbatches=64",
+            "parallel.experts.capacity=1.25",
+        ],
     )
     cluster = named("h100", 16)
     row, tokens = 2048 * 2, 4096
@@ -140,25 +149,40 @@ def test_a_row_that_is_sent_to_a_node_once_crosses_it_once_and_goes_on_inside():
         1 - math.comb(64, 8) / math.comb(128, 8),
         7 * (1 - math.comb(120, 8) / math.comb(128, 8)),
     )
-    one = tokens * (row * across / rail.bytes_per_second + row * 2 * within / node.bytes_per_second)
+    one = tokens * (
+        row * across / rail.bytes_per_second + row * 2 * within / node.bytes_per_second
+    )
     forward, _ = expert_seconds(config, cluster, once)
     # there and back; choices and weights are eight bytes an expert beside
     assert forward == pytest.approx(2 * one, rel=0.03)
     direct, _ = expert_seconds(config, cluster, DEFAULT_PROFILE)
     assert direct > 3 * forward
     hidden, _ = expert_seconds(config, cluster, replace(once, overlap_expert=True))
-    assert hidden == pytest.approx(cluster.accelerator.efficiency.exposed_tensor * forward)
+    assert hidden == pytest.approx(
+        cluster.accelerator.efficiency.exposed_tensor * forward
+    )
 
 
 @pytest.mark.parametrize("tensor, expert", [(1, 8), (2, 4), (4, 2), (4, 8)])
 def test_rows_travel_over_all_devices_that_share_the_experts(tensor, expert):
     """With sequence parallelism experts lie over tensor too: 4 x 8 of them are on four nodes of 8."""
-    words = [f"mesh.tensor={tensor}", f"mesh.expert={expert}", "parallel.microbatches=1"]
-    words += [f"parallel.sequence_parallel={tensor > 1}", "parallel.experts.dispatch=all_to_all"]
-    config = load("configs/qwen3_30b_a3b.yaml", ["mesh.data=16", "mesh.pipeline=1", *words])
+    words = [
+        f"mesh.tensor={tensor}",
+        f"mesh.expert={expert}",
+        "parallel.microbatches=1",
+    ]
+    words += [
+        f"parallel.sequence_parallel={tensor > 1}",
+        "parallel.experts.dispatch=all_to_all",
+    ]
+    config = load(
+        "configs/qwen3_30b_a3b.yaml", ["mesh.data=16", "mesh.pipeline=1", *words]
+    )
     cluster = named("h100", config.mesh.devices)
     rows = [t for t in plan(config, cluster).transfers if t.axis == "expert"]
-    assert rows and {t.group(cluster, config.mesh).size for t in rows} == {tensor * expert}
+    assert rows and {t.group(cluster, config.mesh).size for t in rows} == {
+        tensor * expert
+    }
     within = {hop.level for hop in rows[0].group(cluster, config.mesh).hops} == {"node"}
     assert within == (tensor * expert <= 8)
 
@@ -167,7 +191,9 @@ def test_rows_that_cross_nodes_once_cross_as_often_as_nodes_are_and_go_on_within
     """Two nodes of 8: what is gathered keeps to the devices of one number, the rest to a node."""
     words = ["mesh.expert=16", "parallel.microbatches=64", "parallel.remat=none"]
     direct = load("configs/qwen3_30b_a3b.yaml", words)
-    once = load("configs/qwen3_30b_a3b.yaml", [*words, "parallel.experts.ranks_per_node=8"])
+    once = load(
+        "configs/qwen3_30b_a3b.yaml", [*words, "parallel.experts.ranks_per_node=8"]
+    )
     cluster = named("h100", 16)
     row, tokens, layers, microbatches = 2048 * 2, 4096, 48, 64
     sent: dict[tuple[str, ...], float] = {}
@@ -179,7 +205,9 @@ def test_rows_that_cross_nodes_once_cross_as_often_as_nodes_are_and_go_on_within
     # both ways, forward and backward; choices and weights beside
     ways = 4 * layers * microbatches
     assert sent["rail",] == pytest.approx(ways * tokens * row, rel=0.02)
-    assert sent["node",] == pytest.approx(ways * 1.25 * 8 * tokens * row * 7 / 8, rel=0.02)
+    assert sent["node",] == pytest.approx(
+        ways * 1.25 * 8 * tokens * row * 7 / 8, rel=0.02
+    )
     assert expert_seconds(once, cluster, DEFAULT_PROFILE) < tuple(
         seconds / 2 for seconds in expert_seconds(direct, cluster, DEFAULT_PROFILE)
     )
@@ -197,13 +225,19 @@ def test_a_search_sends_rows_once_to_a_node_where_experts_lie_on_several():
 
 
 def memory_seconds(config, profile=DEFAULT_PROFILE):
-    return layer_cost(config, named("h100", config.mesh.devices), profile).forward.memory
+    return layer_cost(
+        config, named("h100", config.mesh.devices), profile
+    ).forward.memory
 
 
 def test_rows_that_are_sent_to_their_experts_are_copied_once_more_and_those_that_a_kernel_places_never():
-    gathered, sent = (configuration(dispatch, 1.0) for dispatch in ("all_gather", "all_to_all"))
+    gathered, sent = (
+        configuration(dispatch, 1.0) for dispatch in ("all_gather", "all_to_all")
+    )
     placed = replace(DEFAULT_PROFILE, token_per_node=True)
-    assert memory_seconds(sent, placed) < memory_seconds(gathered) < memory_seconds(sent)
+    assert (
+        memory_seconds(sent, placed) < memory_seconds(gathered) < memory_seconds(sent)
+    )
 
 
 def test_biases_of_experts_cost_what_the_framework_moves_for_them():
@@ -221,7 +255,11 @@ def test_a_search_looks_at_all_ranks_that_experts_divide_over():
     assert {(8, 8), (8, 2), (4, 4), (2, 1)} <= found
     assert all(data % expert == 0 and 8 % expert == 0 for data, expert in found)
     long = replaced(config, train={"sequence_length": 2**14})
-    folded = {(m["data"], m["context"], m["expert"]) for m in meshes(long, 8) if m["context"] > 1}
+    folded = {
+        (m["data"], m["context"], m["expert"])
+        for m in meshes(long, 8)
+        if m["context"] > 1
+    }
     assert {(1, 2, 2), (2, 2, 4), (2, 4, 8), (2, 2, 2)} <= folded
     assert (1, 4, 2) not in folded and (2, 4, 4) in folded
     for data, context, expert in folded:
@@ -229,13 +267,17 @@ def test_a_search_looks_at_all_ranks_that_experts_divide_over():
 
 
 @pytest.mark.parametrize("given", ["auto", "all_gather"])
-def test_a_search_has_rows_sent_as_each_number_of_ranks_asks_unless_the_config_says_how(given):
+def test_a_search_has_rows_sent_as_each_number_of_ranks_asks_unless_the_config_says_how(
+    given,
+):
     config = configuration(given, 1.25, data=8, expert=1)
     found = {
         (c.base.mesh.expert, c.base.parallel.experts.dispatch)
         for c in candidates(config, named("h100", 8), 8, near=True)
     }
-    chosen = {"auto": {(1, "auto"), (2, "all_gather"), (4, "all_to_all"), (8, "all_to_all")}}
+    chosen = {
+        "auto": {(1, "auto"), (2, "all_gather"), (4, "all_to_all"), (8, "all_to_all")}
+    }
     assert found == chosen.get(given, {(ranks, given) for ranks in (1, 2, 4, 8)})
 
 
@@ -243,7 +285,9 @@ def test_passes_over_memory_are_over_the_room_on_gpus_and_over_rows_in_use_in_lo
     """4 ranks with 2 of 8 experts, of which a token takes 2: without a capacity a round has 1.25 times an even load."""
 
     def activation(capacity, name, profile=DEFAULT_PROFILE):
-        config = replaced(configuration("all_gather", capacity), train={"sequence_length": 4096})
+        config = replaced(
+            configuration("all_gather", capacity), train={"sequence_length": 4096}
+        )
         idle = Layer(*[Seconds()] * len(fields(Layer)))
         return add_experts(config, idle, named(name, 4), profile).mlp_hidden.memory
 
@@ -255,7 +299,9 @@ def test_passes_over_memory_are_over_the_room_on_gpus_and_over_rows_in_use_in_lo
     assert activation(4.0, "h100") == pytest.approx(
         4 / 1.1 * activation(4.0, "h100", other), rel=0.02
     )
-    assert activation(None, "tpu-v5p") == pytest.approx(activation(None, "tpu-v5p", other))
+    assert activation(None, "tpu-v5p") == pytest.approx(
+        activation(None, "tpu-v5p", other)
+    )
 
 
 @pytest.mark.parametrize("dispatch", ["all_gather", "all_to_all", "nodes"])
@@ -263,7 +309,9 @@ def test_rows_that_are_kept_are_neither_sent_nor_put_into_slots_again(dispatch):
     again = configuration(dispatch, 1.0, "selective")
     keys = {"remat": "names", "remat_keep": (*SELECTIVE, "dispatched")}
     kept = replaced(again, parallel=keys)
-    of_rows = [t.what for t in plan(kept, named("h100", 4)).transfers if "rows" in t.what]
+    of_rows = [
+        t.what for t in plan(kept, named("h100", 4)).transfers if "rows" in t.what
+    ]
     assert of_rows and not [what for what in of_rows if "again" in what]
     before, after = (layer_cost(config, named("h100", 4)) for config in (again, kept))
     assert after.expert_sends < before.expert_sends
@@ -277,7 +325,9 @@ def test_a_pair_hides_three_tenths_of_the_experts_messages_where_there_is_work_f
     )
     cost = layer_cost(config, named("h100", 4))
     assert cost.forward.total > cost.expert_sends
-    assert cost.forward_hidden + cost.backward_hidden == pytest.approx(0.3 * cost.expert_sends)
+    assert cost.forward_hidden + cost.backward_hidden == pytest.approx(
+        0.3 * cost.expert_sends
+    )
 
 
 @pytest.mark.thorough
@@ -292,11 +342,15 @@ def test_a_search_takes_expert_parallelism_where_it_is_faster_and_says_why(
     devices, batch, ranks, says
 ):
     """Weights that are gathered once a layer take the longer the fewer tokens there are to hide them."""
-    config = replaced(load("configs/qwen3_30b_a3b.yaml"), train={"global_batch_size": batch})
+    config = replaced(
+        load("configs/qwen3_30b_a3b.yaml"), train={"global_batch_size": batch}
+    )
     cluster = named("h100", devices)
     result = search(config, cluster, devices)
     fastest, other = result.plans[0], result.other_experts
-    assert fastest.config.mesh.expert == ranks and (other.config.mesh.expert > 1) == (ranks == 1)
+    assert fastest.config.mesh.expert == ranks and (other.config.mesh.expert > 1) == (
+        ranks == 1
+    )
     assert fastest.seconds < other.seconds
     assert re.search(says, expert_reason(result))
     # the same layout but for its experts is no faster than the one that is said

@@ -41,7 +41,8 @@ def test_dalys_interval_loses_least():
 # Interval, copy, write: no write, one that is done long before the next, one that is just done, and one that the next
 # waits for.
 @pytest.mark.parametrize(
-    "interval, copy, write", [(600, 60, 0), (600, 60, 200), (600, 20, 600), (200, 20, 700)]
+    "interval, copy, write",
+    [(600, 60, 0), (600, 60, 200), (600, 20, 600), (200, 20, 700)],
 )
 def test_goodput_is_that_of_a_played_run(interval, copy, write):
     restart, between = 120.0, 3000.0
@@ -50,7 +51,8 @@ def test_goodput_is_that_of_a_played_run(interval, copy, write):
     lives = 20000
     for _ in range(lives):
         end, now = dice.expovariate(1 / between), 0.0
-        began, durable = 0.0, 0.0  # when the newest copy's round began; work that is safe
+        # When the newest copy's round began; work that is safe
+        began, durable = 0.0, 0.0
         while True:
             now += interval
             now = max(now, began + write) if began else now  # the write before
@@ -66,7 +68,9 @@ def test_goodput_is_that_of_a_played_run(interval, copy, write):
     assert goodput(interval, copy, restart, between, write) == pytest.approx(
         counted / clock, rel=0.02
     )
-    assert lost(interval, copy, between, write) == pytest.approx(spoiled / lives, rel=0.02)
+    assert lost(interval, copy, between, write) == pytest.approx(
+        spoiled / lives, rel=0.02
+    )
 
 
 def test_a_failure_loses_half_a_round_and_what_was_being_written():
@@ -89,7 +93,8 @@ def test_no_checkpoint_begins_before_the_one_before_is_written():
         best = best_interval(copy, write, between)
         most = goodput(best, copy, 120.0, between, write)
         assert all(
-            goodput(k * best, copy, 120.0, between, write) < most for k in (0.5, 0.8, 1.25, 2.0)
+            goodput(k * best, copy, 120.0, between, write) < most
+            for k in (0.5, 0.8, 1.25, 2.0)
         )
 
 
@@ -98,33 +103,51 @@ def test_thousands_of_gpus_save_as_often_as_their_store_can_take_it(llama_8b):
     holds.
     """
     cluster = replace(
-        named("h100", 16384), storage_bandwidth=0.01, save_seconds=0.0, save_seconds_per_host=0.0
+        named("h100", 16384),
+        storage_bandwidth=0.01,
+        save_seconds=0.0,
+        save_seconds_per_host=0.0,
     )
     config = llama_8b(
-        {"data": 1024, "tensor": 8, "pipeline": 2}, {"global_batch_size": 2048}, microbatches=2
+        {"data": 1024, "tensor": 8, "pipeline": 2},
+        {"global_batch_size": 2048},
+        microbatches=2,
     )
     planned = plan(config, cluster)
-    found, held = faults(planned), sum(item.nbytes for item in planned.memory if item.between_steps)
+    found, held = (
+        faults(planned),
+        sum(item.nbytes for item in planned.memory if item.between_steps),
+    )
     assert found.write == pytest.approx(8 * held / 0.01e9)
     step = planned.seconds - planned.time.checkpoint
     assert (
-        found.interval == pytest.approx(found.write) and found.interval_steps * step > found.write
+        found.interval == pytest.approx(found.write)
+        and found.interval_steps * step > found.write
     )
     assert daly(found.copy, found.between) < found.write
     often = replaced(config, checkpoint={"every": 1})
     assert faults(plan(often, cluster)).configured_goodput < 0.5 < found.goodput
 
 
-def test_what_a_save_costs_however_little_it_copies_sets_how_often_thousands_of_gpus_save(llama_8b):
+def test_what_a_save_costs_however_little_it_copies_sets_how_often_thousands_of_gpus_save(
+    llama_8b,
+):
     """Of 8 GB on 16,384 GPUs each copies next to nothing: without the fixed part a save after every step would seem
     best.
     """
     config = llama_8b(
-        {"data": 1024, "tensor": 8, "pipeline": 2}, {"global_batch_size": 2048}, microbatches=2
+        {"data": 1024, "tensor": 8, "pipeline": 2},
+        {"global_batch_size": 2048},
+        microbatches=2,
     )
     keys = ({"save_seconds": 0.0, "save_seconds_per_host": 0.0}, {})
-    free, real = (faults(plan(config, replace(named("h100", 16384), **given))) for given in keys)
-    assert free.interval_steps * 2 < real.interval_steps and free.interval * 10 < real.interval
+    free, real = (
+        faults(plan(config, replace(named("h100", 16384), **given))) for given in keys
+    )
+    assert (
+        free.interval_steps * 2 < real.interval_steps
+        and free.interval * 10 < real.interval
+    )
     assert (
         real.interval == pytest.approx(daly(real.copy, real.between))
         and real.copy > 0.2 + 2048 * 0.002
@@ -133,7 +156,9 @@ def test_what_a_save_costs_however_little_it_copies_sets_how_often_thousands_of_
 
 def test_a_store_of_its_own_bandwidth_is_not_filled_faster_by_more_nodes(llama_8b):
     config = llama_8b(
-        {"data": 1024, "tensor": 8, "pipeline": 2}, {"global_batch_size": 2048}, microbatches=2
+        {"data": 1024, "tensor": 8, "pipeline": 2},
+        {"global_batch_size": 2048},
+        microbatches=2,
     )
     planned = plan(config, "h100")
     held = sum(item.nbytes for item in planned.memory if item.between_steps)
@@ -144,7 +169,9 @@ def test_a_store_of_its_own_bandwidth_is_not_filled_faster_by_more_nodes(llama_8
 
 def test_what_is_advised_gives_up_half_a_percent_for_fewer_and_later_saves(llama_8b):
     config = llama_8b(
-        {"data": 1024, "tensor": 8, "pipeline": 2}, {"global_batch_size": 2048}, microbatches=2
+        {"data": 1024, "tensor": 8, "pipeline": 2},
+        {"global_batch_size": 2048},
+        microbatches=2,
     )
     planned = plan(config, "h100")
     found, restart = faults(planned), planned.cluster.restart_seconds

@@ -33,7 +33,10 @@ NARROW = {
     "d_ff": 768,
     "vocab_size": 151936,
 }
-QWEN3_30B = NARROW | {"family": "qwen3_moe", "moe": {"experts": 128, "top_k": 8, "d_ff": 768}}
+QWEN3_30B = NARROW | {
+    "family": "qwen3_moe",
+    "moe": {"experts": 128, "top_k": 8, "d_ff": 768},
+}
 del QWEN3_30B["d_ff"]
 GPT_26 = {
     "family": "gpt2",
@@ -60,14 +63,19 @@ def planned(model, precision, batch=16, length=4096, mesh=None, **parallel):
 
 def takes(model, precision, **others):
     """The time of a step in that of bfloat16."""
-    return planned(model, precision, **others).seconds / planned(model, {}, **others).seconds
+    return (
+        planned(model, precision, **others).seconds
+        / planned(model, {}, **others).seconds
+    )
 
 
 def test_published_runs_in_bfloat16_and_float8_are_predicted_within_15_percent():
     compiled = next(run for run in FITTED if run.name == "8B compiled")
     for run in (compiled, *FLOAT8):
         assert abs(run.predicted() / run.seconds - 1) < 0.15, run.name
-    assert compiled.predicted() / FLOAT8[0].predicted() == pytest.approx(8532 / 6667, rel=0.1)
+    assert compiled.predicted() / FLOAT8[0].predicted() == pytest.approx(
+        8532 / 6667, rel=0.1
+    )
 
 
 def test_the_gain_of_nemo_is_that_of_weights_rounded_once_by_norms_that_write_float8():
@@ -77,21 +85,31 @@ def test_the_gain_of_nemo_is_that_of_weights_rounded_once_by_norms_that_write_fl
 
     def gain(**profile):
         given = replace(dgxc.NEMO_FLOAT8, **profile)
-        return replace(run, config=tensorwise, profile=given).predicted() / run.predicted()
+        return (
+            replace(run, config=tensorwise, profile=given).predicted() / run.predicted()
+        )
 
     assert gain() == pytest.approx(measured / bfloat16, rel=0.03)
     assert gain(rounds_weights_once=False) > 1.15 * gain()
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
-def test_rounding_weights_costs_a_step_the_same_whatever_the_number_of_microbatches(recipe):
+def test_rounding_weights_costs_a_step_the_same_whatever_the_number_of_microbatches(
+    recipe,
+):
     """By what it takes more where each microbatch rounds them."""
     found = []
     for microbatches in (1, 2, 4):
         precision = ALL | {"float8_recipe": recipe}
-        config = planned(LLAMA_8B, precision, batch=32, microbatches=microbatches).config
+        config = planned(
+            LLAMA_8B, precision, batch=32, microbatches=microbatches
+        ).config
         once, each = (
-            estimate(config, named("h100", 8), replace(DEFAULT_PROFILE, rounds_weights_once=once))
+            estimate(
+                config,
+                named("h100", 8),
+                replace(DEFAULT_PROFILE, rounds_weights_once=once),
+            )
             for once in (True, False)
         )
         found.append(each.seconds - once.seconds)
@@ -103,16 +121,22 @@ def test_rounding_weights_costs_a_step_the_same_whatever_the_number_of_microbatc
     ("model", "recipe", "measured"),
     [(GPT_26, "tensorwise", 630 / 740), (GPT_26, "rowwise", 630 / 564)],
 )
-def test_nanochats_gain_and_loss_are_predicted_within_15_percent(model, recipe, measured):
-    assert takes(model, {**ALL, "float8_recipe": recipe}, batch=256, length=2048) == pytest.approx(
-        measured, rel=0.15
-    )
+def test_nanochats_gain_and_loss_are_predicted_within_15_percent(
+    model, recipe, measured
+):
+    assert takes(
+        model, {**ALL, "float8_recipe": recipe}, batch=256, length=2048
+    ) == pytest.approx(measured, rel=0.15)
 
 
 def test_a_plan_says_whether_float8_pays():
-    (wide,) = [note for note in advice.notes(planned(LLAMA_8B, ALL)) if "float8" in note]
+    (wide,) = [
+        note for note in advice.notes(planned(LLAMA_8B, ALL)) if "float8" in note
+    ]
     (narrow,) = [
-        note for note in advice.notes(planned(GPT_12, {"matmul": "float8"})) if "float8" in note
+        note
+        for note in advice.notes(planned(GPT_12, {"matmul": "float8"}))
+        if "float8" in note
     ]
     (blocks,) = [
         note
@@ -130,14 +154,23 @@ def test_a_plan_says_whether_float8_pays():
         if "float8" in note
     ]
     assert "does not pay" in sparse and "experts gain nothing" in sparse
-    assert "does not pay" in narrow and "does not pay" in blocks and "no kernel" in blocks
-    assert takes(GPT_12, {**ALL, "float8_recipe": "tensorwise"}, batch=256, length=2048) > 1
-    assert not [note for note in advice.notes(planned(LLAMA_8B, {})) if "float8" in note]
+    assert (
+        "does not pay" in narrow and "does not pay" in blocks and "no kernel" in blocks
+    )
+    assert (
+        takes(GPT_12, {**ALL, "float8_recipe": "tensorwise"}, batch=256, length=2048)
+        > 1
+    )
+    assert not [
+        note for note in advice.notes(planned(LLAMA_8B, {})) if "float8" in note
+    ]
 
 
 def test_inputs_that_are_kept_and_weights_that_are_gathered_are_bytes():
     model, rows = LLAMA_8B, {"matmul": "float8", "float8_skip": [0, 0]}
-    whole, bytes_ = (planned(model, precision, zero_stage=3) for precision in ({}, rows))
+    whole, bytes_ = (
+        planned(model, precision, zero_stage=3) for precision in ({}, rows)
+    )
     held, held_bytes = (planned(model, precision) for precision in ({}, rows))
 
     def sent(plan, what):
@@ -148,7 +181,11 @@ def test_inputs_that_are_kept_and_weights_that_are_gathered_are_bytes():
         rel=1e-4,  # norms are gathered as they are
     )
     kept = [
-        next(m.nbytes for m in plan.memory if m.name == "activations kept for the backward")
+        next(
+            m.nbytes
+            for m in plan.memory
+            if m.name == "activations kept for the backward"
+        )
         for plan in (held, held_bytes)
     ]
     tokens = 2 * 4096
@@ -156,7 +193,8 @@ def test_inputs_that_are_kept_and_weights_that_are_gathered_are_bytes():
         2 * 4096 + 14336
     )  # attention keeps what its output projection takes
     split = [
-        planned(model, p, mesh={"data": 4, "tensor": 2}, sequence_parallel=True) for p in ({}, rows)
+        planned(model, p, mesh={"data": 4, "tensor": 2}, sequence_parallel=True)
+        for p in ({}, rows)
     ]
     assert sent(split[1], "layer inputs gathered") == pytest.approx(
         sent(split[0], "layer inputs gathered") / 2, rel=0.002
@@ -173,8 +211,12 @@ def test_chunks_that_leave_no_product_in_float8_are_told():
     ).config
     assert float8_share(thin) == 0
     assert [note for note in notes(thin) if "leaves no product in float8" in note]
-    every = planned(LLAMA_8B, ALL, mesh={"data": 2, "pipeline": 4}, microbatches=4).config
-    assert float8_share(every) == 1 and not [note for note in notes(every) if "float8" in note]
+    every = planned(
+        LLAMA_8B, ALL, mesh={"data": 2, "pipeline": 4}, microbatches=4
+    ).config
+    assert float8_share(every) == 1 and not [
+        note for note in notes(every) if "float8" in note
+    ]
 
 
 @pytest.mark.thorough
@@ -183,5 +225,10 @@ def test_a_search_takes_float8_only_where_it_is_allowed():
     plain = search(config, named("h100", 8), 8, best=3).plans
     assert {plan.config.precision.matmul for plan in plain} == {"compute"}
     allowed = search(config, named("h100", 8), 8, best=3, float8=True).plans
-    assert allowed[0].config.precision.matmul == "float8" and allowed[0].seconds < plain[0].seconds
-    assert "float8" in layout(allowed[0].config) and "float8" not in layout(plain[0].config)
+    assert (
+        allowed[0].config.precision.matmul == "float8"
+        and allowed[0].seconds < plain[0].seconds
+    )
+    assert "float8" in layout(allowed[0].config) and "float8" not in layout(
+        plain[0].config
+    )

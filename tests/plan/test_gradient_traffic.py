@@ -19,7 +19,9 @@ from meshtrain.plan.seconds import data_seconds
 
 def small(mesh, compression, over="data", family="llama", reduce=None, **parallel):
     data, tensor, stages, islands = mesh
-    reduce = {"compression": compression, "over": over, "feedback": False} | (reduce or {})
+    reduce = {"compression": compression, "over": over, "feedback": False} | (
+        reduce or {}
+    )
     return load(
         {
             "model": {
@@ -31,7 +33,12 @@ def small(mesh, compression, over="data", family="llama", reduce=None, **paralle
                 "d_ff": 96,
                 "vocab_size": 130,
             },
-            "mesh": {"data": data, "tensor": tensor, "pipeline": stages, "islands": islands},
+            "mesh": {
+                "data": data,
+                "tensor": tensor,
+                "pipeline": stages,
+                "islands": islands,
+            },
             "parallel": {"reduce": reduce, **parallel},
             "train": {"global_batch_size": 16, "sequence_length": 32},
         }
@@ -41,23 +48,33 @@ def small(mesh, compression, over="data", family="llama", reduce=None, **paralle
 FEW = 200  # bytes: the gradient's norm and the loss, a number a weight at most
 
 
-QUICK = {"int8, islands x tensor": small((4, 2, 1, 2), "int8", zero_stage=1, microbatches=2)}
+QUICK = {
+    "int8, islands x tensor": small((4, 2, 1, 2), "int8", zero_stage=1, microbatches=2)
+}
 MORE = {
     "int8, ZeRO-1": small((8, 1, 1, 1), "int8", zero_stage=1),
     "int4, odd blocks": small((8, 1, 1, 1), "int4", zero_stage=1, reduce={"block": 48}),
-    "float8 at use, ZeRO-3": small((4, 1, 1, 1), "float8", zero_stage=3, microbatches=2),
+    "float8 at use, ZeRO-3": small(
+        (4, 1, 1, 1), "float8", zero_stage=3, microbatches=2
+    ),
     "bfloat16 at use, ZeRO-2": small(
         (4, 1, 1, 1), "bfloat16", zero_stage=2, microbatches=2, zero_hold=False
     ),
-    "int8 held, ZeRO-3": small((4, 1, 1, 1), "int8", zero_stage=3, microbatches=2, zero_hold=True),
+    "int8 held, ZeRO-3": small(
+        (4, 1, 1, 1), "int8", zero_stage=3, microbatches=2, zero_hold=True
+    ),
     "powersgd": small((4, 1, 1, 1), "powersgd", zero_stage=1, reduce={"rank": 3}),
-    "powersgd over islands x tensor": small((4, 2, 1, 2), "powersgd", "islands", zero_stage=1),
+    "powersgd over islands x tensor": small(
+        (4, 2, 1, 2), "powersgd", "islands", zero_stage=1
+    ),
     "powersgd, islands": small((4, 1, 1, 2), "powersgd", zero_stage=1),
     "topk": small((4, 1, 1, 1), "topk", zero_stage=1),
     "topk over islands": small(
         (8, 1, 1, 4), "topk", "islands", zero_stage=1, reduce={"ratio": 0.05}
     ),
-    "int8, islands x tensor x pipeline": small((4, 1, 2, 2), "int8", zero_stage=1, microbatches=4),
+    "int8, islands x tensor x pipeline": small(
+        (4, 1, 2, 2), "int8", zero_stage=1, microbatches=4
+    ),
     "int8 at use, all axes": small(
         (2, 2, 2, 1), "int8", zero_stage=3, microbatches=4, zero_hold=False
     ),
@@ -79,7 +96,11 @@ OFTEN = (
     "int4 over islands, ZeRO-0",
 )
 thorough = [
-    pytest.param(config, id=name, marks=pytest.mark.thorough if name in OFTEN else pytest.mark.slow)
+    pytest.param(
+        config,
+        id=name,
+        marks=pytest.mark.thorough if name in OFTEN else pytest.mark.slow,
+    )
     for name, config in MORE.items()
 ]
 quick = [pytest.param(config, id=name) for name, config in QUICK.items()]
@@ -88,19 +109,23 @@ quick = [pytest.param(config, id=name) for name, config in QUICK.items()]
 @pytest.mark.thorough
 @pytest.mark.parametrize("config", quick + thorough)
 def test_gradients_send_what_the_compiled_step_sends_for_them(config):
-    planned = gradient_traffic.gradient_transfers(config, pipeline.iterations(config, skips=True))
+    planned = gradient_traffic.gradient_transfers(
+        config, pipeline.iterations(config, skips=True)
+    )
     collectives = compile_step(config, "cpu").collectives
     # Over data only weights are gathered, which XLA may do once for two microbatches.
     found = [c for c in collectives if (c["axis"], c["kind"]) != ("data", "all-gather")]
     for axis in {transfer.axis for transfer in planned}:
         sent = sum(c["sent_bytes"] for c in found if c["axis"] == axis)
-        assert sum(transfer.sent for transfer in planned if transfer.axis == axis) == pytest.approx(
-            sent, rel=0.01, abs=FEW
-        ), axis
+        assert sum(
+            transfer.sent for transfer in planned if transfer.axis == axis
+        ) == pytest.approx(sent, rel=0.01, abs=FEW), axis
     # Byte for byte, and one for one.
     exchanges = [transfer for transfer in planned if transfer.kind == "all-to-all"]
     in_program = [c for c in found if c["kind"] == "all-to-all" and c["ranks"] > 1]
-    assert sum(transfer.count for transfer in exchanges) == sum(c["trip_count"] for c in in_program)
+    assert sum(transfer.count for transfer in exchanges) == sum(
+        c["trip_count"] for c in in_program
+    )
     assert sum(transfer.sent for transfer in exchanges) == pytest.approx(
         sum(c["sent_bytes"] for c in in_program), rel=1e-9
     )
@@ -112,7 +137,9 @@ def test_a_float32_gradient_over_what_is_sent_is_the_ratio():
     sent, ratio = gradient_traffic.bytes_and_ratio(config, pipeline.iterations(config))
     plain = put(config, parallel={"reduce": {"compression": "none"}})
     whole = traffic.by_axis(plan(plain, named("cpu", 8)).transfers)["data"] / 2
-    assert sent * ratio == pytest.approx(whole, rel=1e-6), "half of ZeRO-1's traffic are weights"
+    assert sent * ratio == pytest.approx(whole, rel=1e-6), (
+        "half of ZeRO-1's traffic are weights"
+    )
     assert 3.8 < ratio < 4 / (1 + 4 / 256)
 
 
@@ -132,16 +159,24 @@ def test_seconds_fall_with_the_bytes_on_slow_links_and_count_the_passes_over_mem
     }
     config = load(
         given
-        | {"precision": {"compute": "bfloat16", "reduce": "float32"}, "parallel": {"zero_stage": 1}}
+        | {
+            "precision": {"compute": "bfloat16", "reduce": "float32"},
+            "parallel": {"zero_stage": 1},
+        }
     )
     cluster, seconds, sent = named("h100", 64), {}, {}
     for name in ("none", "bfloat16", "int8", "int4"):
-        chosen = put(config, parallel={"reduce": {"compression": name, "feedback": False}})
+        chosen = put(
+            config, parallel={"reduce": {"compression": name, "feedback": False}}
+        )
         seconds[name] = data_seconds(chosen, cluster)
-        sent[name] = gradient_traffic.bytes_and_ratio(chosen, pipeline.iterations(chosen))[0]
+        sent[name] = gradient_traffic.bytes_and_ratio(
+            chosen, pipeline.iterations(chosen)
+        )[0]
     assert seconds["none"] > seconds["bfloat16"] > seconds["int8"] > seconds["int4"]
     tally = gradient_traffic._tally(
-        put(config, parallel={"reduce": {"compression": "int8"}}), pipeline.iterations(config)
+        put(config, parallel={"reduce": {"compression": "int8"}}),
+        pipeline.iterations(config),
     )
     numbers = 8.03e9
     # A gradient is read three times, the bytes go by three times, and a shard of an eighth is written; across islands
@@ -154,12 +189,18 @@ FLAT = {"data": 4, "islands": 2}
 
 
 @pytest.mark.parametrize(
-    "sync", [{"every": 5}, {"every": 5, "outer_momentum": 0.0}, {"every": 5, "delay": 2}]
+    "sync",
+    [{"every": 5}, {"every": 5, "outer_momentum": 0.0}, {"every": 5, "delay": 2}],
 )
 def test_the_copies_that_islands_keep_are_those_of_the_state(sync):
     built = program(FLAT, sync=sync)
     # but for a number of each island, of how much it learned from
-    held = sum(map(part_bytes, jax.tree.leaves(built.state_shapes.islands._replace(counted=None))))
+    held = sum(
+        map(
+            part_bytes,
+            jax.tree.leaves(built.state_shapes.islands._replace(counted=None)),
+        )
+    )
     said = [
         item
         for item in memory.between_steps(built.config)
@@ -174,10 +215,14 @@ def test_the_copies_that_islands_keep_are_those_of_the_state(sync):
 
 @pytest.mark.parametrize("mesh", [FLAT, {"data": 8, "islands": 4}])
 def test_bytes_across_islands_are_those_of_an_exchange_over_the_steps_between(mesh):
-    built = program(mesh, sync={"every": 5}, parallel={"microbatches": 1, "sync": {"every": 5}})
+    built = program(
+        mesh, sync={"every": 5}, parallel={"microbatches": 1, "sync": {"every": 5}}
+    )
     compiled = built.islands.synchronize[0].lower(built.state_shapes).compile()
     sent = collectives(compiled, built.mesh).traffic["island"]
-    found = traffic.by_axis(traffic.transfers(built.config, iterations(built.config, skips=True)))
+    found = traffic.by_axis(
+        traffic.transfers(built.config, iterations(built.config, skips=True))
+    )
     assert found["island"] == pytest.approx(sent / 5, rel=0.01)
     (transfer,) = gradient_traffic.sync_transfers(built.config)
     assert transfer.times == "1/5" and "islands brought together" in transfer.what
@@ -185,10 +230,16 @@ def test_bytes_across_islands_are_those_of_an_exchange_over_the_steps_between(me
 
 @pytest.mark.parametrize("zero", thorough_but([0, 1, 3], lambda _: False, [3]))
 def test_the_rest_of_a_step_is_sent_within_islands_as_the_compiled_step_sends_it(zero):
-    built = program(FLAT, parallel={"microbatches": 1, "zero_stage": zero, "sync": {"every": 5}})
+    built = program(
+        FLAT, parallel={"microbatches": 1, "zero_stage": zero, "sync": {"every": 5}}
+    )
     sent = collectives(built.lower().compile(), built.mesh).traffic
-    found = traffic.by_axis(traffic.transfers(built.config, iterations(built.config, skips=True)))
-    assert "island" not in sent and not any("island" in axis for axis in found if axis != "island")
+    found = traffic.by_axis(
+        traffic.transfers(built.config, iterations(built.config, skips=True))
+    )
+    assert "island" not in sent and not any(
+        "island" in axis for axis in found if axis != "island"
+    )
     # norms of gradients, and losses, are not in the plan
     assert sent["data"] == pytest.approx(found["data"], rel=0.02)
 

@@ -46,22 +46,30 @@ def odd(family, mesh, **parallel):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize(
-    "mesh", [(1, 1, 1), (4, 1, 1), (2, 2, 1), (1, 6, 1), (2, 2, 2), (1, 3, 2), (4, 1, 2)], ids=str
+    "mesh",
+    [(1, 1, 1), (4, 1, 1), (2, 2, 1), (1, 6, 1), (2, 2, 2), (1, 3, 2), (4, 1, 2)],
+    ids=str,
 )
 def test_elements_on_a_device_are_those_of_the_layout(family, mesh):
     for stage, vocab in ((0, "edge"), (1, "spread"), (3, "edge"), (3, "spread")):
         config = odd(family, mesh, zero_stage=stage, vocab=vocab)
         layout = Layout(config, make_mesh(config))
-        shards = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(layout.masters)]
+        shards = [
+            x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(layout.masters)
+        ]
         held = memory.between_steps(config)[0]
         assert held.name == "float32 masters"
-        assert held.nbytes == sum(4 * jnp.prod(jnp.array(shape)).item() for shape in shards)
+        assert held.nbytes == sum(
+            4 * jnp.prod(jnp.array(shape)).item() for shape in shards
+        )
 
 
 def beside(now: list[Any], cells: list[Any]) -> list[Any]:
     """The cells of now; and, every third as thorough and the others as slow, a pairwise covering of all."""
     pairwise = covering(cells)
-    return thorough_but(dict.fromkeys([*now, *pairwise]), now.__contains__, pairwise[::3])
+    return thorough_but(
+        dict.fromkeys([*now, *pairwise]), now.__contains__, pairwise[::3]
+    )
 
 
 OPTIMIZED = list(
@@ -71,16 +79,22 @@ OPTIMIZED = list(
         ("llama", "gpt2"),
     )
 )
-NOW_OPTIMIZED = covering([cell for cell in OPTIMIZED if cell[1] in ((4, 1, 1), (2, 2, 2))])
+NOW_OPTIMIZED = covering(
+    [cell for cell in OPTIMIZED if cell[1] in ((4, 1, 1), (2, 2, 2))]
+)
 
 
 @pytest.mark.parametrize("cell", beside(NOW_OPTIMIZED, OPTIMIZED), ids=str)
 def test_optimizer_state_on_a_device_is_that_of_the_program(cell):
     name, mesh, family = cell
     config = odd(family, mesh)
-    config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, name=name))
+    config = dataclasses.replace(
+        config, optimizer=dataclasses.replace(config.optimizer, name=name)
+    )
     state = Program(config, make_mesh(config)).state_shapes.optimizer
-    found = sum(4 * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(state))
+    found = sum(
+        4 * math.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(state)
+    )
     assert memory.between_steps(config)[1].nbytes == pytest.approx(found, rel=0.005)
 
 
@@ -94,9 +108,13 @@ def test_optimizer_state_on_a_device_is_that_of_the_program(cell):
     ],
     ids=str,
 )
-def test_what_lies_on_a_device_between_steps_of_a_tuned_model_is_that_of_the_program(tuned, stage):
+def test_what_lies_on_a_device_between_steps_of_a_tuned_model_is_that_of_the_program(
+    tuned, stage
+):
     config = replaced(
-        odd("llama", (2, 2, 2), zero_stage=stage), precision={"compute": "bfloat16"}, **tuned
+        odd("llama", (2, 2, 2), zero_stage=stage),
+        precision={"compute": "bfloat16"},
+        **tuned,
     )
     shapes_ = Program(config, make_mesh(config)).state_shapes
 
@@ -112,15 +130,21 @@ def test_what_lies_on_a_device_between_steps_of_a_tuned_model_is_that_of_the_pro
 
 
 STASHED = list(itertools.product(stash.CASES, ("none", "selective", "dots", "full")))
-NOW_STASHED = [STASHED[5 * i % len(STASHED)] for i in range(4)] + [("norms alone", "none")]
+NOW_STASHED = [STASHED[5 * i % len(STASHED)] for i in range(4)] + [
+    ("norms alone", "none")
+]
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("cell", slow_but(STASHED, [*NOW_STASHED, *STASHED[2::4]]), ids=str)
+@pytest.mark.parametrize(
+    "cell", slow_but(STASHED, [*NOW_STASHED, *STASHED[2::4]]), ids=str
+)
 def test_a_tuned_layer_keeps_what_the_pipelines_stash_has_of_it(cell):
     case, remat = cell
     config = stash.config(stash.CASES[case], remat)
-    assert activations.kept(config, remat) == pytest.approx(stash.stashed(config), rel=0.03)
+    assert activations.kept(config, remat) == pytest.approx(
+        stash.stashed(config), rel=0.03
+    )
 
 
 def test_parameters_are_counted_without_padding():
@@ -142,7 +166,9 @@ def traced_residuals(config) -> float:
         key = jax.random.key(0) if config.model.dropout else None
         x = program.local.forward.embed(weights, batch, None)
         layer, layer_at = (
-            program.local.forward.layer(batch, key, program.layout.segments[0].period[0]),
+            program.local.forward.layer(
+                batch, key, program.layout.segments[0].period[0]
+            ),
             jnp.asarray(program.layout.layer_at[0, 0]),
         )
 
@@ -164,8 +190,12 @@ def traced_residuals(config) -> float:
 
     shape = (config.train.global_batch_size, config.train.sequence_length)
     specs = (program.layout.shards, PartitionSpec(DATA))
-    mapped = jax.shard_map(local, mesh=program.mesh, in_specs=specs, out_specs=PartitionSpec(AXES))
-    jax.eval_shape(mapped, program.layout.masters, jax.ShapeDtypeStruct(shape, jnp.int32))
+    mapped = jax.shard_map(
+        local, mesh=program.mesh, in_specs=specs, out_specs=PartitionSpec(AXES)
+    )
+    jax.eval_shape(
+        mapped, program.layout.masters, jax.ShapeDtypeStruct(shape, jnp.int32)
+    )
     return sum(found) / config.model.layers / (shape[0] * shape[1])
 
 
@@ -173,7 +203,16 @@ NAMES = ("qkv", "attention", "attention_out", "mlp_in", "mlp_hidden", "mlp_out")
 KEPT = [(), *((name,) for name in NAMES), ("qkv", "attention"), NAMES]
 
 
-def layer(family, tensor=2, stages=1, layers=7, dropout=0.0, kv_heads=4, model=None, **parallel):
+def layer(
+    family,
+    tensor=2,
+    stages=1,
+    layers=7,
+    dropout=0.0,
+    kv_heads=4,
+    model=None,
+    **parallel,
+):
     """A model of odd sizes; with one block of queries, so that the blockwise attention of CPUs keeps the scores as one
     array.
     """
@@ -209,7 +248,9 @@ LAYERS = list(
 
 # Each policy with each family, and each name that may be kept with one.
 POLICIES = covering([cell for cell in LAYERS if isinstance(cell[1], str)])
-NAMED = [("llama", kept, i % 2 == 0, (0.0, 0.1)[i % 2]) for i, kept in enumerate(KEPT[1:])]
+NAMED = [
+    ("llama", kept, i % 2 == 0, (0.0, 0.1)[i % 2]) for i, kept in enumerate(KEPT[1:])
+]
 NOW_LAYERS = [*POLICIES, *NAMED]
 
 
@@ -217,7 +258,11 @@ NOW_LAYERS = [*POLICIES, *NAMED]
 @pytest.mark.parametrize("cell", beside(NOW_LAYERS, LAYERS), ids=str)
 def test_activations_of_a_layer_are_what_the_traced_model_keeps(cell):
     family, remat, split, dropout = cell
-    keys = {"remat": remat} if isinstance(remat, str) else {"remat": "names", "remat_keep": remat}
+    keys = (
+        {"remat": remat}
+        if isinstance(remat, str)
+        else {"remat": "names", "remat_keep": remat}
+    )
     config = layer(family, dropout=dropout, sequence_parallel=split, **keys)
     planned = activations.kept(config, config.parallel.remat) / shapes.tokens(config)
     assert planned == pytest.approx(traced_residuals(config), rel=0.03)
@@ -225,9 +270,17 @@ def test_activations_of_a_layer_are_what_the_traced_model_keeps(cell):
 
 LINEAR = {
     "pattern": ["linear"],
-    "linear": {"key_heads": 4, "value_heads": 8, "key_dim": 16, "value_dim": 12, "chunk": 16},
+    "linear": {
+        "key_heads": 4,
+        "value_heads": 8,
+        "key_dim": 16,
+        "value_dim": 12,
+        "chunk": 16,
+    },
 }
-KDA, MAMBA2 = (LINEAR | {"linear": LINEAR["linear"] | {"kind": kind}} for kind in ("kda", "mamba2"))
+KDA, MAMBA2 = (
+    LINEAR | {"linear": LINEAR["linear"] | {"kind": kind}} for kind in ("kda", "mamba2")
+)
 GATED = {"family": "qwen3_5", "pattern": ["full"], "rope_share": 0.5}
 MIXERS = [
     (LINEAR, "none", False),
@@ -249,8 +302,14 @@ MIXERS = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("model", "remat", "split"), MIXERS)
-def test_linear_and_gated_attention_keep_and_leave_what_the_traced_model_does(model, remat, split):
-    keys = {"remat": remat} if isinstance(remat, str) else {"remat": "names", "remat_keep": remat}
+def test_linear_and_gated_attention_keep_and_leave_what_the_traced_model_does(
+    model, remat, split
+):
+    keys = (
+        {"remat": remat}
+        if isinstance(remat, str)
+        else {"remat": "names", "remat_keep": remat}
+    )
     config = layer("llama", model=model, sequence_parallel=split, **keys)
     planned = activations.kept(config, config.parallel.remat) / shapes.tokens(config)
     assert planned == pytest.approx(traced_residuals(config), rel=0.03)
@@ -273,7 +332,11 @@ def traced_stage(config) -> tuple[float, float]:
         batch = {"tokens": tokens, "labels": tokens, "rows": rows}
         key = jax.random.key(0) if config.model.dropout else None
         stage = Stage(
-            program.local.forward, 1, program.local.zero.gather_params(masters), batch, key
+            program.local.forward,
+            1,
+            program.local.zero.gather_params(masters),
+            batch,
+            key,
         )
         found.extend(
             sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
@@ -292,7 +355,9 @@ def traced_stage(config) -> tuple[float, float]:
         in_specs=(program.layout.shards, PartitionSpec()),
         out_specs=PartitionSpec(AXES),
     )
-    jax.eval_shape(mapped, program.layout.masters, jax.ShapeDtypeStruct(shape, jnp.int32))
+    jax.eval_shape(
+        mapped, program.layout.masters, jax.ShapeDtypeStruct(shape, jnp.int32)
+    )
     return found[0], found[1]
 
 
@@ -316,7 +381,11 @@ STAGES = list(
 
 
 NOW_STAGES = covering(
-    [cell for cell in STAGES if cell[1] in ("none", "selective", "full", ("qkv", "mlp_in"))]
+    [
+        cell
+        for cell in STAGES
+        if cell[1] in ("none", "selective", "full", ("qkv", "mlp_in"))
+    ]
 )
 
 
@@ -324,7 +393,11 @@ NOW_STAGES = covering(
 @pytest.mark.parametrize("cell", beside(NOW_STAGES, STAGES), ids=str)
 def test_a_stage_keeps_and_leaves_for_w_what_its_traced_halves_do(cell):
     family, remat, split = cell
-    keys = {"remat": remat} if isinstance(remat, str) else {"remat": "names", "remat_keep": remat}
+    keys = (
+        {"remat": remat}
+        if isinstance(remat, str)
+        else {"remat": "names", "remat_keep": remat}
+    )
     pipeline = {"schedule": "zb_h1", "microbatches": 2, "sequence_parallel": split}
     config = layer(family, stages=2, layers=8, **pipeline, **keys)
     planned = (
@@ -350,7 +423,11 @@ LATENTS = [
 def test_a_stage_of_latent_attention_keeps_and_leaves_what_its_traced_halves_do(
     q_rank, remat, split
 ):
-    keys = {"remat": remat} if isinstance(remat, str) else {"remat": "names", "remat_keep": remat}
+    keys = (
+        {"remat": remat}
+        if isinstance(remat, str)
+        else {"remat": "names", "remat_keep": remat}
+    )
     pipeline = {"schedule": "zb_h1", "microbatches": 2, "sequence_parallel": split}
     config = layer("llama", stages=2, layers=8, kv_heads=8, **pipeline, **keys)
     config = replaced(config, model={"mla": {**MADE_OF_LATENTS, "q_rank": q_rank}})
@@ -377,7 +454,13 @@ def test_a_stage_keeps_and_leaves_key_and_value_heads_that_are_whole_on_every_ra
 ):
     pipeline = {"schedule": "zb_h1", "microbatches": 2}
     config = layer(
-        family, tensor=tensor, stages=2, layers=8, kv_heads=kv_heads, remat=remat, **pipeline
+        family,
+        tensor=tensor,
+        stages=2,
+        layers=8,
+        kv_heads=kv_heads,
+        remat=remat,
+        **pipeline,
     )
     planned = activations.kept(config, remat), activations.weight_grad_residuals(config)
     assert planned == pytest.approx(traced_stage(config), rel=0.006)
@@ -426,7 +509,9 @@ def test_heads_that_outweigh_the_mlp_are_what_a_layer_works_on():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("cell", slow_but(ON_CPU, [ON_CPU[i] for i in (1, 3, 4)]), ids=str)
+@pytest.mark.parametrize(
+    "cell", slow_but(ON_CPU, [ON_CPU[i] for i in (1, 3, 4)]), ids=str
+)
 def test_what_a_step_holds_is_what_xlas_cpu_program_holds(cell):
     compare_with_program(SMALL, *cell)
 
@@ -445,7 +530,9 @@ FURTHER_ON_CPU: list[Any] = [
 @pytest.mark.parametrize("cell", slow_but(FURTHER_ON_CPU, FURTHER_ON_CPU[:2]), ids=str)
 def test_further_predictions_hold_what_xlas_cpu_program_holds(cell):
     depths, *layout = cell
-    compare_with_program(SMALL | {"model": SMALL["model"] | {"mtp": depths}}, *layout, most=1.05)
+    compare_with_program(
+        SMALL | {"model": SMALL["model"] | {"mtp": depths}}, *layout, most=1.05
+    )
 
 
 EVERY_LAYER = {"float8_skip": [0, 0]}
@@ -461,20 +548,29 @@ FLOAT8_ON_CPU: list[Any] = [
 @pytest.mark.parametrize("cell", slow_but(FLOAT8_ON_CPU, FLOAT8_ON_CPU[:2]), ids=str)
 def test_weights_that_are_held_in_float8_are_counted(cell):
     mesh, parallel, precision = cell
-    compare_with_program(SMALL | {"precision": {"matmul": "float8", **precision}}, mesh, parallel)
+    compare_with_program(
+        SMALL | {"precision": {"matmul": "float8", **precision}}, mesh, parallel
+    )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("remat", ["none", "dots", "selective", "full"])
 def test_a_layer_keeps_more_where_cpus_skip_padding_by_a_conditional(remat):
-    keys = {"schedule": "zb_h1", "microbatches": 2, "layer_split": [1, 6], "remat": remat}
+    keys = {
+        "schedule": "zb_h1",
+        "microbatches": 2,
+        "layer_split": [1, 6],
+        "remat": remat,
+    }
     config = layer("llama", stages=2, **keys)
     planned, _ = memory._add_conditional(config, activations.kept(config, remat), 0.0)
     assert planned == pytest.approx(traced_stage(config)[0], rel=0.03)
 
 
 def compare_with_program(sections, mesh, parallel, most=1.08):
-    config = load(sections | {"mesh": dict(zip(AXES, mesh, strict=True)), "parallel": parallel})
+    config = load(
+        sections | {"mesh": dict(zip(AXES, mesh, strict=True)), "parallel": parallel}
+    )
     compiled = Program(config, make_mesh(config)).lower().compile().memory_analysis()
     held = (
         compiled.argument_size_in_bytes
@@ -490,7 +586,9 @@ def test_every_byte_has_a_name_and_a_kind(llama_8b):
     found = plan(llama_8b(), named("h100", 16))
     assert sum(memory.sum_by_kind(found.memory).values()) == pytest.approx(found.bytes)
     assert not [
-        name for name, count in Counter(item.name for item in found.memory).items() if count > 1
+        name
+        for name, count in Counter(item.name for item in found.memory).items()
+        if count > 1
     ]
 
 
@@ -504,7 +602,9 @@ def test_memory_falls_with_zero_stage_recomputation_and_sequence_parallelism(lla
     stages = [size(mesh, zero_stage=stage, zero_hold=False) for stage in (0, 1, 2, 3)]
     assert stages == sorted(stages, reverse=True) and len(set(stages)) == 4
     assert size(remat="none") > size(remat="dots") > size(remat="full")
-    assert size(remat="full", sequence_parallel=False) > size(remat="full", sequence_parallel=True)
+    assert size(remat="full", sequence_parallel=False) > size(
+        remat="full", sequence_parallel=True
+    )
 
 
 def test_more_microbatches_hold_more_with_gpipe_and_no_more_with_1f1b(llama_8b):
@@ -514,7 +614,9 @@ def test_more_microbatches_hold_more_with_gpipe_and_no_more_with_1f1b(llama_8b):
         train = {"global_batch_size": 2 * microbatches}
         config = llama_8b(None, train, schedule=schedule, microbatches=microbatches)
         return next(
-            i.nbytes for i in plan(config, cluster).memory if i.name.startswith("activations kept")
+            i.nbytes
+            for i in plan(config, cluster).memory
+            if i.name.startswith("activations kept")
         )
 
     assert kept("1f1b", 64) == kept("1f1b", 8)
@@ -526,19 +628,24 @@ def test_the_fullest_moment_is_what_counts(llama_8b):
     config = llama_8b({"data": 16}, zero_stage=3, microbatches=1, remat="full")
     name, held = memory.fullest(config, ONE_STAGE)
     passing = {
-        moment: memory.total(items) for moment, items in memory.passing(config, ONE_STAGE).items()
+        moment: memory.total(items)
+        for moment, items in memory.passing(config, ONE_STAGE).items()
     }
     assert passing[name] == max(passing.values())
     assert (
         memory.total(held)
-        == memory.total([*memory.state(config), *memory.kept(config, ONE_STAGE)]) + passing[name]
+        == memory.total([*memory.state(config), *memory.kept(config, ONE_STAGE)])
+        + passing[name]
     )
 
 
 def test_activations_and_state_are_an_nth_on_n_ranks_of_context(llama_8b):
     kinds = {}
     for ranks in (2, 8):
-        mesh, train = {"context": ranks}, {"global_batch_size": 1, "sequence_length": 2**17}
+        mesh, train = (
+            {"context": ranks},
+            {"global_batch_size": 1, "sequence_length": 2**17},
+        )
         config = llama_8b(mesh, train, microbatches=1, remat="full", zero_stage=3)
         kinds[ranks] = memory.sum_by_kind(plan(config, named("h100", ranks)).memory)
     for kind in ("activations", "optimizer_state"):
@@ -551,15 +658,25 @@ def test_keys_and_values_of_the_whole_row_are_held_where_they_are_gathered_and_n
     work = {}
     for strategy in ("ring", "all_gather", "ulysses"):
         train = {"global_batch_size": 1, "sequence_length": 2**20}
-        config = llama_8b({"context": 32}, train, microbatches=1, context_strategy=strategy)
+        config = llama_8b(
+            {"context": 32}, train, microbatches=1, context_strategy=strategy
+        )
         work[strategy] = activations.work(config, "gpu")
-    whole = 2**20 * 2 * 8 * 128 * (2 + 4)  # keys and values, and their float32 cotangents
+    # Keys and values, and their float32 cotangents
+    whole = 2**20 * 2 * 8 * 128 * (2 + 4)
     assert work["all_gather"] > whole > work["ring"] > work["ulysses"]
 
 
 def test_what_a_stage_holds_for_a_moment_is_what_one_counts_by_hand():
     """A llama of 8 layers of 64, hidden 96, in bfloat16: 2 sequences of 32 tokens are a microbatch on a rank."""
-    model = {"layers": 8, "d_model": 64, "heads": 4, "kv_heads": 2, "d_ff": 96, "vocab_size": 128}
+    model = {
+        "layers": 8,
+        "d_model": 64,
+        "heads": 4,
+        "kv_heads": 2,
+        "d_ff": 96,
+        "vocab_size": 128,
+    }
     config = load(
         {
             "model": model,
@@ -575,7 +692,10 @@ def test_what_a_stage_holds_for_a_moment_is_what_one_counts_by_hand():
     # gate and up with cotangents, the stream four times as products take it and three times besides, queries three
     # times
     mlp = 2 * (2 * 2 * 96 + 4 * 64 + 3 * 64 + 3 * 64)
-    assert activations.work(replaced(config, parallel={"remat": "none"}), "gpu") >= 2 * 32 * mlp
-    assert activations.work(replaced(config, parallel={"remat": "none"}), "gpu") <= 2 * 32 * (
-        mlp + 24 * 4 * 32 + 4 * 64
+    assert (
+        activations.work(replaced(config, parallel={"remat": "none"}), "gpu")
+        >= 2 * 32 * mlp
     )
+    assert activations.work(
+        replaced(config, parallel={"remat": "none"}), "gpu"
+    ) <= 2 * 32 * (mlp + 24 * 4 * 32 + 4 * 64)

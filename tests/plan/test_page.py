@@ -33,7 +33,10 @@ def test_every_axis_has_a_name_and_its_ends_their_unit(page):
         "throughput a device, % of the first",
         "devices",
     } <= set(axes(page))
-    for name, end in (("memory of a device", r"[\d.]+ GiB"), ("time in the step", r"[\d.]+ s")):
+    for name, end in (
+        ("memory of a device", r"[\d.]+ GiB"),
+        ("time in the step", r"[\d.]+ s"),
+    ):
         assert re.search(rf">{name}</text><text [^>]*>{end}</text>", page)
 
 
@@ -43,7 +46,10 @@ def test_the_legend_of_the_schedule_stands_above_what_scrolls(page):
         page.index('<div class="wide"'),
     )
     assert legend < scrolled < page.index('<pattern id="idle"')
-    assert ">idle</text>" in page[legend:scrolled] and ">idle</text>" not in page[scrolled:]
+    assert (
+        ">idle</text>" in page[legend:scrolled]
+        and ">idle</text>" not in page[scrolled:]
+    )
 
 
 @pytest.mark.thorough

@@ -55,7 +55,10 @@ def test_a_schedule_and_its_own_csv_are_planned_alike(case, tmp_path):
                     "remat": remat,
                 },
                 "precision": {"compute": "bfloat16"},
-                "train": {"global_batch_size": 2 * microbatches, "sequence_length": 4096},
+                "train": {
+                    "global_batch_size": 2 * microbatches,
+                    "sequence_length": 4096,
+                },
             }
         )
         found = plan(config, named("h100", 4 * stages))
@@ -80,7 +83,10 @@ def counted(table: Table) -> tuple[int, ...]:
     found = phases(table)
     work = ops_per_clock(found)
     alone = {phase.first for phase in found if phase.repeats * phase.period == 1}
-    busy = {slot: sorted({op.clock for op in table.ops() if op.slot == slot}) for slot in (F, B)}
+    busy = {
+        slot: sorted({op.clock for op in table.ops() if op.slot == slot})
+        for slot in (F, B)
+    }
     ways: dict[tuple[int, int], set[int]] = {}
     enters, leaves = set(), set()
     for op in table.ops():
@@ -96,15 +102,20 @@ def counted(table: Table) -> tuple[int, ...]:
             hop = int(table.stage_of(neighbour)) - op.stage
             if hop:
                 way = hop if table.placement == "v" else 0  # around the ring
-                ways.setdefault((op.slot, way), set()).add(op.clock if op.slot == F else after)
+                ways.setdefault((op.slot, way), set()).add(
+                    op.clock if op.slot == F else after
+                )
 
     def ticks_of(kind: int, kept: set) -> int:
         return sum(
-            clock not in alone or clock in kept for clock in np.flatnonzero(work[:, kind]).tolist()
+            clock not in alone or clock in kept
+            for clock in np.flatnonzero(work[:, kind]).tolist()
         )
 
     sent = {
-        slot: sum(ticks_of(slot * 2, kept) for (of, _), kept in ways.items() if of == slot)
+        slot: sum(
+            ticks_of(slot * 2, kept) for (of, _), kept in ways.items() if of == slot
+        )
         for slot in (F, B)
     }
     return sent[F], sent[B], 1 + ticks_of(4, enters), 1 + ticks_of(5, leaves)
@@ -115,16 +126,22 @@ SOME, MANY = range(100), range(100, 500)
 
 @pytest.mark.parametrize(
     "seeds",
-    [pytest.param(SOME, id="some"), pytest.param(MANY, id="many", marks=pytest.mark.thorough)],
+    [
+        pytest.param(SOME, id="some"),
+        pytest.param(MANY, id="many", marks=pytest.mark.thorough),
+    ],
 )
 def test_a_random_table_is_planned_as_its_ops_are_executed(seeds):
     for seed in seeds:
         table = random_table(seed)
         validate(table)
         planned = pipeline._iterations(table)
-        assert (planned.down, planned.up, planned.embedding, planned.unembedding) == counted(
-            table
-        ), seed
+        assert (
+            planned.down,
+            planned.up,
+            planned.embedding,
+            planned.unembedding,
+        ) == counted(table), seed
 
 
 @pytest.mark.slow
@@ -147,7 +164,12 @@ def test_a_random_table_sends_what_its_compiled_program_does(seed, tmp_path):
     }
     train = {"global_batch_size": table.microbatches, "sequence_length": 8}
     config = load(
-        {"model": sizes, "mesh": {"pipeline": table.stages}, "parallel": parallel, "train": train}
+        {
+            "model": sizes,
+            "mesh": {"pipeline": table.stages},
+            "parallel": parallel,
+            "train": train,
+        }
     )
     program = Program(config, make_mesh(config))
     assert program.layout.table is not None
@@ -157,11 +179,18 @@ def test_a_random_table_sends_what_its_compiled_program_does(seed, tmp_path):
     lowered = jax.jit(program.gradients).lower(
         program.layout.masters, program.batch_shapes(), *scalars
     )
-    found = [c for c in collectives(lowered.compile(), program.mesh) if c.axis == PIPELINE]
+    found = [
+        c for c in collectives(lowered.compile(), program.mesh) if c.axis == PIPELINE
+    ]
     planned, message = pipeline.iterations(config), 4 * 8 * 16
     assert planned.passes("down") + planned.passes("up") == sum(
         c.trips for c in found if c.kind == "collective-permute"
     )
     # XLA sums small things along with them
-    summed = sum(c.trips * (c.bytes // message) for c in found if c.kind == "all-reduce")
-    assert planned.passes("embedding") + planned.passes("unembedding") + 2 * planned.head == summed
+    summed = sum(
+        c.trips * (c.bytes // message) for c in found if c.kind == "all-reduce"
+    )
+    assert (
+        planned.passes("embedding") + planned.passes("unembedding") + 2 * planned.head
+        == summed
+    )

@@ -59,7 +59,12 @@ def test_json_has_the_promised_fields(config, capsys):
     assert found["pipeline"]["ticks"] == 6 and found["pipeline"]["peak_in_flight"] == 3
     assert found["step_seconds"] > 0 and 0 < found["mfu"] < 1
     assert (
-        sum(transfer["times"] for transfer in found["traffic"] if transfer["kind"] == "permute") > 0
+        sum(
+            transfer["times"]
+            for transfer in found["traffic"]
+            if transfer["kind"] == "permute"
+        )
+        > 0
     )
     assert {
         "checkpoint_copy_seconds",
@@ -94,16 +99,25 @@ def test_the_way_that_a_collective_is_run_is_named(config, capsys):
 
 @pytest.mark.thorough
 def test_borrowed_efficiencies_are_said(config, capsys):
-    for cluster, lender in (("b200", "GB200"), ("h100", None), ("cpu", None), ("tpu-v5p", None)):
+    for cluster, lender in (
+        ("b200", "GB200"),
+        ("h100", None),
+        ("cpu", None),
+        ("tpu-v5p", None),
+    ):
         arguments = ["--config", config, "--cluster", cluster]
-        assert planned(capsys, *arguments, "--json")["efficiencies_borrowed_from"] == lender
+        assert (
+            planned(capsys, *arguments, "--json")["efficiencies_borrowed_from"]
+            == lender
+        )
         assert main([str(a) for a in arguments]) == 0
         said = " ".join(capsys.readouterr().out.split())
         assert ("a guess, borrowed from" in said) == (lender is not None)
         assert ("fitted on published runs" in said) == (cluster in ("h100", "tpu-v5p"))
         share = planned(capsys, *arguments, "--json")["share_of_peak"]
         assert (
-            f"products reach up to {share['products']:.3g} of" in said and share["evidence"] in said
+            f"products reach up to {share['products']:.3g} of" in said
+            and share["evidence"] in said
         )
 
 
@@ -111,24 +125,42 @@ def test_borrowed_efficiencies_are_said(config, capsys):
 def test_a_search_replaces_a_mesh_that_is_not_legal_and_refuses_what_it_does_not_replace(
     config, tmp_path, capsys
 ):
-    keys = "mesh.data=1", "mesh.tensor=8", "mesh.pipeline=1", "model.heads=2", "model.kv_heads=2"
+    keys = (
+        "mesh.data=1",
+        "mesh.tensor=8",
+        "mesh.pipeline=1",
+        "model.heads=2",
+        "model.kv_heads=2",
+    )
     sets = [word for key in keys for word in ("--set", key)]
     illegal = ["--config", config, *sets]
     assert (
         main([str(a) for a in illegal]) == 2
         and "mesh.tensor 8 does not divide" in capsys.readouterr().err
     )
-    found = planned(capsys, *illegal, "--search", "--write", tmp_path / "best.yaml", "--json")
+    found = planned(
+        capsys, *illegal, "--search", "--write", tmp_path / "best.yaml", "--json"
+    )
     assert found["devices"] == 8 and found["best"]
     assert all(best["settings"]["mesh.tensor"] <= 2 for best in found["best"])
     wrong = [*illegal, "--search", "--set", "optimizer.name=adamx"]
-    assert main([str(a) for a in wrong]) == 2 and "optimizer.name" in capsys.readouterr().err
+    assert (
+        main([str(a) for a in wrong]) == 2
+        and "optimizer.name" in capsys.readouterr().err
+    )
 
 
 def test_set_and_cluster_change_the_plan(config, capsys):
     on_cpu = planned(capsys, "--config", config, "--json")
     on_gpu = planned(
-        capsys, "--config", config, "--json", "--cluster", "h100", "--set", "mesh.pipeline=1"
+        capsys,
+        "--config",
+        config,
+        "--json",
+        "--cluster",
+        "h100",
+        "--set",
+        "mesh.pipeline=1",
     )
     assert on_gpu["devices"] == 4 and on_gpu["step_seconds"] < on_cpu["step_seconds"]
 
@@ -199,7 +231,10 @@ BAD = {
         "/nowhere/at/all.csv",
     ): "/nowhere/at/all.csv cannot be written: there is no directory /nowhere/at.",
     ("--html", "."): ". cannot be written: is a directory",
-    ("--html", "/dev/null/all.html"): "/dev/null/all.html cannot be written: not a directory",
+    (
+        "--html",
+        "/dev/null/all.html",
+    ): "/dev/null/all.html cannot be written: not a directory",
     (
         "--search",
         "--write",
@@ -259,11 +294,21 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_every_table_that_is_wrong_is_one_sentence_and_code_2(config, tmp_path, capsys, wrong):
+def test_every_table_that_is_wrong_is_one_sentence_and_code_2(
+    config, tmp_path, capsys, wrong
+):
     text, said = WRONG[wrong]
     (tmp_path / "mine.csv").write_text(text)
     assert (
-        main(["--config", str(config), "--set", f"parallel.schedule={tmp_path / 'mine.csv'}"]) == 2
+        main(
+            [
+                "--config",
+                str(config),
+                "--set",
+                f"parallel.schedule={tmp_path / 'mine.csv'}",
+            ]
+        )
+        == 2
     )
     caught = capsys.readouterr()
     assert caught.out == "" and said in caught.err and caught.err.count("\n") == 1
@@ -274,14 +319,25 @@ def test_every_table_that_is_wrong_is_one_sentence_and_code_2(config, tmp_path, 
     [[], ["--json"], ["--gantt", "-"], ["--html", "page.html"], ["--compile", "cpu"]],
     ids=str,
 )
-def test_an_illegal_table_is_the_validators_sentence(config, tmp_path, monkeypatch, capsys, more):
+def test_an_illegal_table_is_the_validators_sentence(
+    config, tmp_path, monkeypatch, capsys, more
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.csv").write_text(ILLEGAL)
-    assert main(["--config", str(config), "--set", "parallel.schedule=mine.csv", *more]) == 2
+    assert (
+        main(["--config", str(config), "--set", "parallel.schedule=mine.csv", *more])
+        == 2
+    )
     caught = capsys.readouterr()
-    assert caught.out == "" and caught.err.count("\n") == 1 and caught.err.startswith("meshtrain: ")
+    assert (
+        caught.out == ""
+        and caught.err.count("\n") == 1
+        and caught.err.startswith("meshtrain: ")
+    )
     assert "parallel.schedule cannot run: mine.csv: " in caught.err
-    assert re.search(r"clock 1 \(CSV row 4\), stage 0, .*B0 is too early.*\.\n$", caught.err)
+    assert re.search(
+        r"clock 1 \(CSV row 4\), stage 0, .*B0 is too early.*\.\n$", caught.err
+    )
 
 
 @pytest.mark.parametrize("wrong", [*WRONG, "one that cannot run"])
@@ -289,7 +345,12 @@ def test_a_table_that_a_plan_refuses_is_refused_with_the_same_sentence_by_what_p
     config, tmp_path, capsys, wrong
 ):
     (tmp_path / "mine.csv").write_text(WRONG[wrong][0] if wrong in WRONG else ILLEGAL)
-    words = ["--config", str(config), "--set", f"parallel.schedule={tmp_path / 'mine.csv'}"]
+    words = [
+        "--config",
+        str(config),
+        "--set",
+        f"parallel.schedule={tmp_path / 'mine.csv'}",
+    ]
     said = []
     for command in (
         lambda: main(words),
@@ -308,7 +369,9 @@ def test_a_registered_schedule_whose_table_cannot_run_is_refused_by_what_prints_
 ):
     late = Schedule(
         "too_early",
-        lambda stages, microbatches, chunks: (np.zeros((stages, microbatches), int),) * 2,
+        lambda stages, microbatches, chunks: (
+            (np.zeros((stages, microbatches), int),) * 2
+        ),
     )
     SCHEDULES.register(late)
     try:
@@ -325,13 +388,18 @@ def test_a_registered_schedule_whose_table_cannot_run_is_refused_by_what_prints_
 @pytest.mark.thorough
 def test_a_search_takes_the_place_of_a_table(config, tmp_path, capsys):
     (tmp_path / "mine.csv").write_text(ILLEGAL)
-    table, best = sets(f"parallel.schedule={tmp_path / 'mine.csv'}"), str(tmp_path / "best.yaml")
+    table, best = (
+        sets(f"parallel.schedule={tmp_path / 'mine.csv'}"),
+        str(tmp_path / "best.yaml"),
+    )
     assert main(["--config", str(config), *table, "--search", "--write", best]) == 0
     assert "mine.csv" not in (tmp_path / "best.yaml").read_text()
 
 
 @pytest.mark.thorough
-def test_a_legal_table_has_a_page_although_it_is_for_one_size_of_run(config, tmp_path, capsys):
+def test_a_legal_table_has_a_page_although_it_is_for_one_size_of_run(
+    config, tmp_path, capsys
+):
     (tmp_path / "mine.csv").write_text(make_table("1f1b", 2, 4).to_csv())
     keys = [
         "--set",
@@ -339,16 +407,23 @@ def test_a_legal_table_has_a_page_although_it_is_for_one_size_of_run(config, tmp
         "--set",
         "train.global_batch_size=24",
     ]
-    assert main(["--config", str(config), *keys, "--html", str(tmp_path / "page.html")]) == 0
+    assert (
+        main(["--config", str(config), *keys, "--html", str(tmp_path / "page.html")])
+        == 0
+    )
     assert "</html>" in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.thorough
-def test_a_table_that_does_not_fit_its_device_is_still_told_what_would(config, tmp_path, capsys):
+def test_a_table_that_does_not_fit_its_device_is_still_told_what_would(
+    config, tmp_path, capsys
+):
     """Advice that asks for other microbatches than the table's is no advice."""
     (tmp_path / "mine.csv").write_text(make_table("1f1b", 2, 4).to_csv())
     keys = sets(
-        f"parallel.schedule={tmp_path / 'mine.csv'}", "model.d_model=8192", "model.layers=80"
+        f"parallel.schedule={tmp_path / 'mine.csv'}",
+        "model.d_model=8192",
+        "model.layers=80",
     )
     assert main(["--config", str(config), *keys, "--cluster", "v100"]) == 1
     assert "more than" in capsys.readouterr().err
@@ -358,7 +433,9 @@ def test_a_mesh_larger_than_the_cluster_is_refused(config, tmp_path, capsys):
     cluster = tmp_path / "tiny.yaml"
     links = {"node": {"devices": 2, "bandwidth": 450}}
     cluster.write_text(
-        yaml.safe_dump({"devices_per_node": 2, "accelerator": {"name": "h100"}, "links": links})
+        yaml.safe_dump(
+            {"devices_per_node": 2, "accelerator": {"name": "h100"}, "links": links}
+        )
     )
     assert main(["--config", str(config), "--cluster", str(cluster)]) == 2
     assert "needs 8 devices, but cluster tiny has 2" in capsys.readouterr().err
@@ -366,7 +443,9 @@ def test_a_mesh_larger_than_the_cluster_is_refused(config, tmp_path, capsys):
 
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=str)
 @pytest.mark.parametrize(("fits", "code"), [(True, 0), (False, 1)])
-def test_a_layout_that_does_not_fit_ends_with_1(config, form, fits, code, capsys, monkeypatch):
+def test_a_layout_that_does_not_fit_ends_with_1(
+    config, form, fits, code, capsys, monkeypatch
+):
     monkeypatch.setattr(Plan, "fits", property(lambda _: fits))
     monkeypatch.setattr(advice, "changes", lambda _: [])
     monkeypatch.setattr(advice, "sentence", lambda *_: "too large.")
@@ -406,9 +485,19 @@ def test_a_reader_that_has_had_enough_gets_no_traceback(config, more):
 
 
 @pytest.mark.thorough
-def test_search_prints_ten_with_reasons_and_writes_a_config_that_plans(config, tmp_path, capsys):
+def test_search_prints_ten_with_reasons_and_writes_a_config_that_plans(
+    config, tmp_path, capsys
+):
     best = tmp_path / "best.yaml"
-    arguments = ["--config", str(config), "--cluster", "h100", "--search", "--write", str(best)]
+    arguments = [
+        "--config",
+        str(config),
+        "--cluster",
+        "h100",
+        "--search",
+        "--write",
+        str(best),
+    ]
     assert main(arguments) == 0
     out = capsys.readouterr().out
     assert "fastest:" in out and "10  " in out
@@ -421,7 +510,9 @@ def test_search_prints_ten_with_reasons_and_writes_a_config_that_plans(config, t
 @pytest.mark.thorough
 def test_pictures_are_written(config, tmp_path, capsys):
     gantt, page = tmp_path / "gantt.svg", tmp_path / "plan.html"
-    assert main(["--config", str(config), "--gantt", str(gantt), "--html", str(page)]) == 0
+    assert (
+        main(["--config", str(config), "--gantt", str(gantt), "--html", str(page)]) == 0
+    )
     assert gantt.read_text().startswith("<svg") and "</html>" in page.read_text()
     plain = tmp_path / "plain"
     assert main(["--config", str(config), "--gantt", str(plain)]) == 0
@@ -434,12 +525,22 @@ def test_pictures_are_written(config, tmp_path, capsys):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "target, name",
-    [("--html", "plan.html"), ("--gantt", "g.svg"), ("--csv", "t.csv"), ("--write", "best.yaml")],
+    [
+        ("--html", "plan.html"),
+        ("--gantt", "g.svg"),
+        ("--csv", "t.csv"),
+        ("--write", "best.yaml"),
+    ],
 )
 def test_where_only_a_file_is_asked_for_only_its_name_is_printed(
     target, name, config, tmp_path, capsys
 ):
-    assert main(["--config", str(config), "--cluster", "h100", target, str(tmp_path / name)]) == 0
+    assert (
+        main(
+            ["--config", str(config), "--cluster", "h100", target, str(tmp_path / name)]
+        )
+        == 0
+    )
     caught = capsys.readouterr()
     assert caught.out == "" and caught.err == f"meshtrain: wrote {tmp_path / name}\n"
     assert (tmp_path / name).stat().st_size > 100
@@ -454,7 +555,9 @@ def test_where_only_a_file_is_asked_for_only_its_name_is_printed(
         )
 
 
-def test_in_80_columns_no_line_wraps_and_sections_are_apart(config, capsys, monkeypatch):
+def test_in_80_columns_no_line_wraps_and_sections_are_apart(
+    config, capsys, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["--config", str(config), "--cluster", "h100"]) == 0
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
@@ -491,8 +594,12 @@ def test_in_80_columns_a_ranking_has_a_line_of_figures_and_its_layout_indented(
     )
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert max(map(len, lines)) <= 80
-    first = next(i for i, line in enumerate(lines) if re.match(r" 1  .* MFU [\d.]+%$", line))
-    last = next(i for i, line in enumerate(lines) if line.startswith("the fastest step"))
+    first = next(
+        i for i, line in enumerate(lines) if re.match(r" 1  .* MFU [\d.]+%$", line)
+    )
+    last = next(
+        i for i, line in enumerate(lines) if line.startswith("the fastest step")
+    )
     ranked = lines[first:last]
     assert len(ranked) > 20 and all(
         re.match(r"[ \d]\d  .* MFU [\d.]+%$|    \S", line) for line in ranked
@@ -510,9 +617,15 @@ def test_compile_sets_the_compilers_bytes_beside_the_plans(config, capsys):
         "compile_seconds",
         "collectives",
     } <= set(compiled)
-    state = found["memory_items"]["float32 masters"] + found["memory_items"]["adamw state"]
+    state = (
+        found["memory_items"]["float32 masters"] + found["memory_items"]["adamw state"]
+    )
     assert compiled["argument_bytes"] == pytest.approx(state, rel=0.02)
-    assert {c["axis"] for c in compiled["collectives"]} >= {"data", "tensor", "pipeline"}
+    assert {c["axis"] for c in compiled["collectives"]} >= {
+        "data",
+        "tensor",
+        "pipeline",
+    }
 
 
 @pytest.mark.thorough
@@ -524,7 +637,12 @@ def test_measure_describes_this_machine_as_a_cluster(tmp_path):
     }
     command = [sys.executable, "-m", "meshtrain.plan", "--measure"]
     found = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True, timeout=120
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
     )
     path = tmp_path / "mine.yaml"
     path.write_text(found.stdout)
@@ -564,17 +682,31 @@ def test_what_zero_pads_is_said_with_its_cost_as_in_the_log_of_a_run(config, cap
     )
 
 
-@pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("zb_interleaved", 2), ("v_1f1b", 2)])
-def test_the_table_is_written_as_a_start_for_ones_own(schedule, chunks, config, tmp_path, capsys):
-    keys = ["--set", f"parallel.schedule={schedule}", "--set", f"parallel.virtual_stages={chunks}"]
-    assert main(["--config", str(config), *keys, "--csv", str(tmp_path / "mine.csv")]) == 0
+@pytest.mark.parametrize(
+    "schedule, chunks", [("1f1b", 1), ("zb_interleaved", 2), ("v_1f1b", 2)]
+)
+def test_the_table_is_written_as_a_start_for_ones_own(
+    schedule, chunks, config, tmp_path, capsys
+):
+    keys = [
+        "--set",
+        f"parallel.schedule={schedule}",
+        "--set",
+        f"parallel.virtual_stages={chunks}",
+    ]
+    assert (
+        main(["--config", str(config), *keys, "--csv", str(tmp_path / "mine.csv")]) == 0
+    )
     assert f"wrote {tmp_path / 'mine.csv'}" in capsys.readouterr().err
     table = read_csv(tmp_path / "mine.csv")
     assert table.drop_sends() == make_table(schedule, 2, 4, chunks)
     assert ("G1" in table.to_csv()) == ("R1" in table.to_csv()) == (chunks > 1)
     before = planned(capsys, "--config", config, *keys, "--json")
     keys[1] = f"parallel.schedule={tmp_path / 'mine.csv'}"
-    assert planned(capsys, "--config", config, *keys, "--json")["pipeline"] == before["pipeline"]
+    assert (
+        planned(capsys, "--config", config, *keys, "--json")["pipeline"]
+        == before["pipeline"]
+    )
     assert main(["--config", str(config), *keys, "--csv", "-"]) == 0
     assert capsys.readouterr().out.endswith(table.to_csv())
 

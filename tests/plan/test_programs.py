@@ -31,7 +31,9 @@ def one_level(n):
         ("hierarchical", 8, 14, 14 / 8),
     ],
 )
-def test_a_program_takes_its_steps_and_the_bytes_of_the_busiest_device(name, n, steps, busiest):
+def test_a_program_takes_its_steps_and_the_bytes_of_the_busiest_device(
+    name, n, steps, busiest
+):
     found = 2 * ALGORITHMS[name].seconds(one_level(n), NBYTES)
     assert found == pytest.approx(steps * ALPHA + busiest * NBYTES / RATE)
 
@@ -39,14 +41,21 @@ def test_a_program_takes_its_steps_and_the_bytes_of_the_busiest_device(name, n, 
 def test_few_steps_win_where_arrays_are_small_and_few_bytes_where_they_are_large():
     group = one_level(64)
     small, large = (
-        {name: entry.seconds(group, n) for name, entry in ALGORITHMS.items() if entry.seconds}
+        {
+            name: entry.seconds(group, n)
+            for name, entry in ALGORITHMS.items()
+            if entry.seconds
+        }
         for n in (64, 2**32)
     )
     assert (
         min(small, key=small.__getitem__) == "halving_doubling"
         and small["ring"] > 4 * small["double_tree"]
     )
-    assert large["ring"] < 1.01 * min(large.values()) and large["double_tree"] < 1.4 * large["ring"]
+    assert (
+        large["ring"] < 1.01 * min(large.values())
+        and large["double_tree"] < 1.4 * large["ring"]
+    )
 
 
 def test_one_ring_leaves_a_machine_by_one_card_and_the_hierarchical_program_by_all_eight():
@@ -60,7 +69,10 @@ def test_one_ring_leaves_a_machine_by_one_card_and_the_hierarchical_program_by_a
         (2 / 50) / (2 * 7 / 8 / 450 + 2 / 8 * 63 / 64 / 50), rel=0.02
     )
     # NCCL lays a ring through each card.
-    assert programs.seconds("psum", ALL_REDUCE, mesh.data_axes, mesh, cluster, 2**33) < 1.2 * both
+    assert (
+        programs.seconds("psum", ALL_REDUCE, mesh.data_axes, mesh, cluster, 2**33)
+        < 1.2 * both
+    )
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)

@@ -20,8 +20,19 @@ from meshtrain.plan.report import headline
 from meshtrain.plan.search import candidates, search
 from meshtrain.rl.rollouts import Rollouts, Wave
 
-MODEL = {"layers": 3, "d_model": 16, "heads": 4, "kv_heads": 2, "d_ff": 30, "vocab_size": 61}
-EXPERTS = {"family": "mixtral", "d_ff": 0, "moe": {"experts": 4, "top_k": 2, "d_ff": 10}}
+MODEL = {
+    "layers": 3,
+    "d_model": 16,
+    "heads": 4,
+    "kv_heads": 2,
+    "d_ff": 30,
+    "vocab_size": 61,
+}
+EXPERTS = {
+    "family": "mixtral",
+    "d_ff": 0,
+    "moe": {"experts": 4, "top_k": 2, "d_ff": 10},
+}
 WIDE = EXPERTS | {"moe": {"experts": 4, "top_k": 2, "d_ff": 36}}
 ODD = EXPERTS | {"moe": {"experts": 4, "top_k": 2, "d_ff": 9}}
 RL = {"prompts": "prompts.jsonl", "reward": "exact", "group": 4, "answers": 8}
@@ -43,7 +54,11 @@ MESHES = {
         "mesh": {"data": 2, "context": 2, "pipeline": 2},
         "parallel": {"zero_stage": 3, "microbatches": 2},
     },
-    "expert 2": {"model": EXPERTS, "mesh": {"data": 4, "expert": 2}, "parallel": {"zero_stage": 2}},
+    "expert 2": {
+        "model": EXPERTS,
+        "mesh": {"data": 4, "expert": 2},
+        "parallel": {"zero_stage": 2},
+    },
     "expert 2, tensor 2, pipeline 2": {
         "model": EXPERTS,
         "mesh": {"data": 2, "expert": 2, "tensor": 2, "pipeline": 2},
@@ -100,11 +115,17 @@ def config_of(name, **sections):
 
 def program_of(config):
     return mt.Program(
-        replaced(config, train={"objective": "next_token"}, rl={"prompts": None, "reward": None})
+        replaced(
+            config,
+            train={"objective": "next_token"},
+            rl={"prompts": None, "reward": None},
+        )
     )
 
 
-@pytest.mark.parametrize("name", thorough_but(list(MESHES), lambda _: False, ["2x2x2, ZeRO-3"]))
+@pytest.mark.parametrize(
+    "name", thorough_but(list(MESHES), lambda _: False, ["2x2x2, ZeRO-3"])
+)
 def test_synchronising_is_planned_to_send_what_the_compiled_program_sends(name):
     config = config_of(name)
     program = program_of(config)
@@ -121,7 +142,14 @@ def test_synchronising_is_planned_to_send_what_the_compiled_program_sends(name):
     assert planned == sent
 
 
-LARGER = {"layers": 4, "d_model": 256, "heads": 8, "kv_heads": 4, "d_ff": 1024, "vocab_size": 512}
+LARGER = {
+    "layers": 4,
+    "d_model": 256,
+    "heads": 8,
+    "kv_heads": 4,
+    "d_ff": 1024,
+    "vocab_size": 512,
+}
 # model, tensor, sequence_length, answers, group
 HELD = {
     "cache": ({}, 2, 256, 192, 4),
@@ -136,7 +164,13 @@ HELD = {
     "no tensor ranks": ({}, 1, 256, 192, 16),
     "wide": ({"d_ff": 2048}, 2, 128, 64, 4),
     "vocabulary": ({"vocab_size": 32000, "d_model": 64, "d_ff": 64}, 1, 64, 32, 4),
-    "experts": (EXPERTS | {"moe": {"experts": 4, "top_k": 2, "d_ff": 512}}, 2, 128, 64, 4),
+    "experts": (
+        EXPERTS | {"moe": {"experts": 4, "top_k": 2, "d_ff": 512}},
+        2,
+        128,
+        64,
+        4,
+    ),
 }
 
 
@@ -148,14 +182,20 @@ def test_drawing_is_planned_to_hold_what_the_compiled_program_holds(name):
         {
             "model": LARGER | model,
             "mesh": {"data": 2, "tensor": tensor},
-            "train": {"objective": "grpo", "global_batch_size": 64, "sequence_length": length},
+            "train": {
+                "objective": "grpo",
+                "global_batch_size": 64,
+                "sequence_length": length,
+            },
             "rl": RL | {"answers": answers, "group": group},
         }
     )
     program = program_of(config)
     sizes = rollouts.RolloutSizes.make(config)
     ranks = program.mesh.shape["data"]
-    drawn = Rollouts(program, ranks * sizes.slots, sizes.length, answers, 1.0, frozenset({1}))
+    drawn = Rollouts(
+        program, ranks * sizes.slots, sizes.length, answers, 1.0, frozenset({1})
+    )
     prompts = np.zeros((64 // group, length + 1 - answers), np.int32)
     wave = next(drawn._waves(list(prompts), np.zeros((len(prompts), group), np.uint32)))
     weights = jax.eval_shape(drawn.resharding.program, program.layout.masters)
@@ -183,7 +223,9 @@ def test_samples_are_planned_to_hold_what_their_compiled_program_holds():
     rollouts_of = drawn._rollouts
     wave = next(rollouts_of._waves(drawn._prompts, drawn._seeds))
     weights = jax.eval_shape(rollouts_of.resharding.program, program.layout.masters)
-    compiled = rollouts_of._program.lower(weights, Wave(*wave)).compile().memory_analysis()
+    compiled = (
+        rollouts_of._program.lower(weights, Wave(*wave)).compile().memory_analysis()
+    )
     planned = rollouts.held(config)
     argument = compiled.argument_size_in_bytes
     assert planned["weights for decoding"][1] == pytest.approx(argument, rel=0.01)
@@ -192,8 +234,12 @@ def test_samples_are_planned_to_hold_what_their_compiled_program_holds():
 
 
 def test_samples_of_a_model_that_is_split_far_hold_more_than_a_step(llama_8b):
-    config = llama_8b({"data": 2, "pipeline": 8}, {"sequence_length": 512}, zero_stage=1)
-    sampled = replaced(config, eval={"every": 100, "samples": 2}, data={"source": "stdlib"})
+    config = llama_8b(
+        {"data": 2, "pipeline": 8}, {"sequence_length": 512}, zero_stage=1
+    )
+    sampled = replaced(
+        config, eval={"every": 100, "samples": 2}, data={"source": "stdlib"}
+    )
     usual, more = (plan(one, named("h100", 16)) for one in (config, sampled))
     assert "weights for decoding" in {item.name for item in more.memory}
     assert more.bytes > usual.bytes
@@ -202,13 +248,17 @@ def test_samples_of_a_model_that_is_split_far_hold_more_than_a_step(llama_8b):
 
 
 def grpo(config, **rl):
-    return replaced(config, train={"objective": "grpo"}, rl=RL | {"answers": 1024, **rl})
+    return replaced(
+        config, train={"objective": "grpo"}, rl=RL | {"answers": 1024, **rl}
+    )
 
 
 @pytest.fixture
 def eight(llama_8b):
     """A function (mesh, rl keys) -> config of 8B that draws 1,024 tokens of each of 64 answers."""
-    of = lambda mesh, **rl: grpo(llama_8b(mesh, {"sequence_length": 2048}, microbatches=1), **rl)
+    of = lambda mesh, **rl: grpo(
+        llama_8b(mesh, {"sequence_length": 2048}, microbatches=1), **rl
+    )
     return of
 
 
@@ -230,13 +280,15 @@ def test_many_answers_take_at_least_their_flops(eight):
     config = replaced(eight({"data": 16}), train={"global_batch_size": 64 * 256})
     cluster = named("h100", 16)
     tokens = 1023 * 1024
-    assert plan(config, cluster).time.draw > 2 * 7.5e9 * tokens / cluster.accelerator.flops(
-        "bfloat16"
-    )
+    assert plan(
+        config, cluster
+    ).time.draw > 2 * 7.5e9 * tokens / cluster.accelerator.flops("bfloat16")
 
 
 def test_a_rollout_is_shared_by_the_steps_that_learn_from_it(eight):
-    once, twice = (plan(eight({"data": 16}, epochs=n), named("h100", 16)) for n in (1, 2))
+    once, twice = (
+        plan(eight({"data": 16}, epochs=n), named("h100", 16)) for n in (1, 2)
+    )
     assert twice.time.draw == pytest.approx(once.time.draw / 2)
     assert twice.time.synchronise == pytest.approx(once.time.synchronise / 2)
     assert twice.time.train == pytest.approx(once.time.train)
@@ -249,9 +301,15 @@ def test_a_plan_tells_the_shares_of_a_rollout(eight):
     rollout = told["rollout"]
     parts = [rollout[f"{name}_seconds"] for name in ("synchronise", "draw", "train")]
     assert all(parts) and sum(parts) == pytest.approx(told["step_seconds"])
-    assert rollout["drawn_tokens_per_second"] == pytest.approx(64 * 1024 / rollout["draw_seconds"])
-    assert sum(told["step_seconds_by_part"].values()) == pytest.approx(told["step_seconds"])
-    (line,) = [line for line in headline(planned).splitlines() if line.startswith("rollout")]
+    assert rollout["drawn_tokens_per_second"] == pytest.approx(
+        64 * 1024 / rollout["draw_seconds"]
+    )
+    assert sum(told["step_seconds_by_part"].values()) == pytest.approx(
+        told["step_seconds"]
+    )
+    (line,) = [
+        line for line in headline(planned).splitlines() if line.startswith("rollout")
+    ]
     for seconds in parts:
         assert f"{seconds / planned.seconds:.1%}" in line
 
@@ -274,7 +332,11 @@ def test_memory_is_that_of_drawing_where_it_holds_more_than_a_step(eight):
     )
     fullest = plan(many, cluster)
     names = {item.name for item in fullest.memory}
-    assert {"weights for decoding", "cache of keys and values", "float32 masters"} <= names
+    assert {
+        "weights for decoding",
+        "cache of keys and values",
+        "float32 masters",
+    } <= names
     assert not any(item.kind == "gradients" for item in fullest.memory)
     assert fullest.bytes == fullest.as_json()["rollout"]["total_bytes"]
 
@@ -290,6 +352,8 @@ def test_searches_rank_whole_steps_and_count_what_drawing_holds():
         drawn.append(candidate.nbytes == pytest.approx(drawing))
     assert any(drawn)
     best = search(config, cluster, 4, best=3).plans
-    assert [p.seconds for p in best] == sorted(p.seconds for p in best) and best[0].time.draw
+    assert [p.seconds for p in best] == sorted(p.seconds for p in best) and best[
+        0
+    ].time.draw
     by_formula, _ = estimate_by_formula(best[0].config, cluster)
     assert by_formula == pytest.approx(best[0].seconds, rel=0.05)

@@ -8,9 +8,13 @@ def test_weak_scaling_keeps_the_share_of_a_rank_and_reaches_16384_devices(llama_
     config = llama_8b({"data": 2, "tensor": 8})
     points = scaling.weak(config, named("h100", 16))
     assert [p.devices for p in points] == [16 * 2**i for i in range(11)]
-    shares = {p.plan.config.train.global_batch_size // p.plan.config.mesh.data for p in points}
+    shares = {
+        p.plan.config.train.global_batch_size // p.plan.config.mesh.data for p in points
+    }
     assert shares == {32}
-    assert points[0].efficiency == 1.0 and all(0.5 < p.efficiency <= 1.001 for p in points)
+    assert points[0].efficiency == 1.0 and all(
+        0.5 < p.efficiency <= 1.001 for p in points
+    )
 
 
 def test_strong_scaling_keeps_the_batch_and_loses_efficiency(llama_8b):
@@ -22,7 +26,9 @@ def test_strong_scaling_keeps_the_batch_and_loses_efficiency(llama_8b):
     assert points[-1].plan.seconds < points[0].plan.seconds
 
 
-def test_on_more_devices_a_microbatch_keeps_its_rows_as_long_as_there_are_so_many(llama_8b):
+def test_on_more_devices_a_microbatch_keeps_its_rows_as_long_as_there_are_so_many(
+    llama_8b,
+):
     config = replaced(
         llama_8b({"data": 2, "tensor": 8}),
         parallel={"microbatches": 8},

@@ -41,11 +41,23 @@ def test_every_candidate_is_legal_and_none_comes_twice(small):
 @pytest.mark.thorough
 def test_a_search_keeps_the_islands_of_the_config_where_they_divide_data(small):
     config = replaced(small, mesh={"data": 4, "islands": 4})
-    meshes_found = {candidate.config.mesh for candidate in candidates(config, named("h100", 8), 8)}
-    assert {(mesh.data, mesh.islands) for mesh in meshes_found} == {(8, 4), (4, 4), (2, 2), (1, 1)}
+    meshes_found = {
+        candidate.config.mesh for candidate in candidates(config, named("h100", 8), 8)
+    }
+    assert {(mesh.data, mesh.islands) for mesh in meshes_found} == {
+        (8, 4),
+        (4, 4),
+        (2, 2),
+        (1, 1),
+    }
     best = search(config, named("h100", 8), 8, best=3).plans
-    assert all(settings(plan.config)["mesh.islands"] == plan.config.mesh.islands for plan in best)
-    for candidate in itertools.islice(candidates(config, named("h100", 8), 8), 0, None, 97):
+    assert all(
+        settings(plan.config)["mesh.islands"] == plan.config.mesh.islands
+        for plan in best
+    )
+    for candidate in itertools.islice(
+        candidates(config, named("h100", 8), 8), 0, None, 97
+    ):
         check(candidate.config)
         planned = plan(candidate.config, named("h100", 8))
         if candidate.config.mesh.islands > 1 and candidate.config.parallel.zero_stage:
@@ -54,7 +66,12 @@ def test_a_search_keeps_the_islands_of_the_config_where_they_divide_data(small):
 
 @pytest.mark.thorough
 def test_layouts_near_a_config_are_those_of_all_that_keep_what_it_chose(small):
-    chosen = {"schedule": "interleaved", "virtual_stages": 3, "microbatches": 2, "vocab": "edge"}
+    chosen = {
+        "schedule": "interleaved",
+        "virtual_stages": 3,
+        "microbatches": 2,
+        "vocab": "edge",
+    }
     config = replaced(small, mesh={"pipeline": 2}, parallel=chosen)
     cluster, of_all, found = (
         named("h100", 8),
@@ -73,7 +90,9 @@ def test_layouts_near_a_config_are_those_of_all_that_keep_what_it_chose(small):
             and not near.parallel.sequence_parallel
         )
         # 6 layers have 3 chunks on 2 stages alone, and none on 8.
-        chunks = {1: ("1f1b", 1), 2: ("interleaved", 3), 4: ("interleaved", 1)}[near.mesh.pipeline]
+        chunks = {1: ("1f1b", 1), 2: ("interleaved", 3), 4: ("interleaved", 1)}[
+            near.mesh.pipeline
+        ]
         assert (near.parallel.schedule, near.parallel.virtual_stages) == chunks
         assert (near.mesh, near.parallel) in of_all or near.mesh.pipeline in (1, 4)
 
@@ -83,7 +102,9 @@ def test_no_legal_mesh_is_left_out(small):
     for mesh in itertools.product((1, 2, 4, 8), repeat=3):
         if mesh[0] * mesh[1] * mesh[2] != 8:
             continue
-        config = replaced(small, mesh=dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)))
+        config = replaced(
+            small, mesh=dict(zip(("data", "tensor", "pipeline"), mesh, strict=True))
+        )
         try:
             check(config)
         except ConfigError:
@@ -99,7 +120,10 @@ def test_the_formulas_of_the_search_agree_with_the_simulated_plan(small):
         planned = plan(candidate.config, cluster)
         even = (
             small.model.layers
-            % (candidate.config.mesh.pipeline * candidate.config.parallel.virtual_stages)
+            % (
+                candidate.config.mesh.pipeline
+                * candidate.config.parallel.virtual_stages
+            )
             == 0
         )
         if even:
@@ -116,7 +140,9 @@ def test_the_formulas_of_the_search_agree_with_the_simulated_plan(small):
 
 
 @pytest.mark.thorough
-def test_a_search_by_arrays_and_lower_bounds_says_what_the_formulas_say_of_each_layout_alone(small):
+def test_a_search_by_arrays_and_lower_bounds_says_what_the_formulas_say_of_each_layout_alone(
+    small,
+):
     cluster = named("h100", 8)
     every = list(candidates(small, cluster, 8))
     for candidate in every[::199]:
@@ -140,8 +166,15 @@ def test_no_more_hides_over_data_than_is_sent(small):
         "microbatches": 2,
         "reduce": {"compression": "int4", "feedback": False},
     }
-    for parallel, matmul in (({"zero_stage": 3, "microbatches": 2}, "float8"), (asked, "compute")):
-        precision = {"matmul": matmul, "float8_gather": matmul == "float8", "float8_skip": [0, 0]}
+    for parallel, matmul in (
+        ({"zero_stage": 3, "microbatches": 2}, "float8"),
+        (asked, "compute"),
+    ):
+        precision = {
+            "matmul": matmul,
+            "float8_gather": matmul == "float8",
+            "float8_skip": [0, 0],
+        }
         config = replaced(
             small,
             mesh={"data": 2},
@@ -160,8 +193,12 @@ def test_the_best_layouts_fit_and_are_in_order_with_reasons(small):
     assert all(p.fits for p in found.plans) and found.fitting <= found.legal
     assert reason(found.plans[0], found.plans[0]).startswith("fastest")
     assert reason(found.plans[5], found.plans[0]).startswith("+")
-    told = [float(share) for share in re.findall(r" ([\d.]+)%[,;]", made_of(found.plans[0]))]
-    assert told == sorted(told, reverse=True) and sum(told) == pytest.approx(100, abs=0.5)
+    told = [
+        float(share) for share in re.findall(r" ([\d.]+)%[,;]", made_of(found.plans[0]))
+    ]
+    assert told == sorted(told, reverse=True) and sum(told) == pytest.approx(
+        100, abs=0.5
+    )
 
 
 @pytest.mark.thorough
@@ -180,11 +217,16 @@ def test_a_config_with_the_settings_of_a_layout_is_that_layout():
     }
     layouts = [
         c.config
-        for c in itertools.islice(candidates(load(asked), named("h100", 8), 8), 0, None, 397)
+        for c in itertools.islice(
+            candidates(load(asked), named("h100", 8), 8), 0, None, 397
+        )
     ]
     for config in layouts:
         assert (
-            load(asked, [f"{key}={as_text(value)}" for key, value in settings(config).items()])
+            load(
+                asked,
+                [f"{key}={as_text(value)}" for key, value in settings(config).items()],
+            )
             == config
         )
     for key in (
@@ -200,13 +242,16 @@ def test_a_config_with_the_settings_of_a_layout_is_that_layout():
 def test_nothing_that_does_not_fit_is_proposed(small):
     cluster = named("h100", 8)
     tiny = dataclasses.replace(
-        cluster, accelerator=dataclasses.replace(cluster.accelerator, memory=2.2, reserved=2.0)
+        cluster,
+        accelerator=dataclasses.replace(cluster.accelerator, memory=2.2, reserved=2.0),
     )
     found = search(small, tiny, 8)
     assert found.fitting < found.legal
     assert all(p.bytes <= tiny.accelerator.usable_bytes for p in found.plans)
 
 
-def test_a_number_of_devices_that_nothing_divides_is_refused_with_what_must_divide(small):
+def test_a_number_of_devices_that_nothing_divides_is_refused_with_what_must_divide(
+    small,
+):
     with pytest.raises(ConfigError, match=r"mesh.data must divide"):
         search(small, named("h100", 13), 13)

@@ -31,7 +31,9 @@ NAMES = ("qkv", "attention", "attention_out", "mlp_in", "mlp_hidden", "mlp_out")
 
 def test_the_parts_of_a_step_sum_to_it_and_the_bubble_is_the_simulators(llama_8b):
     found = plan(llama_8b(schedule="interleaved", virtual_stages=2), named("h100", 16))
-    assert sum(seconds for _, seconds in found.time.parts()) == pytest.approx(found.seconds)
+    assert sum(seconds for _, seconds in found.time.parts()) == pytest.approx(
+        found.seconds
+    )
     assert all(seconds >= 0 for _, seconds in found.time.parts())
     assert found.time.bubble / found.timeline.makespan == pytest.approx(
         found.bubble_fraction, rel=0.05
@@ -47,28 +49,38 @@ def test_pairs_wait_for_fewer_messages_and_hold_what_a_forward_has_at_hand_too(
     mesh = {"data": 1, "tensor": 4, "pipeline": 4}
     keys = {"virtual_stages": 2, "microbatches": 16, "sequence_parallel": True}
     after, before = (
-        plan(llama_8b(mesh, schedule=name, **keys), named("h100", 16)) for name in (paired, plain)
+        plan(llama_8b(mesh, schedule=name, **keys), named("h100", 16))
+        for name in (paired, plain)
     )
-    assert sum(seconds for _, seconds in after.time.parts()) == pytest.approx(after.seconds)
+    assert sum(seconds for _, seconds in after.time.parts()) == pytest.approx(
+        after.seconds
+    )
     sent = 16 * 8 * (after.costs.layer.forward_sends + after.costs.layer.backward_sends)
     hidden = before.time.tensor - after.time.tensor
     # the first forwards have no backward beside them; of zb_paired the last backwards have weight gradients
     assert (0.5 if paired == "paired" else 0.6) * sent < hidden < 0.9 * sent
     assert after.seconds < before.seconds < after.seconds + 1.5 * hidden
     held = {item.name: item.nbytes for item in after.memory}
-    assert held["work of one layer's forward beside it"] == 2 * 2 * 4096 * shapes.tokens(
-        after.config
-    )
+    assert held[
+        "work of one layer's forward beside it"
+    ] == 2 * 2 * 4096 * shapes.tokens(after.config)
     places = after.depths.stash - before.depths.stash
     assert places == (1 if paired == "paired" else 2) and after.bytes > before.bytes
 
 
-def test_on_one_stage_the_backward_of_a_microbatch_is_a_pair_with_the_forward_of_the_next(llama_8b):
+def test_on_one_stage_the_backward_of_a_microbatch_is_a_pair_with_the_forward_of_the_next(
+    llama_8b,
+):
     mesh, cluster = {"data": 2, "tensor": 8}, named("h100", 16)
     after, before = (
-        plan(llama_8b(mesh, schedule=name, microbatches=8), cluster) for name in ("paired", "1f1b")
+        plan(llama_8b(mesh, schedule=name, microbatches=8), cluster)
+        for name in ("paired", "1f1b")
     )
-    assert after.time.tensor < 0.4 * before.time.tensor and after.clocks == 9 and before.clocks == 8
+    assert (
+        after.time.tensor < 0.4 * before.time.tensor
+        and after.clocks == 9
+        and before.clocks == 8
+    )
     assert plan(llama_8b(mesh, schedule="paired", microbatches=1), cluster).clocks == 1
 
 
@@ -104,7 +116,9 @@ def test_an_ideal_device_without_links_to_wait_for_reaches_its_peak(llama_8b):
     assert 1.0 < plan(config, cluster).mfu < 1.15
 
 
-@pytest.mark.parametrize("family", thorough_but(["llama", "gpt2"], lambda _: False, ["llama"]))
+@pytest.mark.parametrize(
+    "family", thorough_but(["llama", "gpt2"], lambda _: False, ["llama"])
+)
 def test_what_is_computed_again_is_what_xla_compiles_again(family):
     """Of one layer: the body of a loop XLA counts once.
 
@@ -128,15 +142,17 @@ def test_what_is_computed_again_is_what_xla_compiles_again(family):
                 "train": {"global_batch_size": 32, "sequence_length": 8},
             }
         )
-        return config, Program(config, make_mesh(config)).lower().compile().cost_analysis()["flops"]
+        return config, Program(
+            config, make_mesh(config)
+        ).lower().compile().cost_analysis()["flops"]
 
     cluster = dataclasses.replace(named("cpu", 1), accelerator=without_limits("cpu"))
     none = made()[1]
     for kept in [(), *((name,) for name in NAMES), NAMES]:
         config, flops = made(remat="names", remat_keep=kept)
-        planned = layer_cost(config, cluster).recompute.matmul * cluster.accelerator.flops(
-            "float32"
-        )
+        planned = layer_cost(
+            config, cluster
+        ).recompute.matmul * cluster.accelerator.flops("float32")
         # besides the products some thousandths of the step's: norms and the like
         assert planned == pytest.approx(flops - none, rel=0.05, abs=0.003 * none), kept
 
@@ -153,12 +169,15 @@ def test_short_sides_make_matrix_products_slow():
 def test_every_recomputation_costs_and_less_recomputation_costs_less(llama_8b):
     cluster = named("h100", 16)
     none, dots, full = (
-        plan(llama_8b(remat=remat), cluster).seconds for remat in ("none", "dots", "full")
+        plan(llama_8b(remat=remat), cluster).seconds
+        for remat in ("none", "dots", "full")
     )
     assert none < dots < full < 1.5 * none
 
 
-def test_what_is_kept_is_not_computed_again_and_what_is_offloaded_waits_for_the_host(llama_8b):
+def test_what_is_kept_is_not_computed_again_and_what_is_offloaded_waits_for_the_host(
+    llama_8b,
+):
     cluster, mesh = named("h100", 16), {"data": 8, "tensor": 2}
     fast = dataclasses.replace(cluster, host_bandwidth=10 * cluster.host_bandwidth)
     nothing, kept, all_kept = (
@@ -174,11 +193,16 @@ def test_what_is_kept_is_not_computed_again_and_what_is_offloaded_waits_for_the_
         and nothing.bytes < kept.bytes < all_kept.bytes
     )
     assert away.bytes == nothing.bytes and away.time.recompute == kept.time.recompute
-    assert away.time.host == pytest.approx(10 * nearer.time.host) and kept.time.host == 0
+    assert (
+        away.time.host == pytest.approx(10 * nearer.time.host) and kept.time.host == 0
+    )
 
 
 def test_packing_and_dropout_keep_a_kernel_that_writes_no_scores(llama_8b):
-    config, cluster = llama_8b(schedule="interleaved", virtual_stages=8), named("h100", 16)
+    config, cluster = (
+        llama_8b(schedule="interleaved", virtual_stages=8),
+        named("h100", 16),
+    )
     plain, packed = (
         plan(config, cluster),
         plan(replaced(config, data={"batching": "packed"}), cluster),
@@ -200,12 +224,18 @@ def test_a_policy_trained_on_pairs_keeps_no_mask_since_it_drops_nothing(llama_8b
 
 def test_tensor_parallelism_across_nodes_waits_for_the_links_between_them(llama_8b):
     cluster = named("h100", 32)
-    rail = dataclasses.replace(cluster.links.rail, bandwidth=cluster.links.rail.bandwidth / 20)
-    slow = dataclasses.replace(cluster, links=dataclasses.replace(cluster.links, rail=rail))
+    rail = dataclasses.replace(
+        cluster.links.rail, bandwidth=cluster.links.rail.bandwidth / 20
+    )
+    slow = dataclasses.replace(
+        cluster, links=dataclasses.replace(cluster.links, rail=rail)
+    )
 
     def waits(tensor, on):
         config = llama_8b(
-            {"data": 32 // tensor, "tensor": tensor}, microbatches=2, sequence_parallel=True
+            {"data": 32 // tensor, "tensor": tensor},
+            microbatches=2,
+            sequence_parallel=True,
         )
         return plan(config, on).time.tensor
 
@@ -230,7 +260,9 @@ def test_checkpoints_cost_their_copy_and_what_the_store_cannot_take_in_time(llam
         plan(replaced(config, checkpoint={"every": n}), cluster) for n in (0, 100, 1)
     )
     assert never.time.checkpoint == 0 < seldom.time.checkpoint < often.time.checkpoint
-    copy = sum(i.nbytes for i in seldom.memory if i.between_steps) / (cluster.host_bandwidth * 1e9)
+    copy = sum(i.nbytes for i in seldom.memory if i.between_steps) / (
+        cluster.host_bandwidth * 1e9
+    )
     assert seldom.time.checkpoint * 100 == pytest.approx(
         cluster.save_seconds + 2 * cluster.save_seconds_per_host + copy
     )
@@ -242,7 +274,9 @@ def test_evaluations_cost_forwards_and_do_not_count_as_training(llama_8b, mesh, 
     keys = {"microbatches": 4, "zero_stage": stage, "remat": "none"}
     config = replaced(llama_8b(mesh, **keys), eval={"batches": 8})
     cluster = named("h100", 16)
-    never, seldom, often = (plan(replaced(config, eval={"every": n}), cluster) for n in (0, 100, 2))
+    never, seldom, often = (
+        plan(replaced(config, eval={"every": n}), cluster) for n in (0, 100, 2)
+    )
     forward = often.time.evaluation * 2 / 8
     assert never.time.evaluation == 0
     assert seldom.time.evaluation == pytest.approx(8 * forward / 100)
@@ -270,16 +304,20 @@ def test_a_frameworks_own_sums_over_tensor_are_counted(llama_8b, practice, split
     )
     plain = FrameworkProfile()
     usual, own = (
-        layer_cost(config, cluster, p) for p in (plain, dataclasses.replace(plain, **practice))
+        layer_cost(config, cluster, p)
+        for p in (plain, dataclasses.replace(plain, **practice))
     )
-    ratio = (own.forward_sends + own.backward_sends) / (usual.forward_sends + usual.backward_sends)
+    ratio = (own.forward_sends + own.backward_sends) / (
+        usual.forward_sends + usual.backward_sends
+    )
     assert ratio == pytest.approx(sums)
 
 
 def test_logits_that_are_gathered_whole_are_sent_and_passed_over_whole(llama_8b):
     config, cluster = llama_8b({"tensor": 8}, microbatches=64), named("h100", 8)
     shared, whole = (
-        seconds.edge_cost(config, cluster, FrameworkProfile(whole_logits=w)) for w in (False, True)
+        seconds.edge_cost(config, cluster, FrameworkProfile(whole_logits=w))
+        for w in (False, True)
     )
     gathered = best(ALL_GATHER, cluster.group(8, 1), 2 * 8192 * 128256).seconds
     assert whole.head_sends - shared.head_sends == pytest.approx(gathered)
@@ -287,10 +325,16 @@ def test_logits_that_are_gathered_whole_are_sent_and_passed_over_whole(llama_8b)
     assert whole.head.memory - shared.head.memory == pytest.approx(passed)
 
 
-def test_collectives_in_pieces_hide_as_far_as_measured_whatever_those_over_data_do(llama_8b):
-    config, cluster = llama_8b({"data": 2, "tensor": 8}, microbatches=32), named("h100", 16)
+def test_collectives_in_pieces_hide_as_far_as_measured_whatever_those_over_data_do(
+    llama_8b,
+):
+    config, cluster = (
+        llama_8b({"data": 2, "tensor": 8}, microbatches=32),
+        named("h100", 16),
+    )
     waited, pieces = (
-        plan(config, cluster, FrameworkProfile(overlap_tensor=o)).time for o in (False, True)
+        plan(config, cluster, FrameworkProfile(overlap_tensor=o)).time
+        for o in (False, True)
     )
     assert (
         pieces.tensor / waited.tensor == pytest.approx(0.57, abs=0.02)
@@ -298,7 +342,8 @@ def test_collectives_in_pieces_hide_as_far_as_measured_whatever_those_over_data_
     )
     beside = plan(config, cluster, FrameworkProfile(overlap_data=True)).time
     assert (
-        beside.data == pytest.approx(cluster.accelerator.efficiency.exposed * waited.data)
+        beside.data
+        == pytest.approx(cluster.accelerator.efficiency.exposed * waited.data)
         and beside.tensor == waited.tensor
     )
 
@@ -307,11 +352,16 @@ def test_more_hosts_wait_longer_for_the_slowest_and_one_for_none(llama_8b):
     config = llama_8b({"tensor": 8}, microbatches=64)
     assert plan(config, "h100").time.stragglers == 0
     times = [
-        plan(replaced(config, mesh={"data": n}, train={"global_batch_size": 64 * n}), "h100").time
+        plan(
+            replaced(config, mesh={"data": n}, train={"global_batch_size": 64 * n}),
+            "h100",
+        ).time
         for n in (2, 8, 64, 256)
     ]
     shares = [time.stragglers / time.work for time in times]
-    assert shares == pytest.approx([0.007 * (2 * math.log(n)) ** 0.5 for n in (2, 8, 64, 256)])
+    assert shares == pytest.approx(
+        [0.007 * (2 * math.log(n)) ** 0.5 for n in (2, 8, 64, 256)]
+    )
     assert all(
         time.work == pytest.approx(times[0].work, rel=0.01) for time in times
     )  # whatever is waited for
@@ -342,24 +392,43 @@ def test_dpos_reference_costs_what_xla_compiles_for_it():
                 "model": sizes,
                 "data": {"format": form},
                 "lora": {"rank": 4},
-                "train": {"global_batch_size": 32, "sequence_length": 8, "objective": objective},
+                "train": {
+                    "global_batch_size": 32,
+                    "sequence_length": 8,
+                    "objective": objective,
+                },
             }
         )
-        return config, Program(config, make_mesh(config)).lower().compile().cost_analysis()["flops"]
+        return config, Program(
+            config, make_mesh(config)
+        ).lower().compile().cost_analysis()["flops"]
 
-    (tuned, flops), (preferring, more) = made("next_token", "text"), made("dpo", "pairs")
+    (tuned, flops), (preferring, more) = (
+        made("next_token", "text"),
+        made("dpo", "pairs"),
+    )
     planned = shapes.model_flops(preferring) - shapes.model_flops(tuned)
     assert planned == pytest.approx(more - flops, rel=0.05)
     ideal = dataclasses.replace(named("cpu", 1), accelerator=without_limits("cpu"))
-    forward = plan(preferring, ideal).time.reference * ideal.accelerator.flops("float32")
-    assert forward == pytest.approx(planned, rel=0.05) and not plan(tuned, ideal).time.reference
+    forward = plan(preferring, ideal).time.reference * ideal.accelerator.flops(
+        "float32"
+    )
+    assert (
+        forward == pytest.approx(planned, rel=0.05)
+        and not plan(tuned, ideal).time.reference
+    )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_a_pipeline_of_dpo_goes_forward_once_more_and_a_search_counts_it(schedule, llama_8b):
+def test_a_pipeline_of_dpo_goes_forward_once_more_and_a_search_counts_it(
+    schedule, llama_8b
+):
     tuned = replaced(
         llama_8b(
-            {"data": 1, "pipeline": 4}, {"global_batch_size": 8}, schedule=schedule, microbatches=8
+            {"data": 1, "pipeline": 4},
+            {"global_batch_size": 8},
+            schedule=schedule,
+            microbatches=8,
         ),
         lora={"rank": 8},
         # both by the kernel of packed rows
@@ -370,7 +439,9 @@ def test_a_pipeline_of_dpo_goes_forward_once_more_and_a_search_counts_it(schedul
     cluster = named("h100", 4)
     before, found = (plan(config, cluster) for config in (tuned, preferring))
     assert 0.25 < found.time.reference / before.seconds < 0.5
-    assert found.seconds == pytest.approx(before.seconds + found.time.reference, rel=0.01)
+    assert found.seconds == pytest.approx(
+        before.seconds + found.time.reference, rel=0.01
+    )
     assert 0 < found.bytes - before.bytes < 0.01 * before.bytes
     fast = [
         pipeline.quick(plan.config, pipeline.facts(plan.config), plan.costs)
@@ -379,7 +450,9 @@ def test_a_pipeline_of_dpo_goes_forward_once_more_and_a_search_counts_it(schedul
     assert fast[1] - fast[0] == pytest.approx(found.time.reference, rel=1e-6)
 
 
-def test_gradients_travel_under_the_backward_but_for_the_first_bucket_and_the_vocabulary(llama_8b):
+def test_gradients_travel_under_the_backward_but_for_the_first_bucket_and_the_vocabulary(
+    llama_8b,
+):
     cluster = named("h100", 64)
     config = llama_8b({"data": 8, "tensor": 8}, microbatches=2)
     found, whole = plan(config, cluster), seconds.data_seconds(config, cluster)
@@ -387,7 +460,9 @@ def test_gradients_travel_under_the_backward_but_for_the_first_bucket_and_the_vo
     assert found.time.data == pytest.approx(whole - hidden)
     block, outer = shapes.trained(config).block.full, shapes.trained(config).outer.full
     reduced = whole * 2 / 3  # float32, where what is gathered is bfloat16
-    assert hidden == pytest.approx(reduced * 28 * block / (32 * block + outer), rel=0.02)
+    assert hidden == pytest.approx(
+        reduced * 28 * block / (32 * block + outer), rel=0.02
+    )
     # a backward that takes no time hides nothing, and one that has to be sent whole neither
     idle = dataclasses.replace(
         found.costs,
@@ -407,20 +482,29 @@ def test_what_travels_at_the_layers_hides_under_them_but_for_what_their_first_pr
     llama_8b,
 ):
     cluster = named("h100", 64)
-    config = llama_8b({"data": 64}, {"global_batch_size": 128}, microbatches=2, zero_stage=3)
+    config = llama_8b(
+        {"data": 64}, {"global_batch_size": 128}, microbatches=2, zero_stage=3
+    )
     found, sent = plan(config, cluster), shapes.resident(config)
     layers, outer = 2 * 32, 2 * sent.outer.full
     # bytes: bfloat16 gathered, twice at a layer and once outside; float32 scattered
     whole = layers * sent.block.full * (2 * 2 + 4) + outer * (2 + 4)
     waited = layers * (sent.first.full + sent.block.largest) * 2 + outer * (2 + 4)
-    assert sent.first.full == 4096 * (4096 + 2 * 1024) and sent.block.largest == 4096 * 14336
+    assert (
+        sent.first.full == 4096 * (4096 + 2 * 1024)
+        and sent.block.largest == 4096 * 14336
+    )
     share = found.time.data / seconds.data_seconds(config, cluster)
-    assert waited / whole < share < 1.15 * waited / whole  # smaller messages take longer a byte
+    # Smaller messages take longer a byte
+    assert waited / whole < share < 1.15 * waited / whole
     idle = dataclasses.replace(
         found.costs.layer, forward=compute.Seconds(), backward=compute.Seconds()
     )
     assert (
-        seconds.hidden_seconds(config, cluster, dataclasses.replace(found.costs, layer=idle)) == 0
+        seconds.hidden_seconds(
+            config, cluster, dataclasses.replace(found.costs, layer=idle)
+        )
+        == 0
     )
 
 
@@ -435,7 +519,9 @@ def in_context(llama_8b, length, strategy, ranks=8, **parallel):
     return plan(config, named("h100", ranks))
 
 
-def test_a_rings_messages_hide_behind_attention_on_long_rows_and_gathers_are_waited_for(llama_8b):
+def test_a_rings_messages_hide_behind_attention_on_long_rows_and_gathers_are_waited_for(
+    llama_8b,
+):
     by = {s: in_context(llama_8b, 2**17, s) for s in ("ring", "all_gather", "ulysses")}
     # the last message of a backward alone
     assert by["ring"].time.context < 0.01 * by["ring"].seconds
@@ -457,7 +543,8 @@ def test_attention_is_shared_evenly_by_the_ranks_of_context(llama_8b):
 
 
 @pytest.mark.parametrize(
-    ("length", "ranks", "tensor"), [(2**17, 8, 1), (2**11, 8, 1), (2**17, 8, 8), (2**11, 8, 8)]
+    ("length", "ranks", "tensor"),
+    [(2**17, 8, 1), (2**11, 8, 1), (2**17, 8, 8), (2**11, 8, 8)],
 )
 def test_auto_takes_the_strategy_of_context_that_the_plan_finds_cheapest(
     llama_8b, length, ranks, tensor
@@ -475,10 +562,16 @@ def test_auto_takes_the_strategy_of_context_that_the_plan_finds_cheapest(
         {s: step(s) for s in ("ring", "all_gather", *["ulysses"] * (tensor == 1))},
     )
     assert auto.config.parallel.context_strategy == min(by, key=lambda s: by[s].seconds)
-    assert auto.seconds == min(p.seconds for p in by.values()) < max(p.seconds for p in by.values())
+    assert (
+        auto.seconds
+        == min(p.seconds for p in by.values())
+        < max(p.seconds for p in by.values())
+    )
 
 
-def test_in_a_pipeline_all_hides_but_one_chunks_weights_and_gradient_and_the_embedding(llama_8b):
+def test_in_a_pipeline_all_hides_but_one_chunks_weights_and_gradient_and_the_embedding(
+    llama_8b,
+):
     cluster = named("h100", 64)
     config = llama_8b(
         {"data": 8, "tensor": 2, "pipeline": 4},

@@ -24,14 +24,21 @@ def test_layers_between_do_not_count_among_those_that_see_the_window():
     """Attention in layers 2, 4 ... 12, the layers 4, 8 and 12 see all: half of them, by themselves and in the model."""
     sizes = {"layers": 12, "d_model": 32, "heads": 4, "window": 10, "global_every": 4}
     linear = {"key_heads": 2, "value_heads": 2, "key_dim": 8, "value_dim": 8}
-    model = load({"model": sizes | {"pattern": ["linear", "full"], "linear": linear}}).model
+    model = load(
+        {"model": sizes | {"pattern": ["linear", "full"], "linear": linear}}
+    ).model
     alone = load({"model": sizes | {"global_every": 2}}).model
     for one in (model, model_of_stack(model, "blocks")):
         assert shapes.seen(one, 40) == pytest.approx(shapes.seen(alone, 40))
     never = load(
         {
             "model": sizes
-            | {"global_every": 5, "layers": 8, "pattern": ["linear", "full"], "linear": linear}
+            | {
+                "global_every": 5,
+                "layers": 8,
+                "pattern": ["linear", "full"],
+                "linear": linear,
+            }
         }
     ).model
     nowhere = load({"model": sizes | {"global_every": 0}}).model
@@ -50,7 +57,9 @@ def test_the_mfu_of_a_planned_step_is_the_planners():
 
 def test_a_device_that_nobody_knows_has_no_peak():
     assert tokens_at_peak(load("configs/quickstart.yaml"), "cpu", 8) is None
-    assert tokens_at_peak(load("configs/quickstart.yaml"), "NVIDIA H100 PCIe", 8) is None
+    assert (
+        tokens_at_peak(load("configs/quickstart.yaml"), "NVIDIA H100 PCIe", 8) is None
+    )
 
 
 def test_every_kind_is_an_accelerator():

@@ -29,7 +29,9 @@ def test_it_fits_its_gpus_with_a_fifth_of_the_memory_to_spare(name):
 
 
 def test_rows_of_a_million_tokens_fit_64_gpus_and_the_long_quickstart_8_fake_devices():
-    config, small = (load(f"configs/{name}.yaml") for name in ("llama3_8b_1m", "quickstart_long"))
+    config, small = (
+        load(f"configs/{name}.yaml") for name in ("llama3_8b_1m", "quickstart_long")
+    )
     plan = mt.plan(config, "h100")
     assert (
         config.train.sequence_length,
@@ -48,7 +50,10 @@ def test_rows_of_a_million_tokens_fit_64_gpus_and_the_long_quickstart_8_fake_dev
 @pytest.mark.skipif(not CUDA, reason="needs the extra meshtrain[compile]")
 @pytest.mark.parametrize("name", DEVICES)
 def test_its_memory_is_that_of_xlas_gpu_program(name):
-    environment = os.environ | {"JAX_PLATFORMS": "cpu,cuda", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu,cuda",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    }
     command = [
         sys.executable,
         "-m",
@@ -60,7 +65,12 @@ def test_its_memory_is_that_of_xlas_gpu_program(name):
         "h100",
     ]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, timeout=300
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
     found = json.loads(done.stdout)
     assert found["per_device_bytes"]["total"] == pytest.approx(
@@ -80,4 +90,6 @@ def test_what_the_long_quickstart_asks_stands_at_the_beginning_of_the_row():
         len(table) for table in tables
     } == {keys}
     for row, at in asked:
-        assert tables[row][batch["tokens"][row, at] - values] == batch["labels"][row, at]
+        assert (
+            tables[row][batch["tokens"][row, at] - values] == batch["labels"][row, at]
+        )

@@ -5,7 +5,11 @@ from meshtrain.plan import named, pipeline, plan, traffic
 from meshtrain.plan.compiled import compile_step
 
 CHUNKS = {"train": {"loss_chunk": 32}}
-PREFERENCES = {"train": {"objective": "dpo"}, "data": {"format": "pairs"}, "lora": {"rank": 4}}
+PREFERENCES = {
+    "train": {"objective": "dpo"},
+    "data": {"format": "pairs"},
+    "lora": {"rank": 4},
+}
 
 
 MLA = {"q_rank": 24, "kv_rank": 32, "nope": 12, "rope": 8, "value": 10}
@@ -66,7 +70,9 @@ MORE = {
         (2, 2, 2), microbatches=4, sequence_parallel=True, remat="full"
     ),
     "norms behind": small((1, 2, 1), "gemma3", microbatches=2),
-    "norms behind, recomputed": small((2, 2, 2), "gemma3", microbatches=4, remat="selective"),
+    "norms behind, recomputed": small(
+        (2, 2, 2), "gemma3", microbatches=4, remat="selective"
+    ),
     "1f1b, vocabulary on the edge": small((1, 2, 2), microbatches=4, vocab="edge"),
     "latent attention": small((2, 2, 2), sections=LATENT, microbatches=4),
     "latent attention, ZeRO-3": small(
@@ -78,7 +84,10 @@ MORE = {
     ),
 }
 CASES = QUICK | MORE
-slow = [pytest.param(config, id=name, marks=pytest.mark.slow) for name, config in MORE.items()]
+slow = [
+    pytest.param(config, id=name, marks=pytest.mark.slow)
+    for name, config in MORE.items()
+]
 quick = [pytest.param(config, id=name) for name, config in QUICK.items()]
 
 
@@ -100,9 +109,16 @@ def test_traffic_is_that_of_the_compiled_step(config):
 PREDICTED = {
     "one device's loss": small((2, 2, 1), sections=AHEAD, microbatches=2),
     "in stages": small((2, 2, 2), sections=AHEAD, microbatches=8),
-    "ZeRO-3": small((2, 2, 1), sections=AHEAD, sequence_parallel=True, zero_stage=3, remat="full"),
+    "ZeRO-3": small(
+        (2, 2, 1), sections=AHEAD, sequence_parallel=True, zero_stage=3, remat="full"
+    ),
     "stages, ZeRO-3, edge": small(
-        (2, 1, 2), sections=AHEAD, microbatches=4, zero_stage=3, zero_hold=False, vocab="edge"
+        (2, 1, 2),
+        sections=AHEAD,
+        microbatches=4,
+        zero_stage=3,
+        zero_hold=False,
+        vocab="edge",
     ),
 }
 
@@ -134,7 +150,10 @@ def in_context(data, context, tensor, strategy, model=None, sections=None, **par
             "model": heads,
             "mesh": {"data": data, "context": context, "tensor": tensor},
             "parallel": {"context_strategy": strategy} | parallel,
-            "train": {"global_batch_size": 2 * data, "sequence_length": 80 if context == 4 else 84},
+            "train": {
+                "global_batch_size": 2 * data,
+                "sequence_length": 80 if context == 4 else 84,
+            },
             **(sections or {}),
         }
     )
@@ -145,20 +164,35 @@ OF_LATENTS = {"kv_heads": None, "mla": MLA}
 PACKED = {"data": {"batching": "packed"}}
 LINEAR = {
     "pattern": ["linear"],
-    "linear": {"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 12, "chunk": 8},
+    "linear": {
+        "key_heads": 2,
+        "value_heads": 4,
+        "key_dim": 8,
+        "value_dim": 12,
+        "chunk": 8,
+    },
 }
 HYBRID = LINEAR | {"pattern": ["linear", "linear", "full"], "layers": 6}
 ON_CONTEXT = {
     "latents": in_context(2, 4, 1, "all_gather", OF_LATENTS),
     "latents, recomputed": in_context(1, 2, 2, "all_gather", OF_LATENTS, remat="full"),
     "latents, packed": in_context(
-        1, 4, 1, "all_gather", OF_LATENTS, sections=PACKED, zero_stage=3, remat="selective"
+        1,
+        4,
+        1,
+        "all_gather",
+        OF_LATENTS,
+        sections=PACKED,
+        zero_stage=3,
+        remat="selective",
     ),
     "latents in a ring": in_context(1, 4, 1, "ring", OF_LATENTS),
     "latents by heads": in_context(1, 2, 1, "ulysses", OF_LATENTS, remat="full"),
     "ring": in_context(1, 4, 1, "ring"),
     "ring, recomputed": in_context(2, 4, 1, "ring", remat="full", microbatches=2),
-    "ring, ZeRO-3 and tensor": in_context(1, 2, 2, "ring", zero_stage=3, sequence_parallel=True),
+    "ring, ZeRO-3 and tensor": in_context(
+        1, 2, 2, "ring", zero_stage=3, sequence_parallel=True
+    ),
     "ring, packed": in_context(1, 4, 1, "ring", sections=PACKED, remat="selective"),
     "gathered": in_context(2, 4, 1, "all_gather"),
     "gathered, recomputed": in_context(1, 4, 1, "all_gather", remat="full"),
@@ -175,7 +209,14 @@ ON_CONTEXT = {
     "heads, fewer keys": in_context(1, 4, 1, "ulysses", EIGHT),
     "heads, recomputed": in_context(2, 4, 1, "ulysses", EIGHT, remat="full"),
     "heads, packed": in_context(
-        1, 2, 2, "ulysses", EIGHT, sections=PACKED, remat="selective", sequence_parallel=True
+        1,
+        2,
+        2,
+        "ulysses",
+        EIGHT,
+        sections=PACKED,
+        remat="selective",
+        sequence_parallel=True,
     ),
 }
 
@@ -209,9 +250,15 @@ def test_attention_sends_over_context_what_the_papers_say():
     forward = 2 * numbers * 4 * 3 / 4 * layers
     for strategy, what in (("ring", "sent round"), ("all_gather", "gathered")):
         sent = on_context(strategy)
-        assert sent[f"keys and values {what}"] == sent[f"keys and values {what} again"] == forward
+        assert (
+            sent[f"keys and values {what}"]
+            == sent[f"keys and values {what} again"]
+            == forward
+        )
     assert on_context("ring")["cotangents of keys and values sent round"] == forward
-    assert on_context("all_gather")["cotangents of keys and values scattered"] == forward
+    assert (
+        on_context("all_gather")["cotangents of keys and values scattered"] == forward
+    )
     # of the tokens of a rank all of 6 query heads twice, and keys and values, but 1/2 that stays
     swapped = 2 * 42 * (2 * 6 + 2 * 2) * 8 * 4 / 2 * layers
     assert set(on_context("ulysses", ranks=2).values()) == {swapped}
@@ -219,7 +266,9 @@ def test_attention_sends_over_context_what_the_papers_say():
 
 def test_a_ring_that_is_recomputed_sends_its_messages_again_but_for_the_first():
     again = "keys and values sent round again"
-    once, twice = (on_context("ring", remat=remat)[again] for remat in ("selective", "full"))
+    once, twice = (
+        on_context("ring", remat=remat)[again] for remat in ("selective", "full")
+    )
     assert twice == pytest.approx(5 / 3 * once)
 
 
@@ -234,9 +283,9 @@ def test_zero_costs_what_the_paper_says():
     vocabulary = 2 * 128 * 64  # gathered once: its backward needs no second gather
     parameters = plan(once, named("h100", 4)).parameters
     expected = (3 * parameters - vocabulary) / (2 * parameters) * base
-    assert traffic.by_axis(plan(once, named("h100", 4)).transfers)["data"] == pytest.approx(
-        expected, rel=0.01
-    )
+    assert traffic.by_axis(plan(once, named("h100", 4)).transfers)[
+        "data"
+    ] == pytest.approx(expected, rel=0.01)
 
 
 def test_idle_ticks_send_too_on_accelerators_and_do_not_on_cpus():

@@ -74,5 +74,7 @@ FACTORS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_bus_bandwidth_is_that_of_nccl_tests(kind):
     assert bus_factor(kind, 8) == pytest.approx(FACTORS[kind])
-    (sized,) = MeasuredCollective("data", kind, 8, (8_000_000,), (1e-3,), (0.0,)).as_json()["sizes"]
+    (sized,) = MeasuredCollective(
+        "data", kind, 8, (8_000_000,), (1e-3,), (0.0,)
+    ).as_json()["sizes"]
     assert (sized["algbw"], sized["busbw"]) == pytest.approx((8e9, 8e9 * FACTORS[kind]))

@@ -21,7 +21,10 @@ def named_slow(found):
 def test_a_machine_whose_parts_are_alike_but_for_chance_has_nothing_slow():
     for seed in range(20):
         chance = {"noise": NOISE, "seed": seed}
-        assert named_slow(probe(pairs=pairs(8, **chance), devices=devices(8, **chance))) == []
+        assert (
+            named_slow(probe(pairs=pairs(8, **chance), devices=devices(8, **chance)))
+            == []
+        )
 
 
 @pytest.mark.parametrize("slow", range(8))
@@ -33,7 +36,9 @@ def test_the_one_slow_device_is_named_with_its_score(slow):
         "device",
         (slow,),
     ) and finding.score == pytest.approx(0.6, abs=0.1)
-    assert f"device {slow} (tensor {slow}) computes at 0." in report.to_text(probe(devices=found))
+    assert f"device {slow} (tensor {slow}) computes at 0." in report.to_text(
+        probe(devices=found)
+    )
 
     found = devices(8)
     found.memory_bandwidth[slow] *= 0.5
@@ -96,7 +101,9 @@ def at_half_speed(axis, kind, seconds, algorithm=XLA):
     """A collective over an axis that takes twice as long as `seconds` of so many bytes."""
     found = collective(axis, kind, 16, 1e-5, 1e9)
     return replace(
-        found, seconds=tuple(2 * seconds(nbytes) for nbytes in found.sizes), algorithm=algorithm
+        found,
+        seconds=tuple(2 * seconds(nbytes) for nbytes in found.sizes),
+        algorithm=algorithm,
     )
 
 
@@ -125,7 +132,8 @@ def test_rates_of_devices_are_held_against_what_the_planner_believes():
         0.5 * 2 * 8192**3 / product(cluster.accelerator, "bfloat16", 8192, 8192, 8192)
     )
     scores = judge.device_scores(
-        cluster, probe(devices=replace(measured, memory_rate=cluster.accelerator.memory_rate))
+        cluster,
+        probe(devices=replace(measured, memory_rate=cluster.accelerator.memory_rate)),
     )
     assert (scores["bfloat16"], scores["memory"]) == pytest.approx((0.5, 1.0))
     assert judge.device_scores(cluster, probe()) == {}

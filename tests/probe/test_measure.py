@@ -4,7 +4,13 @@ import jax
 import numpy as np
 import pytest
 
-from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, KINDS, PERMUTE, REDUCE_SCATTER
+from meshtrain.cluster.algorithms import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    KINDS,
+    PERMUTE,
+    REDUCE_SCATTER,
+)
 from meshtrain.config import MeshConfig, load
 from meshtrain.hlo import collectives as collectives_of
 from meshtrain.mesh import make_mesh
@@ -23,9 +29,14 @@ def sent(mesh, step, elements, rounds=8):
     """The collectives of a program that repeats a step on arrays of so many elements."""
     loop = links.repeated(step, rounds)
     manual = jax.shard_map(
-        loop, mesh=mesh, in_specs=jax.P(mesh.axis_names), out_specs=jax.P(mesh.axis_names)
+        loop,
+        mesh=mesh,
+        in_specs=jax.P(mesh.axis_names),
+        out_specs=jax.P(mesh.axis_names),
     )
-    x = jax.ShapeDtypeStruct((4 * elements,), "float32", sharding=links.Arrays(mesh).sharding)
+    x = jax.ShapeDtypeStruct(
+        (4 * elements,), "float32", sharding=links.Arrays(mesh).sharding
+    )
     found = collectives_of(jax.jit(manual).lower(x).compile().as_text(), mesh)
     assert {c.times for c in found} == {rounds}
     return found
@@ -35,7 +46,9 @@ def sent(mesh, step, elements, rounds=8):
 def test_each_program_sends_what_its_name_says_as_often_and_as_much(kind, mesh):
     nbytes = 2**12
     (one,) = sent(
-        mesh, links._STEPS[kind]("pipeline", 2), nbytes // 8 if kind == ALL_GATHER else nbytes // 4
+        mesh,
+        links._STEPS[kind]("pipeline", 2),
+        nbytes // 8 if kind == ALL_GATHER else nbytes // 4,
     )
     assert one.axis == "pipeline" and one.kind == (
         "collective-permute" if kind == PERMUTE else kind
@@ -46,7 +59,10 @@ def test_each_program_sends_what_its_name_says_as_often_and_as_much(kind, mesh):
 def test_in_a_permute_every_device_of_the_axis_sends_to_the_next(mesh):
     step = links._STEPS[PERMUTE]("pipeline", 2)
     manual = jax.shard_map(
-        step, mesh=mesh, in_specs=jax.P(mesh.axis_names), out_specs=jax.P(mesh.axis_names)
+        step,
+        mesh=mesh,
+        in_specs=jax.P(mesh.axis_names),
+        out_specs=jax.P(mesh.axis_names),
     )
     # Places in the mesh: data, then pipeline.
     assert jax.jit(manual)(jax.numpy.arange(4.0)).tolist() == [1, 0, 3, 2]
@@ -89,7 +105,9 @@ def bad_link(mesh):
     told = []
     yield (
         measure.measure(
-            mesh, measure.Wanted(("barrier", "pairs"), pair_sizes=PAIR_SIZES), told.append
+            mesh,
+            measure.Wanted(("barrier", "pairs"), pair_sizes=PAIR_SIZES),
+            told.append,
         ),
         told,
     )
@@ -109,9 +127,11 @@ def test_a_link_that_is_slow_in_the_machine_is_named(bad_link):
 @pytest.mark.thorough
 def test_what_was_not_asked_for_is_left_out_and_what_comes_next_is_told(bad_link):
     found, told = bad_link
-    assert found.barriers.keys() == {"data", "pipeline", "data+tensor+pipeline"} and all(
-        found.barriers.values()
-    )
+    assert found.barriers.keys() == {
+        "data",
+        "pipeline",
+        "data+tensor+pipeline",
+    } and all(found.barriers.values())
     assert (
         not found.collectives
         and found.devices is None
@@ -169,9 +189,15 @@ def test_products_neither_vanish_nor_overflow_in_any_dtype():
     # of different sizes they make no rectangle
     [((0,) * 8, 1), ((0, 0, 1, 1, 2, 2, 3, 3), 4), ((0, 0, 0, 1, 1, 1, 1, 1), 1)],
 )
-def test_without_a_mesh_a_machines_devices_are_tensor_ranks(machines, data, monkeypatch):
+def test_without_a_mesh_a_machines_devices_are_tensor_ranks(
+    machines, data, monkeypatch
+):
     monkeypatch.setattr(measure, "machines_of", lambda devices: machines)
-    assert dict(measure.mesh_of(None).shape) == {"data": data, "tensor": 8 // data, "pipeline": 1}
+    assert dict(measure.mesh_of(None).shape) == {
+        "data": data,
+        "tensor": 8 // data,
+        "pipeline": 1,
+    }
 
 
 def test_each_device_is_measured_by_itself_and_with_all_others(mesh, monkeypatch):
@@ -188,7 +214,11 @@ def test_a_kind_has_the_programs_that_it_can_be_written_as():
     assert links.algorithms_of(ALL_REDUCE, 6, True, every) == [XLA, *every]
     assert links.algorithms_of(ALL_REDUCE, 6, False, every) == [XLA, *every[:3]]
     assert links.algorithms_of(REDUCE_SCATTER, 6, False, every) == [XLA, "ring"]
-    assert links.algorithms_of(ALL_GATHER, 8, False, every) == [XLA, "ring", "halving_doubling"]
+    assert links.algorithms_of(ALL_GATHER, 8, False, every) == [
+        XLA,
+        "ring",
+        "halving_doubling",
+    ]
     assert links.algorithms_of(PERMUTE, 8, False, every) == [XLA]
 
 
@@ -204,7 +234,11 @@ def test_programs_of_messages_are_measured_beside_what_xla_does():
         (REDUCE_SCATTER, by) for by in (XLA, asked[0])
     ]
     # Over all of data it is the sums alone.
-    over = {"island": both, "data": both, links.JOINED: [(ALL_REDUCE, by) for by in (XLA, *asked)]}
+    over = {
+        "island": both,
+        "data": both,
+        links.JOINED: [(ALL_REDUCE, by) for by in (XLA, *asked)],
+    }
     assert found == [(axis, *one) for axis, ones in over.items() for one in ones]
     assert measured.mesh == MeshConfig(data=4, islands=2)
     for one in measured.collectives:

@@ -20,8 +20,12 @@ def measured(slow=1.0):
     found = pairs(8)
     found.seconds[:, 2, 6] *= slow
     xla = collective("island+data", ALL_REDUCE, 8, 1e-5, 1e10)
-    ring = replace(collective("island+data", ALL_REDUCE, 8, 4e-5, 5e9), algorithm="ring")
-    return replace(probe(MESH, {}, pairs=found, devices=devices(8)), collectives=(xla, ring))
+    ring = replace(
+        collective("island+data", ALL_REDUCE, 8, 4e-5, 5e9), algorithm="ring"
+    )
+    return replace(
+        probe(MESH, {}, pairs=found, devices=devices(8)), collectives=(xla, ring)
+    )
 
 
 def test_it_is_one_page_that_fetches_nothing_and_closes_what_it_opens():
@@ -36,7 +40,9 @@ def test_algorithms_stand_side_by_side_with_their_bandwidth_as_bars():
     assert "Over island+data, 8 devices" in written
     widths = [int(width) for width in re.findall(r'style="width:(\d+)px', written)]
     assert widths[0] == 2 * widths[1]
-    rows = re.findall(r"<tr><td>(.*?)</td>(.*?)</tr>", written.split("From device to device")[0])
+    rows = re.findall(
+        r"<tr><td>(.*?)</td>(.*?)</tr>", written.split("From device to device")[0]
+    )
     assert [name for name, _ in rows] == ["<b>all-reduce</b>", "ring"]
     assert all(cells.count("<td") == 5 + len(SIZES) for _, cells in rows)
 
@@ -59,7 +65,9 @@ def test_a_slow_link_has_a_colour_of_its_own_and_says_how_slow():
     colours = re.findall(r'</title><rect [^>]*fill="([^"]+)"', drawn)
     assert len(colours) == 8 * 7
     assert sorted(map(colours.count, set(colours))) == [1, 55]
-    assert "device 2 (tensor 2) to device 6 (tensor 6): 4.97 GB/s, 20.8 µs, 0.50 " in drawn
+    assert (
+        "device 2 (tensor 2) to device 6 (tensor 6): 4.97 GB/s, 20.8 µs, 0.50 " in drawn
+    )
 
 
 def test_a_probe_shows_itself():
@@ -71,9 +79,13 @@ def test_a_probe_shows_itself():
 def test_each_device_s_number_stands_beside_its_row_and_above_its_column():
     drawn = drawing(probe(pairs=pairs(8)))
     across = [
-        float(x) for x in re.findall(r'<text x="(\d+)" y="\d+" text-anchor="middle">\d', drawn)
+        float(x)
+        for x in re.findall(r'<text x="(\d+)" y="\d+" text-anchor="middle">\d', drawn)
     ]
-    down = [float(y) for y in re.findall(r'<text x="\d+" y="(\d+)" text-anchor="end">\d', drawn)]
+    down = [
+        float(y)
+        for y in re.findall(r'<text x="\d+" y="(\d+)" text-anchor="end">\d', drawn)
+    ]
     width = float(re.findall(r'</title><rect [^>]*width="([\d.]+)"', drawn)[0])
     for places in (across, down):
         steps = [b - a for a, b in itertools.pairwise(places)]

@@ -75,7 +75,9 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2_before_anything_is_measured
 ):
     from meshtrain.probe import measure
 
-    monkeypatch.setattr(measure, "measure", lambda *_, **__: pytest.fail("it was measured"))
+    monkeypatch.setattr(
+        measure, "measure", lambda *_, **__: pytest.fail("it was measured")
+    )
     assert re.search(said, refused(command.main, capsys, *arguments))
 
 
@@ -111,11 +113,31 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.slow
 def test_two_processes_measure_together_and_the_first_alone_prints(tmp_path):
-    words = [sys.executable, "-c", OF_LESS, "--mesh", "data=2", "--json", "--output", "c.yaml"]
-    environment = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
-    environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_PROCESSES": "2"}
+    words = [
+        sys.executable,
+        "-c",
+        OF_LESS,
+        "--mesh",
+        "data=2",
+        "--json",
+        "--output",
+        "c.yaml",
+    ]
+    environment = {
+        name: value for name, value in os.environ.items() if name != "PJRT_NPROC"
+    }
+    environment |= {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_NUM_PROCESSES": "2",
+    }
     environment["JAX_COORDINATOR_ADDRESS"] = f"localhost:{free_port()}"
-    how = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    how = {
+        "cwd": tmp_path,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
     both = [
         subprocess.Popen(words, env=environment | {"JAX_PROCESS_ID": str(rank)}, **how)
         for rank in (0, 1)
@@ -125,8 +147,15 @@ def test_two_processes_measure_together_and_the_first_alone_prints(tmp_path):
     found = json.loads(out)
     assert silent == "" and found["processes"] == 2 and found["machines"] == [0, 1]
     assert [entry["kind"] for entry in found["collectives"]] == list(KINDS)
-    assert all(sized["seconds"] > 0 for entry in found["collectives"] for sized in entry["sizes"])
-    assert len(found["each_device"]["flops"]) == 2 and found["pairs"]["seconds"][0][1][0] > 0
+    assert all(
+        sized["seconds"] > 0
+        for entry in found["collectives"]
+        for sized in entry["sizes"]
+    )
+    assert (
+        len(found["each_device"]["flops"]) == 2
+        and found["pairs"]["seconds"][0][1][0] > 0
+    )
     cluster = load_cluster(tmp_path / "c.yaml")
     assert (cluster.nodes, [name for name, _ in cluster.levels()]) == (2, ["rail"])
 
@@ -151,13 +180,17 @@ def test_all_of_it_on_fake_devices_writes_a_file_that_the_planner_reads_and_a_pi
     assert command.main(arguments) == 0
     out, err = capsys.readouterr()
     assert "over data 2" in out and "over tensor 2" in out and "left out  score" in out
-    assert "meshtrain: measuring 12 pairs of devices\n" in err and err.endswith("wrote c.html\n")
+    assert "meshtrain: measuring 12 pairs of devices\n" in err and err.endswith(
+        "wrote c.html\n"
+    )
     assert named("c.yaml", 4).devices == 4
     assert (tmp_path / "c.html").read_text().count("<g><title>") == 12
 
 
 @pytest.mark.slow
-def test_programs_of_messages_stand_in_the_table_and_on_the_page(tmp_path, capsys, monkeypatch):
+def test_programs_of_messages_stand_in_the_table_and_on_the_page(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(SIZES, "cpu", (2**12, 2**16))  # a program is compiled for each
     arguments = [
@@ -173,7 +206,10 @@ def test_programs_of_messages_stand_in_the_table_and_on_the_page(tmp_path, capsy
     assert command.main(arguments) == 0
     out, err = capsys.readouterr()
     assert "over island+data 4" in out
-    assert (out.count("\n    hierarchical "), out.count("\n    two_way_ring ")) == (1, 7)
+    assert (out.count("\n    hierarchical "), out.count("\n    two_way_ring ")) == (
+        1,
+        7,
+    )
     assert (
         err.endswith("wrote c.html\n")
         and "<td>hierarchical</td>" in (tmp_path / "c.html").read_text()

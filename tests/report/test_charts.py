@@ -32,7 +32,9 @@ from meshtrain.telemetry.catalogue import BY_NAME
 def drawn(y, x=None, **options):
     y = np.asarray(y, float)
     x = np.arange(y.size, dtype=float) if x is None else np.asarray(x, float)
-    return chart("a curve", [Curve("y", x, y, "#123456")], lambda v: f"{v:.4g}", **options)
+    return chart(
+        "a curve", [Curve("y", x, y, "#123456")], lambda v: f"{v:.4g}", **options
+    )
 
 
 def test_no_spike_is_lost_in_a_bin():
@@ -68,7 +70,16 @@ def test_nothing_is_drawn_of_nothing(y):
 
 
 @pytest.mark.parametrize(
-    "y", [[5.0], [0.0, 0.0], [5, 5, 5], [-2, -2], [1e-12, 1e-12], [1e300, -1e300], [1, np.nan, 3]]
+    "y",
+    [
+        [5.0],
+        [0.0, 0.0],
+        [5, 5, 5],
+        [-2, -2],
+        [1e-12, 1e-12],
+        [1e300, -1e300],
+        [1, np.nan, 3],
+    ],
 )
 def test_any_values_make_a_picture(y):
     for zero in (False, True):
@@ -89,7 +100,9 @@ def test_ticks_are_few_round_and_hold_the_range(low, high):
     )
 
 
-@pytest.mark.parametrize("low, high", [(-6.3, -5.9), (-7.2, 0.1), (-30.0, 2.0), (3.0, 3.5)])
+@pytest.mark.parametrize(
+    "low, high", [(-6.3, -5.9), (-7.2, 0.1), (-30.0, 2.0), (3.0, 3.5)]
+)
 def test_ticks_of_powers_of_ten_are_whole(low, high):
     marks = list(ticks(low, high, 1))
     assert marks[0] <= low and marks[-1] >= high and 2 <= len(marks) <= 7
@@ -104,7 +117,9 @@ def of_run(spec, **metrics):
     """Returns the figure of a chart of metrics, of each the values of the first steps."""
     rows = len(next(iter(metrics.values())))
     columns = defaultdict(lambda: np.full(rows, np.nan))
-    columns |= {name.replace("_", "/", 1): np.array(values) for name, values in metrics.items()}
+    columns |= {
+        name.replace("_", "/", 1): np.array(values) for name, values in metrics.items()
+    }
     columns["step"] = np.arange(1.0, rows + 1)
     run = SimpleNamespace(steps=columns, config=load(None, ["rl.gap_limit=0.01"]))
     return _figure(spec, list(_curves(spec, run, "#111111", "#222222")))
@@ -112,7 +127,9 @@ def of_run(spec, **metrics):
 
 def heights(picture):
     """Returns y where each line of a picture begins, by its colour."""
-    found = re.findall(r'd="M[\d.]+ ([\d.]+)[^"]*" fill="none" stroke="([^"]+)"', picture)
+    found = re.findall(
+        r'd="M[\d.]+ ([\d.]+)[^"]*" fill="none" stroke="([^"]+)"', picture
+    )
     return {colour: float(y) for y, colour in found}
 
 
@@ -139,8 +156,12 @@ def test_a_gap_of_1_is_drawn_though_its_logarithm_is_0():
 def test_rewards_have_pale_lines_a_deviation_to_either_side():
     _, about, picture = of_run(REWARD, rl_reward=[0.5, 1.0], rl_reward_std=[0.5, 0.25])
     assert about == "0.5 to 1"
-    reward, below, above = map(float, re.findall(r'd="M[\d.]+ ([\d.]+)[^"]*" fill="none"', picture))
-    assert below == HEIGHT - BOTTOM and below - reward == pytest.approx(reward - above, abs=0.2)
+    reward, below, above = map(
+        float, re.findall(r'd="M[\d.]+ ([\d.]+)[^"]*" fill="none"', picture)
+    )
+    assert below == HEIGHT - BOTTOM and below - reward == pytest.approx(
+        reward - above, abs=0.2
+    )
     assert picture.count("stroke-opacity") == 2
     assert "stroke-opacity" not in of_run(REWARD, rl_reward=[0.5, 1.0])[2]
 
@@ -148,22 +169,32 @@ def test_rewards_have_pale_lines_a_deviation_to_either_side():
 def test_ticks_of_bytes_are_round_in_their_unit():
     for high in (700, 5e6, 975e6, 1.05e9, 1.4e9, 60e9, 3e12):
         for tick in ticks(0, high, 2):
-            assert re.fullmatch(r"-?\d+(\.5|\.25|\.75)? \w+", units.size(tick)), units.size(tick)
+            assert re.fullmatch(r"-?\d+(\.5|\.25|\.75)? \w+", units.size(tick)), (
+                units.size(tick)
+            )
 
 
-@pytest.mark.parametrize("spec", [*OF_STEPS, *OF_PROCESSES], ids=lambda spec: spec.metric)
+@pytest.mark.parametrize(
+    "spec", [*OF_STEPS, *OF_PROCESSES], ids=lambda spec: spec.metric
+)
 def test_the_axes_of_every_chart_have_a_name_and_their_numbers_a_unit(spec):
     steps = np.arange(1.0, 9.0)
     *_, picture = _figure(spec, [Curve("training", steps, steps, "#123456")])
     assert axes(picture) == [spec.title, "step"]
     # A unit stands at each number, or in the name.
     unit = BY_NAME[spec.metric].unit or {"loss": "nats"}.get(spec.metric, "")
-    assert not unit or ", " in spec.title or re.search(r"\d ?[a-zA-Z%]+$", spec.number(2.0))
+    assert (
+        not unit
+        or ", " in spec.title
+        or re.search(r"\d ?[a-zA-Z%]+$", spec.number(2.0))
+    )
 
 
 def test_names_are_escaped():
     picture = chart(
-        "a<b", [Curve(n, np.arange(3.0), np.arange(3.0), "#000") for n in ("x<y", "z&")], str
+        "a<b",
+        [Curve(n, np.arange(3.0), np.arange(3.0), "#000") for n in ("x<y", "z&")],
+        str,
     )
     ElementTree.fromstring(picture)
 
@@ -178,7 +209,9 @@ def test_one_step_that_took_a_minute_does_not_flatten_all_others():
         down = np.cumsum(np.array(moves.split(), float).reshape(-1, 2)[:60, 1])
         return down.max() - down.min()
 
-    assert height(drawn(y, zero=True)) < 1 < 6 < height(drawn(y, zero=True, spikes=True))
+    assert (
+        height(drawn(y, zero=True)) < 1 < 6 < height(drawn(y, zero=True, spikes=True))
+    )
 
 
 def test_every_chart_is_of_a_metric_of_the_catalogue():
@@ -189,7 +222,13 @@ def test_every_chart_is_of_a_metric_of_the_catalogue():
 
 
 def test_a_smoothed_value_is_the_mean_of_those_about_it_and_at_the_ends_of_fewer():
-    assert smoothed(np.array([1.0, 4.0, 1.0, 4.0, 7.0]), 3).tolist() == [1.0, 2.0, 3.0, 4.0, 7.0]
+    assert smoothed(np.array([1.0, 4.0, 1.0, 4.0, 7.0]), 3).tolist() == [
+        1.0,
+        2.0,
+        3.0,
+        4.0,
+        7.0,
+    ]
     values = np.random.default_rng(0).standard_normal(1000)
     assert smoothed(values, 50)[500] == pytest.approx(values[475:526].mean())
 
@@ -197,14 +236,19 @@ def test_a_smoothed_value_is_the_mean_of_those_about_it_and_at_the_ends_of_fewer
 def test_the_lowest_of_the_dots_has_a_ring_though_not_every_dot_is_drawn():
     y = 2 + np.random.default_rng(0).random(1000)
     y[777] = 1.0
-    picture = chart("a curve", [Curve("held-out", np.arange(1000.0), y, "#123456", dots=True)], str)
+    picture = chart(
+        "a curve", [Curve("held-out", np.arange(1000.0), y, "#123456", dots=True)], str
+    )
     (x,) = re.findall(r'cx="([\d.]+)" cy="[\d.]+" r="5" fill="none"', picture)
     assert (
-        float(x) == pytest.approx(52 + 340 * 777 / 999, abs=0.1) and picture.count("<circle") < 130
+        float(x) == pytest.approx(52 + 340 * 777 / 999, abs=0.1)
+        and picture.count("<circle") < 130
     )
 
 
-@pytest.mark.parametrize(("steps", "names"), [(1000, ["training", "smoothed"]), (3, ["training"])])
+@pytest.mark.parametrize(
+    ("steps", "names"), [(1000, ["training", "smoothed"]), (3, ["training"])]
+)
 def test_many_values_have_a_smoothed_curve_too(steps, names):
     run = SimpleNamespace(steps={"step": np.arange(steps), "loss": np.ones(steps)})
     spec = OF_STEPS[0]._replace(dots="")

@@ -30,7 +30,9 @@ def ar1(dice, steps, remembers):
 def seconds(dice, steps, remembers, scale=1.0):
     """float64 [steps]: log-normal with such a noise, 2% of them several times as long."""
     found = (
-        0.3 * scale * np.exp(0.1 * ar1(dice, steps, remembers) + 0.03 * dice.standard_normal(steps))
+        0.3
+        * scale
+        * np.exp(0.1 * ar1(dice, steps, remembers) + 0.03 * dice.standard_normal(steps))
     )
     found[dice.random(steps) < 0.02] *= 4
     return found
@@ -50,13 +52,18 @@ def run(directory, times, loss, tokens=1000, config="train: {steps: 100}", every
         for k, t in enumerate(times, 1)
         if k % every == 0
     ]
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     return gather(directory)
 
 
 def losses(dice, steps, offset=0.0):
     return (
-        2 + 3 * np.exp(-np.arange(steps) / 100) + 0.05 * dice.standard_normal(steps) + offset
+        2
+        + 3 * np.exp(-np.arange(steps) / 100)
+        + 0.05 * dice.standard_normal(steps)
+        + offset
     ).tolist()
 
 
@@ -78,7 +85,8 @@ def test_equal_runs_do_not_differ_and_a_tenth_is_found(tmp_path, steps, remember
     compared = list(pairs(tmp_path, steps, remembers, 1.1))
     assert sum(equal.same for equal, _ in compared) >= 0.95 * RUNS
     found = sum(
-        bool(slower and slower.differs and 0.0 < slower.value < 0.25) for _, slower in compared
+        bool(slower and slower.differs and 0.0 < slower.value < 0.25)
+        for _, slower in compared
     )
     assert found >= (0.75 if steps == 150 else 0.9) * RUNS
 
@@ -89,7 +97,9 @@ def test_of_short_runs_on_a_busy_machine_what_is_plain_is_found_and_equal_ones_d
 ):
     compared = list(pairs(tmp_path, 150, 0.9, 2.0))
     assert sum(equal.same for equal, _ in compared) >= 0.95 * RUNS
-    assert sum(slower is None or slower.differs for _, slower in compared) >= 0.95 * RUNS
+    assert (
+        sum(slower is None or slower.differs for _, slower in compared) >= 0.95 * RUNS
+    )
 
 
 @pytest.mark.thorough
@@ -141,7 +151,9 @@ def test_the_same_losses_bit_by_bit_are_told_so(tmp_path):
         run(tmp_path / "b", seconds(dice, 50, 0), loss),
     )
     assert found.identical == 50 and found.same
-    assert any(tells(sentence, "bit by bit", "all 50 steps") for sentence in sentences(found))
+    assert any(
+        tells(sentence, "bit by bit", "all 50 steps") for sentence in sentences(found)
+    )
 
 
 def test_losses_are_held_against_each_other_at_the_same_tokens(tmp_path):
@@ -157,14 +169,17 @@ def test_losses_are_held_against_each_other_at_the_same_tokens(tmp_path):
 
 def test_too_few_steps_tell_nothing_and_say_so(tmp_path):
     dice = np.random.default_rng(0)
-    found = compare(*(run(tmp_path / name, seconds(dice, 4, 0), losses(dice, 4)) for name in "ab"))
+    found = compare(
+        *(run(tmp_path / name, seconds(dice, 4, 0), losses(dice, 4)) for name in "ab")
+    )
     assert found.time is None and found.loss is None and len(found.cannot_tell) == 2
 
 
 def test_a_run_without_rows_is_compared_all_the_same(tmp_path):
     dice = np.random.default_rng(0)
     found = compare(
-        run(tmp_path / "a", [], []), run(tmp_path / "b", seconds(dice, 50, 0), losses(dice, 50))
+        run(tmp_path / "a", [], []),
+        run(tmp_path / "b", seconds(dice, 50, 0), losses(dice, 50)),
     )
     assert found.time is None and found.loss is None and json.dumps(found.as_json())
 
@@ -205,7 +220,9 @@ def test_what_was_compiled_counts_for_nothing(tmp_path):
 @pytest.mark.parametrize("remembers, expected", [(0.0, 1.0), (0.5, 3.0), (0.9, 19.0)])
 def test_how_long_an_ar1_noise_remembers_is_found(remembers, expected):
     """(1 + φ) / (1 − φ)."""
-    found = [memory(ar1(np.random.default_rng(seed), 20_000, remembers)) for seed in range(5)]
+    found = [
+        memory(ar1(np.random.default_rng(seed), 20_000, remembers)) for seed in range(5)
+    ]
     assert expected * 0.85 < np.median(found) < expected * 1.15
 
 

@@ -39,7 +39,10 @@ def config(every=2):
 
 
 def rows_of(directory):
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (directory / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def test_a_row_has_each_layers_numbers():
@@ -48,13 +51,19 @@ def test_a_row_has_each_layers_numbers():
     row = of_layers(counts, config())
     assert row["expert_tokens"] == [[4, 0, 2, 2], [8, 0, 0, 0]]
     assert row["layer_expert_load"] == {"0": 2.0, "1": 4.0}
-    assert row["layer_expert_rounds"] == {"0": 1.0, "1": 1.5} and "layer_dropped_rows" not in row
+    assert (
+        row["layer_expert_rounds"] == {"0": 1.0, "1": 1.5}
+        and "layer_dropped_rows" not in row
+    )
     assert row["layer_router_entropy"] == {"0": 0.75, "1": 0.125}
 
 
 def test_a_row_has_each_layers_dropped_rows_where_a_capacity_drops():
     row = of_layers(COUNTED, mt.load(RUN, ["parallel.experts.capacity=1.25"]))
-    assert row["layer_dropped_rows"] == {"0": 1.0, "1": 0.0} and "layer_expert_rounds" not in row
+    assert (
+        row["layer_dropped_rows"] == {"0": 1.0, "1": 0.0}
+        and "layer_expert_rounds" not in row
+    )
 
 
 def test_rows_have_them_as_often_as_asked_and_at_the_end():
@@ -93,12 +102,17 @@ def test_rows_of_a_run_count_every_token_of_every_layer(tmp_path, uneven_or_isla
         assert row["grad_norm"] < 10, "counts are no gradient"
         assert tokens.shape == (5, 4) and (tokens.sum(1) == 8 * 16 * 2).all()
         assert np.isclose(
-            np.mean(list(row["layer_router_entropy"].values())), row["router_entropy"], rtol=1e-5
+            np.mean(list(row["layer_router_entropy"].values())),
+            row["router_entropy"],
+            rtol=1e-5,
         )
         if uneven_or_islands == "uneven stages":
-            assert max(row["layer_expert_load"].values()) == pytest.approx(row["expert_load"])
+            assert max(row["layer_expert_load"].values()) == pytest.approx(
+                row["expert_load"]
+            )
     alone = tmp_path / "alone"
-    if uneven_or_islands == "uneven stages":  # layers are in their order, wherever they lie
+    # Layers are in their order, wherever they lie
+    if uneven_or_islands == "uneven stages":
         mt.train(mt.load({**RUN, "run": {"directory": str(alone)}}, five))
         assert rows_of(alone)[0]["expert_tokens"] == rows[0]["expert_tokens"]
 
@@ -110,7 +124,9 @@ def written(directory, tokens):
         {"step": 1, "loss": 5.0, "expert_load": 2.0, "expert_tokens": [[1, 1]]},
         {"step": 2, "loss": 4.0, "expert_load": 4.0, "expert_tokens": tokens},
     ]
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     return gather(directory)
 
 
@@ -118,7 +134,10 @@ def test_a_report_has_a_map_of_the_newest_loads(tmp_path):
     facts = written(tmp_path / "run", [[4, 0, 2, 2], [8, 0, 0, 0]])
     summary = summarise(facts)
     html, text = page([facts], [summary]), render(facts, summary)
-    most, least = "at most 4.00 (layer 1, expert 0)", "at least 0.00 (layer 0, expert 1)"
+    most, least = (
+        "at most 4.00 (layer 1, expert 0)",
+        "at least 0.00 (layer 0, expert 1)",
+    )
     assert tells(text, most, least, "25% of the experts")
     assert re.search(r"layer 1 +4\.00 ", text)
     (drawing,) = re.findall(r'<svg[^>]*"load of 4 [^"]* 2 layers.*?</svg>', html)
@@ -129,7 +148,18 @@ def test_a_report_has_a_map_of_the_newest_loads(tmp_path):
 
 @pytest.mark.parametrize(
     "tokens",
-    [[[1, 2], [3]], [["a"]], [[10**400]], [[-1]], [[1e300]], [], [[]], {"0": [1]}, [1], None],
+    [
+        [[1, 2], [3]],
+        [["a"]],
+        [[10**400]],
+        [[-1]],
+        [[1e300]],
+        [],
+        [[]],
+        {"0": [1]},
+        [1],
+        None,
+    ],
 )
 def test_what_is_no_map_is_left_out(tmp_path, tokens):
     assert written(tmp_path / "run", tokens).loads.step == 1
@@ -146,7 +176,9 @@ def test_a_map_of_many_experts_stays_small(layers, most):
 def test_every_expert_is_drawn_in_the_class_of_its_load():
     tokens = np.array([[0.4, 0.7, 1.0, 1.9, 3.9, 4.1, *[0] * 6]])
     picture = experts.picture(ExpertLoads(1, tokens))
-    drawn = re.findall(r'<path d="([^"]*)" fill="([^"]*)" fill-opacity="([^"]*)"', picture)
+    drawn = re.findall(
+        r'<path d="([^"]*)" fill="([^"]*)" fill-opacity="([^"]*)"', picture
+    )
     assert [(hue, float(strength)) for _, hue, strength in drawn] == [
         c[1:3] for c in experts.CLASSES
     ]

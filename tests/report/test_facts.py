@@ -35,17 +35,23 @@ OLD = {
 
 @pytest.fixture
 def run(tmp_path):
-    (tmp_path / "config.yaml").write_text("run: {fake_devices: 8}\ntrain: {steps: 10}\n")
+    (tmp_path / "config.yaml").write_text(
+        "run: {fake_devices: 8}\ntrain: {steps: 10}\n"
+    )
     return tmp_path
 
 
 def write(run, *rows, end=""):
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + end)
+    (run / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows) + end
+    )
 
 
 def write_sample(run, **values):
     (run / "resources").mkdir(exist_ok=True)
-    (run / "resources" / "0.jsonl").write_text(json.dumps({"time": 1.0, "rank": 0} | values) + "\n")
+    (run / "resources" / "0.jsonl").write_text(
+        json.dumps({"time": 1.0, "rank": 0} | values) + "\n"
+    )
 
 
 def told(run):
@@ -87,7 +93,9 @@ def test_what_is_no_run_is_refused_in_a_sentence(tmp_path, name, sentence):
 
 def test_a_run_that_has_taken_no_step_says_so(run):
     summary, text = told(run)
-    assert summary.state == "not begun" and text.startswith("not begun: no step has been taken\n")
+    assert summary.state == "not begun" and text.startswith(
+        "not begun: no step has been taken\n"
+    )
 
 
 def test_a_run_from_before_telemetry_is_told_of(run):
@@ -137,7 +145,11 @@ def test_a_run_that_holds_its_directory_goes_on_and_one_that_says_nothing_hangs(
         assert told(run)[0].state == "going on"
         os.utime(run / "metrics.jsonl", (1, 1))
         summary, text = told(run)
-        assert summary.state == "stalled" and summary.level == "bad" and "the run may hang" in text
+        assert (
+            summary.state == "stalled"
+            and summary.level == "bad"
+            and "the run may hang" in text
+        )
         os.utime(run / "metrics.jsonl", (time.time() - 300,) * 2)
         write_sample(run, phase_seconds={"wait": 1.0, "eval": 9.0})
         assert told(run)[0].state == "going on", "evaluations take their time"
@@ -147,10 +159,14 @@ def test_a_run_that_holds_its_directory_goes_on_and_one_that_says_nothing_hangs(
         lock.release()
 
 
-@pytest.mark.parametrize(("patience", "state"), [(2, "done"), (3, "stopped"), (0, "stopped")])
+@pytest.mark.parametrize(
+    ("patience", "state"), [(2, "done"), (3, "stopped"), (0, "stopped")]
+)
 def test_a_run_that_eval_patience_ended_is_done(run, patience, state):
     evaluated = f"eval: {{every: 1, patience: {patience}}}\n"
-    (run / "config.yaml").write_text("run: {fake_devices: 8}\ntrain: {steps: 10}\n" + evaluated)
+    (run / "config.yaml").write_text(
+        "run: {fake_devices: 8}\ntrain: {steps: 10}\n" + evaluated
+    )
     write(
         run,
         *(
@@ -159,8 +175,13 @@ def test_a_run_that_eval_patience_ended_is_done(run, patience, state):
         ),
     )
     summary, text = told(run)
-    assert summary.state == state and (summary.eval_least, summary.eval_least_step) == (1.5, 2)
-    assert tells(text, "done, ", "eval.patience after step 4 of 10") is (state == "done")
+    assert summary.state == state and (summary.eval_least, summary.eval_least_step) == (
+        1.5,
+        2,
+    )
+    assert tells(text, "done, ", "eval.patience after step 4 of 10") is (
+        state == "done"
+    )
     assert ("ends after 1 more evaluation" in text) is (patience == 3)
 
 
@@ -173,7 +194,9 @@ def test_a_run_that_eval_patience_ended_is_done(run, patience, state):
     ],
 )
 def test_validation_text_that_is_learned_no_longer_is_a_remark(run, evals, said):
-    write(run, *(OLD | {"step": k, "eval_loss": loss} for k, loss in enumerate(evals, 1)))
+    write(
+        run, *(OLD | {"step": k, "eval_loss": loss} for k, loss in enumerate(evals, 1))
+    )
     lowest = ("lowest after step 2, 1.5", "1.8, 3 evaluations later: ")
     assert tells(remarks(run), "validation text", *lowest) is said
 
@@ -225,11 +248,15 @@ def test_only_an_alert_that_has_not_cleared_is_a_reason(run):
     (run / "alerts.jsonl").write_text(firing)
     assert "alert spike: the loss jumped." in told(run)[1]
     (run / "alerts.jsonl").write_text(firing + resolved)
-    assert "alert spike" not in told(run)[1] and "1 × spike; none still firing" in told(run)[1]
+    assert (
+        "alert spike" not in told(run)[1]
+        and "1 × spike; none still firing" in told(run)[1]
+    )
 
 
 @pytest.mark.parametrize(
-    "content", [b"[", b"3", b'{"findings": [3, {}]}', b'{"findings": {"a": 1}, "parts": 7}']
+    "content",
+    [b"[", b"3", b'{"findings": [3, {}]}', b'{"findings": {"a": 1}, "parts": 7}'],
 )
 def test_findings_that_are_none_are_passed_over(run, content):
     write(run, OLD)
@@ -237,7 +264,9 @@ def test_findings_that_are_none_are_passed_over(run, content):
     assert told(run)[0].step == 7
 
 
-def test_findings_are_reasons_with_what_their_cure_would_win_and_stand_in_the_headline(run):
+def test_findings_are_reasons_with_what_their_cure_would_win_and_stand_in_the_headline(
+    run,
+):
     write(run, *(OLD | {"step": k} for k in range(1, 11)))
     finding = {
         "name": "loader",
@@ -246,7 +275,9 @@ def test_findings_are_reasons_with_what_their_cure_would_win_and_stand_in_the_he
         "advice": "make it fast",
     }
     part = {"name": "layers", "seconds": 0.5, "planned": 0.25}
-    (run / "findings.json").write_text(json.dumps({"findings": [finding], "parts": [part]}))
+    (run / "findings.json").write_text(
+        json.dumps({"findings": [finding], "parts": [part]})
+    )
     summary, text = told(run)
     assert summary.verdict.startswith("healthy, but something was found; ")
     assert all(
@@ -266,7 +297,9 @@ def test_a_supervised_run_has_goodput_and_faults(tmp_path):
         Synthetic(random.Random(1), nodes=2, faults=3).play().write(tmp_path / "run")
     )
     assert summary.goodput is not None and summary.faults > 0
-    assert "Goodput" in text and "by the supervisors' ledger" in text and "fault" in text
+    assert (
+        "Goodput" in text and "by the supervisors' ledger" in text and "fault" in text
+    )
 
 
 def test_what_follows_from_other_keys_and_defaults_is_no_setting(run):
@@ -281,8 +314,18 @@ def test_what_follows_from_other_keys_and_defaults_is_no_setting(run):
 def test_samples_give_memory_and_phases(tmp_path):
     facts = gather(write_run(tmp_path / "run", 300))
     summary = summarise(facts)
-    assert facts.ranks == 2 and set(facts.samples) == {0, 1} and facts.hosts == {0: "n0", 1: "n1"}
-    assert {spent.name for spent in summary.wall} == {"data", "dispatch", "wait", "log", "save"}
+    assert (
+        facts.ranks == 2
+        and set(facts.samples) == {0, 1}
+        and facts.hosts == {0: "n0", 1: "n1"}
+    )
+    assert {spent.name for spent in summary.wall} == {
+        "data",
+        "dispatch",
+        "wait",
+        "log",
+        "save",
+    }
     assert sum(spent.share for spent in summary.wall) == pytest.approx(1.0)
     assert max(held.used for held in summary.held) > 60e9
 
@@ -294,10 +337,18 @@ def write_at_half_of(run, peak):
         config.train.global_batch_size * config.train.sequence_length
     )
     rate = 0.5 * peak * config.mesh.devices / of_a_token
-    write(run, *(OLD | {"step": k, "tokens_per_second": rate, "mfu": 0.5} for k in range(1, 4)))
+    write(
+        run,
+        *(
+            OLD | {"step": k, "tokens_per_second": rate, "mfu": 0.5}
+            for k in range(1, 4)
+        ),
+    )
 
 
-def test_a_config_that_fakes_devices_where_there_are_none_may_have_run_on_real_ones(tmp_path):
+def test_a_config_that_fakes_devices_where_there_are_none_may_have_run_on_real_ones(
+    tmp_path,
+):
     (tmp_path / "config.yaml").write_text(
         "run: {fake_devices: 8}\nprecision: {compute: bfloat16}\n"
     )
@@ -319,16 +370,24 @@ def test_a_config_that_fakes_devices_where_there_are_none_may_have_run_on_real_o
 def test_the_devices_are_told_from_what_they_reach(tmp_path, peak, memory, name):
     (tmp_path / "config.yaml").write_text("precision: {compute: bfloat16}\n")
     write_at_half_of(tmp_path, peak)
-    write_sample(tmp_path, **({"device_memory_limit_bytes": {"0": memory}} if memory else {}))
+    write_sample(
+        tmp_path, **({"device_memory_limit_bytes": {"0": memory}} if memory else {})
+    )
     assert accelerator(tmp_path) == name
     assert gather(tmp_path, "b200").plan.cluster.accelerator.name == "b200"
 
 
 def test_memory_is_told_with_its_limit_where_there_is_one():
-    uses = [MemoryUse("a device", 6 * 2**30, 8 * 2**30), MemoryUse("the host", 2**30, None)]
+    uses = [
+        MemoryUse("a device", 6 * 2**30, 8 * 2**30),
+        MemoryUse("the host", 2**30, None),
+    ]
     figures = list(_memory(SimpleNamespace(plan=None), uses))
     lines = section_text(Section("Memory", figures=figures)).splitlines()[2:]
-    assert [line.split()[2:-1] for line in lines] == [["6", "GiB", "of", "8", "GiB"], ["1", "GiB"]]
+    assert [line.split()[2:-1] for line in lines] == [
+        ["6", "GiB", "of", "8", "GiB"],
+        ["1", "GiB"],
+    ]
 
 
 def test_devices_that_nothing_tells_of_are_said_to_be_unknown(tmp_path):
@@ -347,8 +406,15 @@ def test_a_step_is_held_against_the_peak_the_roofline_and_the_plan(tmp_path):
     facts = gather(write_run(tmp_path / "run", 100), "cpu")
     summary = summarise(facts)
     bounds, speed = summary.bounds, summary.speed
-    names = [name for name, _ in ladder(speed, replace(bounds, links=bounds.compute * 2))]
-    assert names == ["compute at the peak", "roofline, bound by links", "planned", "measured"]
+    names = [
+        name for name, _ in ladder(speed, replace(bounds, links=bounds.compute * 2))
+    ]
+    assert names == [
+        "compute at the peak",
+        "roofline, bound by links",
+        "planned",
+        "measured",
+    ]
     assert [name for name, _ in ladder(speed, bounds)] == [
         "compute at the peak",
         "planned",

@@ -59,7 +59,9 @@ def value(dice, depth=0):
 
 
 def row(dice, sane):
-    found = {name: value(dice) for name in dice.sample(NAMES, dice.randrange(len(NAMES)))}
+    found = {
+        name: value(dice) for name in dice.sample(NAMES, dice.randrange(len(NAMES)))
+    }
     if dice.random() < sane:
         seconds = dice.random() + 0.1
         found |= {
@@ -74,7 +76,9 @@ def row(dice, sane):
 def lines(dice, number, sane):
     torn = ("{", "\n", "null\n", '{"step":\n')
     return "".join(
-        json.dumps(row(dice, sane)) + "\n" if dice.random() < 0.95 else dice.choice(torn)
+        json.dumps(row(dice, sane)) + "\n"
+        if dice.random() < 0.95
+        else dice.choice(torn)
         for _ in range(number)
     )
 
@@ -83,7 +87,9 @@ def samples(dice):
     """Lines that are almost samples of answers."""
     for step in range(dice.randrange(5)):
         known = {"step": step, "kind": "best", "answer": dice.choice(TEXTS)}
-        prompt = dice.choice([value(dice), "1+1=", [{"role": "user", "content": value(dice)}]])
+        prompt = dice.choice(
+            [value(dice), "1+1=", [{"role": "user", "content": value(dice)}]]
+        )
         yield json.dumps(row(dice, 0) | known | {"prompt": prompt}) + "\n"
 
 
@@ -103,7 +109,9 @@ def spoilt(dice, run):
             lines(dice, dice.choice([0, 1, 5, 30]), 0.5)
         )
     if dice.random() < 0.5:
-        found = {name: [row(dice, 0) for _ in range(3)] for name in ("findings", "parts")}
+        found = {
+            name: [row(dice, 0) for _ in range(3)] for name in ("findings", "parts")
+        }
         (run / "findings.json").write_text(
             json.dumps(dice.choice([found | {"cannot_tell": value(dice)}, value(dice)]))
         )
@@ -125,7 +133,9 @@ def test_whatever_the_files_hold_a_run_is_told_of(tmp_path, seeds):
                 json.dumps(to_json(one, summary), allow_nan=False)
                 assert "\x1b" not in page([one], [summary]).encode().decode()
             found = compare.compare(*facts)
-            assert compare.render(found).strip() and json.dumps(found.as_json(), allow_nan=False)
+            assert compare.render(found).strip() and json.dumps(
+                found.as_json(), allow_nan=False
+            )
             page(facts, summaries, found).encode()
             for run in runs:
                 watched = WatchedRun(run)

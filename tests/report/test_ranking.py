@@ -26,7 +26,9 @@ def runs(tmp_path):
             for k, loss in enumerate(losses, 1)
         ]
         rows[-1] |= evaluated
-        (directory / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        (directory / "metrics.jsonl").write_text(
+            "".join(f"{json.dumps(row)}\n" for row in rows)
+        )
         return directory
 
     return [
@@ -53,7 +55,12 @@ def test_without_validation_the_loss_at_the_end_decides(runs):
 
 @pytest.mark.parametrize("width", [80, 60, 40])
 def test_a_table_keeps_to_its_width_and_counts_the_keys_that_it_leaves_out(runs, width):
-    names = [f"{'optimizer.learning_rate'}", "model.layers", "data.source", "train.sequence_length"]
+    names = [
+        f"{'optimizer.learning_rate'}",
+        "model.layers",
+        "data.source",
+        "train.sequence_length",
+    ]
     lines = ranking.render(ranking.rank(runs, names), width).splitlines()
     table = [line for line in lines if "keys that differ" not in line]
     assert all(len(line) <= width for line in table)
@@ -80,7 +87,9 @@ def test_the_command_takes_any_number_of_runs(runs, tmp_path, capsys):
     assert all(f'stroke="{colour}"' in page.read_text() for colour, _ in legend)
     assert "0.02" in page.read_text()
     assert main([*map(str, runs), "--json"]) == 0
-    assert [run["eval_loss"] for run in json.loads(capsys.readouterr().out)["runs"]] == [
+    assert [
+        run["eval_loss"] for run in json.loads(capsys.readouterr().out)["runs"]
+    ] == [
         3.1,
         3.5,
         None,
@@ -89,7 +98,10 @@ def test_the_command_takes_any_number_of_runs(runs, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("more", "sentence"),
-    [(["--diagnose"], "takes one run or two, not 3"), (["nowhere"], "no run directory nowhere")],
+    [
+        (["--diagnose"], "takes one run or two, not 3"),
+        (["nowhere"], "no run directory nowhere"),
+    ],
 )
 def test_what_cannot_be_ranked_is_refused(runs, more, sentence, capsys):
     assert main([*map(str, runs), *more]) == 2

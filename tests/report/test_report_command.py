@@ -34,7 +34,9 @@ def test_a_cluster_that_cannot_be_is_a_sentence(run, capsys):
 
 def test_the_answer_comes_first(run, capsys):
     assert main([str(run)]) == 0
-    answer = "healthy; done, all 600 steps\none: llama, 805 k parameters, data 2 x tensor 2"
+    answer = (
+        "healthy; done, all 600 steps\none: llama, 805 k parameters, data 2 x tensor 2"
+    )
     assert capsys.readouterr().out.startswith(answer)
 
 
@@ -52,7 +54,9 @@ def test_json_holds_the_same_figures(run, as_json):
     assert content["level"] == "good" and content["step"] == 600
     assert content["speed"]["median"] == pytest.approx(0.35, rel=0.1)
     assert (
-        content["plan"]["step_seconds"] == content["bounds"]["planned"] >= content["bounds"]["roof"]
+        content["plan"]["step_seconds"]
+        == content["bounds"]["planned"]
+        >= content["bounds"]["roof"]
     )
     assert content["config"]["train.steps"] == 600
 
@@ -63,7 +67,9 @@ def test_two_runs_are_compared(run, tmp_path, as_json, capsys):
     assert time["differs"] and time["least"] < 0.5 < time["most"]
     assert content["other"]["speed"]["median"] > 1.2 * content["speed"]["median"]
     assert main([str(run), str(run)]) == 0
-    assert capsys.readouterr().out.startswith(f"{run} and {run}: no difference beyond chance\n")
+    assert capsys.readouterr().out.startswith(
+        f"{run} and {run}: no difference beyond chance\n"
+    )
 
 
 def test_html_is_written_where_it_is_wanted(run, tmp_path, capsys):
@@ -74,6 +80,7 @@ def test_html_is_written_where_it_is_wanted(run, tmp_path, capsys):
 
 def test_another_cluster_gives_another_plan(run, as_json):
     cpu, a100 = (
-        as_json(run, "--cluster", name)["bounds"]["planned"] for name in ("cpu", "a100-80")
+        as_json(run, "--cluster", name)["bounds"]["planned"]
+        for name in ("cpu", "a100-80")
     )
     assert a100 < cpu / 10

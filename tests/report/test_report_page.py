@@ -20,7 +20,9 @@ from meshtrain.report.summary import summarise
 def made(*runs):
     facts = [gather(run) for run in runs]
     return page(
-        facts, [summarise(one) for one in facts], compare(*facts) if len(facts) == 2 else None
+        facts,
+        [summarise(one) for one in facts],
+        compare(*facts) if len(facts) == 2 else None,
     )
 
 
@@ -71,13 +73,21 @@ def test_the_page_has_a_chart_of_all_that_was_measured(run):
     assert "throughput_drop" in html
 
 
-def test_the_picture_of_losses_has_the_smoothed_curve_and_the_lowest_of_validation_text(tmp_path):
+def test_the_picture_of_losses_has_the_smoothed_curve_and_the_lowest_of_validation_text(
+    tmp_path,
+):
     where = write_run(tmp_path / "tuned", 2000)
-    rows = [json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()]
-    lowest, step = min((row["eval_loss"], row["step"]) for row in rows if "eval_loss" in row)
+    rows = [
+        json.loads(line) for line in (where / "metrics.jsonl").read_text().splitlines()
+    ]
+    lowest, step = min(
+        (row["eval_loss"], row["step"]) for row in rows if "eval_loss" in row
+    )
     html = checked(made(where))
     (loss,) = re.findall(r'<svg[^>]*"loss over steps".*?</svg>', html, re.S)
-    assert all(name in loss for name in (">training<", ">smoothed<", ">validation text<"))
+    assert all(
+        name in loss for name in (">training<", ">smoothed<", ">validation text<")
+    )
     assert loss.count('r="5"') == 1
     assert f"of validation text lowest {lowest:.4f}, step {step:,}" in html
 
@@ -101,7 +111,13 @@ def test_what_a_run_names_is_text_and_nothing_else(tmp_path):
         "sentence": evil,
     }
     (where / "alerts.jsonl").write_text(json.dumps(alert) + "\n")
-    finding = {"name": evil, "sentence": evil, "advice": evil, "severity": 0.1, "sure": False}
+    finding = {
+        "name": evil,
+        "sentence": evil,
+        "advice": evil,
+        "severity": 0.1,
+        "sure": False,
+    }
     (where / "findings.json").write_text(
         json.dumps({"findings": [finding], "parts": [{"name": evil, "seconds": 1.0}]})
     )
@@ -114,7 +130,11 @@ def test_what_a_run_names_is_text_and_nothing_else(tmp_path):
 
 def test_a_supervised_run_shows_its_life_and_faults(tmp_path):
     html = checked(
-        made(Synthetic(random.Random(1), nodes=2, faults=3).play().write(tmp_path / "run"))
+        made(
+            Synthetic(random.Random(1), nodes=2, faults=3)
+            .play()
+            .write(tmp_path / "run")
+        )
     )
     assert "Goodput and faults" in html and "to the next step" in html
 
@@ -130,7 +150,11 @@ def test_a_real_browser_asks_for_nothing_and_scrolls_nothing_sideways(run, tmp_p
     for name, runs in {
         "one": [run],
         "two": [run, write_run(tmp_path / "other", 500, seed=1)],
-        "life": [Synthetic(random.Random(1), nodes=2, faults=3).play().write(tmp_path / "run")],
+        "life": [
+            Synthetic(random.Random(1), nodes=2, faults=3)
+            .play()
+            .write(tmp_path / "run")
+        ],
     }.items():
         (tmp_path / f"{name}.html").write_text(made(*runs))
         assert look(tmp_path / f"{name}.html", tmp_path) == []
@@ -146,11 +170,16 @@ def test_a_page_that_does_either_is_found_out(tmp_path):
     )
     (tmp_path / "bad.html").write_text(bad)
     found = " ".join(look(tmp_path / "bad.html", tmp_path))
-    assert "asks for http://127.0.0.1:9/x.png" in found and "px wide in a window of" in found
+    assert (
+        "asks for http://127.0.0.1:9/x.png" in found
+        and "px wide in a window of" in found
+    )
 
 
 @pytest.mark.parametrize("cluster", ["cpu", "h100"])
 def test_findings_of_a_described_cpu_say_that_only_shares_count(run, tmp_path, cluster):
     where = Path(shutil.copytree(run, tmp_path / "one"))
-    (where / "findings.json").write_text(json.dumps({"cluster": cluster, "findings": []}))
+    (where / "findings.json").write_text(
+        json.dumps({"cluster": cluster, "findings": []})
+    )
     assert ("compare shares, not seconds" in made(where)) == (cluster == "cpu")

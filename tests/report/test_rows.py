@@ -16,8 +16,12 @@ def path(tmp_path):
     return tmp_path / "metrics.jsonl"
 
 
-def test_a_column_is_as_long_as_there_are_rows_and_unknown_where_a_row_says_nothing(path):
-    path.write_bytes(lines({"step": 1}, {"step": 2, "loss": 2.5}, {"step": 3, "loss": None}))
+def test_a_column_is_as_long_as_there_are_rows_and_unknown_where_a_row_says_nothing(
+    path,
+):
+    path.write_bytes(
+        lines({"step": 1}, {"step": 2, "loss": 2.5}, {"step": 3, "loss": None})
+    )
     columns, torn = read(path)
     assert torn == 0
     np.testing.assert_array_equal(columns["step"], [1, 2, 3])
@@ -28,7 +32,10 @@ def test_a_column_is_as_long_as_there_are_rows_and_unknown_where_a_row_says_noth
 
 def test_labels_are_columns_of_their_own(path):
     path.write_bytes(
-        lines({"phase_seconds": {"data": 0.5, "wait": 2}}, {"device_throttled": {"0": {"heat": 1}}})
+        lines(
+            {"phase_seconds": {"data": 0.5, "wait": 2}},
+            {"device_throttled": {"0": {"heat": 1}}},
+        )
     )
     columns, _ = read(path)
     assert columns.known("phase_seconds.wait").tolist() == [2.0]
@@ -48,7 +55,10 @@ def test_labels_are_columns_of_their_own(path):
 )
 def test_what_is_no_row_is_left_out_and_counted(path, bad):
     path.write_bytes(
-        lines({"step": 1}) + bad + (b"" if bad.endswith(b"\n") else b"\n") + lines({"step": 2})
+        lines({"step": 1})
+        + bad
+        + (b"" if bad.endswith(b"\n") else b"\n")
+        + lines({"step": 2})
     )
     columns, torn = read(path)
     assert columns.known("step").tolist() == [1, 2] and torn == 1
@@ -67,7 +77,10 @@ def test_values_that_are_no_numbers_are_unknown(path):
 
 def test_a_loss_that_was_not_finite_is_counted(path):
     path.write_bytes(
-        lines({"step": 1, "loss": None, "not_finite": ["loss"]}, {"step": 2, "not_finite": [3, {}]})
+        lines(
+            {"step": 1, "loss": None, "not_finite": ["loss"]},
+            {"step": 2, "not_finite": [3, {}]},
+        )
     )
     assert read(path)[0].not_finite == {"loss": 1}
 

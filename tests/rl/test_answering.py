@@ -68,7 +68,10 @@ def test_twenty_steps_are_those_of_one_device_on_every_mesh(tmp_path: Path) -> N
         config = answering(tmp_path / name, train=train, **sections)
         for row, right in zip(rows_of(config), wanted, strict=True):
             for metric in ("loss", "grad_norm", "rl/reward", "rl/entropy"):
-                assert row[metric] == pytest.approx(right[metric], abs=1e-4), (name, row["step"])
+                assert row[metric] == pytest.approx(right[metric], abs=1e-4), (
+                    name,
+                    row["step"],
+                )
         # the same tokens
         assert [line["answer"] for line in answers_of(config)] == [
             line["answer"] for line in answers_of(alone)
@@ -130,7 +133,9 @@ def test_two_processes_learn_what_one_does(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_a_teacher_draws_the_model_to_itself(tmp_path: Path) -> None:
     text = {"objective": "next_token", "steps": 30}
-    teacher = answering(tmp_path / "teacher", train=text, rl={"prompts": None, "reward": None})
+    teacher = answering(
+        tmp_path / "teacher", train=text, rl={"prompts": None, "reward": None}
+    )
     rows_of(teacher)
     student = answering(
         tmp_path / "student",
@@ -148,7 +153,9 @@ def test_a_teacher_draws_the_model_to_itself(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_teacher_that_is_the_model_itself_has_nothing_to_teach(tmp_path: Path) -> None:
+def test_a_teacher_that_is_the_model_itself_has_nothing_to_teach(
+    tmp_path: Path,
+) -> None:
     first = answering(tmp_path / "first", train={"steps": 1})
     rows_of(first)
     again = answering(

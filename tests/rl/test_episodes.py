@@ -57,7 +57,11 @@ def config(tmp_path: Path) -> mt.Config:
             "run": {"imports": [str(environment)]},
             "model": {"vocab_size": 302},
             "data": {"tokenizer": str(tokenizer), "template": None},
-            "train": {"objective": "grpo", "global_batch_size": 2, "sequence_length": 160},
+            "train": {
+                "objective": "grpo",
+                "global_batch_size": 2,
+                "sequence_length": 160,
+            },
             "rl": {
                 "prompts": str(prompts),
                 "reward": "number",
@@ -78,12 +82,24 @@ class Told:
         self.read: list[str] = []
         self.rewards: Any = None
 
-    def draw(self, prompts: Sequence[np.ndarray], seeds: np.ndarray) -> list[list[Answer]]:
-        self.read += [self._prompts._marked.decode(np.array(tokens)) for tokens in prompts]
+    def draw(
+        self, prompts: Sequence[np.ndarray], seeds: np.ndarray
+    ) -> list[list[Answer]]:
+        self.read += [
+            self._prompts._marked.decode(np.array(tokens)) for tokens in prompts
+        ]
         group = seeds.shape[1]
-        rooms = [self._prompts.length - len(tokens) for tokens in prompts for _ in range(group)]
-        answers = [self._answer(*of) for of in zip(self._turns.pop(0), rooms, strict=True)]
-        return [answers[first : first + group] for first in range(0, len(answers), group)]
+        rooms = [
+            self._prompts.length - len(tokens)
+            for tokens in prompts
+            for _ in range(group)
+        ]
+        answers = [
+            self._answer(*of) for of in zip(self._turns.pop(0), rooms, strict=True)
+        ]
+        return [
+            answers[first : first + group] for first in range(0, len(answers), group)
+        ]
 
     def _answer(self, text: str, room: int) -> Answer:
         whole = self._prompts._marked.encode([text])[0].astype(np.int32)
@@ -92,7 +108,9 @@ class Told:
         return Answer(tokens, -np.arange(1.0, len(tokens) + 1, dtype=np.float32), ended)
 
 
-def played(config: mt.Config, *turns: Sequence[str]) -> tuple[list[Episode], dict[str, int], Told]:
+def played(
+    config: mt.Config, *turns: Sequence[str]
+) -> tuple[list[Episode], dict[str, int], Told]:
     prompts = Prompts(config)
     rollouts = Told(prompts, *turns)
     seeds = np.array([[3, 4]], np.uint32)
@@ -108,7 +126,9 @@ def text_of(config: mt.Config, tokens: np.ndarray) -> str:
     return spell(np.array(tokens, np.int64))
 
 
-def test_turns_follow_one_another_as_the_template_writes_them(config: mt.Config) -> None:
+def test_turns_follow_one_another_as_the_template_writes_them(
+    config: mt.Config,
+) -> None:
     (first, second), failed, _ = played(
         config, ["50<|im_end|>", " 7 <|im_end|>"], ["90<|im_end|>"], ["50<|im_end|>"]
     )
@@ -133,7 +153,9 @@ def test_turns_follow_one_another_as_the_template_writes_them(config: mt.Config)
 def test_an_environment_that_fails_ends_the_episode_and_is_counted(
     config: mt.Config, answer: str, kind: str
 ) -> None:
-    (_, second), failed, rollouts = played(config, ["50<|im_end|>", f"{answer}<|im_end|>"])
+    (_, second), failed, rollouts = played(
+        config, ["50<|im_end|>", f"{answer}<|im_end|>"]
+    )
     rewards = rollouts.rewards
     assert failed == {kind: 1}
     assert second.answer == answer
@@ -157,15 +179,21 @@ def test_no_turn_begins_without_room_for_an_answer(config: mt.Config) -> None:
     assert all(len(text) < config.train.sequence_length for text in rollouts.read)
 
 
-def test_a_prompt_that_is_a_text_is_refused_with_an_environment(config: mt.Config) -> None:
+def test_a_prompt_that_is_a_text_is_refused_with_an_environment(
+    config: mt.Config,
+) -> None:
     Path(str(config.rl.prompts)).write_text('{"prompt": "a", "answer": "b"}')
-    with pytest.raises(ConfigError, match=r"rl.prompts.*text.*rl.environment.*messages"):
+    with pytest.raises(
+        ConfigError, match=r"rl.prompts.*text.*rl.environment.*messages"
+    ):
         Prompts(config)
 
 
 def test_a_record_without_an_answer_is_refused_where_a_reward_compares_with_it(
     config: mt.Config,
 ) -> None:
-    Path(str(config.rl.prompts)).write_text('{"prompt": [{"role": "user", "content": "a"}]}')
+    Path(str(config.rl.prompts)).write_text(
+        '{"prompt": [{"role": "user", "content": "a"}]}'
+    )
     with pytest.raises(ConfigError, match=r'rl.prompts.*"answer".*number'):
         Prompts(config)

@@ -38,7 +38,9 @@ def stale_weights(patch: Patch) -> None:
 def one_factor(patch: Patch) -> None:
     resharded = Resharding._resharded
 
-    def without_b(self: Resharding, trained: Any, decoded: Any, stored: Any) -> list[Any]:
+    def without_b(
+        self: Resharding, trained: Any, decoded: Any, stored: Any
+    ) -> list[Any]:
         arrays = resharded(self, trained, decoded, stored)
         return [0 * x for x in arrays] if trained.name.endswith("lora_b") else arrays
 
@@ -61,7 +63,9 @@ def padding_read(patch: Patch) -> None:
 
     def full(self: Rollouts, *given: Any) -> Any:
         for wave in waves(self, *given):
-            yield wave._replace(lengths=np.full_like(wave.lengths, wave.prompts.shape[1]))
+            yield wave._replace(
+                lengths=np.full_like(wave.lengths, wave.prompts.shape[1])
+            )
 
     patch.setattr(Rollouts, "_waves", full)
 
@@ -72,7 +76,9 @@ def drawn_at_one(patch: Patch) -> None:
     def told_plainly(logits: jax.Array, how: Any, positions: jax.Array) -> Any:
         chosen = draw(logits, how, positions)
         plain = jax.nn.log_softmax(logits)
-        return chosen._replace(logprobs=jnp.take_along_axis(plain, chosen.tokens[:, None], 1)[:, 0])
+        return chosen._replace(
+            logprobs=jnp.take_along_axis(plain, chosen.tokens[:, None], 1)[:, 0]
+        )
 
     patch.setattr(rollouts, "draw", told_plainly)
 
@@ -89,7 +95,9 @@ def other_choice(patch: Patch) -> None:
 
 
 # what is broken, the config's sections, what the sentence must name
-SABOTAGES: dict[str, tuple[Callable[[Patch], None], dict[str, Any], tuple[str, ...]]] = {
+SABOTAGES: dict[
+    str, tuple[Callable[[Patch], None], dict[str, Any], tuple[str, ...]]
+] = {
     "weights": (stale_weights, {}, ("weights that are trained", "blocks.attention.q")),
     "factor": (
         one_factor,
@@ -103,8 +111,16 @@ SABOTAGES: dict[str, tuple[Callable[[Patch], None], dict[str, Any], tuple[str, .
     ),
     "neighbours": (neighbours_attended, {}, ("training attends beyond a text",)),
     "padding": (padding_read, {}, ("drawing attends to the padding",)),
-    "temperature": (drawn_at_one, {"rl": {"temperature": 0.5}}, ("drawing", "temperature 1")),
-    "experts": (other_choice, {"model": {**MODEL, **EXPERTS}}, ("choose other experts",)),
+    "temperature": (
+        drawn_at_one,
+        {"rl": {"temperature": 0.5}},
+        ("drawing", "temperature 1"),
+    ),
+    "experts": (
+        other_choice,
+        {"model": {**MODEL, **EXPERTS}},
+        ("choose other experts",),
+    ),
 }
 
 
@@ -118,7 +134,9 @@ def test_the_guide_has_each_cause_that_a_sentence_may_name() -> None:
     source = Path(gate.__file__).read_text()
     tree = ast.parse(source)
     told = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
-    causes = [value.value for value in told if isinstance(value, ast.Constant) and value.value]
+    causes = [
+        value.value for value in told if isinstance(value, ast.Constant) and value.value
+    ]
     guide = (Path(__file__).parents[2] / "docs" / "reinforcement.md").read_text()
     assert len(causes) == 7
     for cause in [*causes, "does not hold the weights", "the adapters' factors"]:
@@ -139,7 +157,9 @@ def test_rows_that_cannot_be_written_hide_no_disagreement(tmp_path: Path) -> Non
     closing = gate.GapGate(program, ours, tmp_path, lambda batch: batch)
     with pytest.raises(Disagreement) as ended:
         closing.close(4, np.array([0.0, 3.0]), {"tokens": np.zeros((2, 8))}, None, list)
-    assert tells(str(ended.value), "step 4", "3", "head.weight", "1 rows", "cannot be written")
+    assert tells(
+        str(ended.value), "step 4", "3", "head.weight", "1 rows", "cannot be written"
+    )
 
 
 @pytest.mark.thorough
@@ -165,7 +185,9 @@ def test_each_class_of_disagreement_ends_the_first_step_with_its_name(
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["weights", "experts", "factor"])
-def test_the_same_run_goes_on_where_nothing_is_broken(name: str, tmp_path: Path) -> None:
+def test_the_same_run_goes_on_where_nothing_is_broken(
+    name: str, tmp_path: Path
+) -> None:
     config = config_of(tmp_path, SABOTAGES[name][1])
     rows: list[dict[str, Any]] = []
     mt.train(config, callbacks=[rows.append])

@@ -25,19 +25,37 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
         {"data": 2, "tensor": 2, "pipeline": 2},
         {"microbatches": 4, "schedule": "1f1b"},
     ),
-    "zb": ({"data": 2, "pipeline": 2}, {"microbatches": 4, "schedule": "zb_h1", "zero_stage": 3}),
+    "zb": (
+        {"data": 2, "pipeline": 2},
+        {"microbatches": 4, "schedule": "zb_h1", "zero_stage": 3},
+    ),
     "edge": (
         {"pipeline": 4},
         {"microbatches": 2, "schedule": "gpipe", "vocab": "edge", "zero_stage": 0},
     ),
-    "context4": ({"data": 2, "context": 4}, {"context_strategy": "ring", "zero_stage": 3}),
+    "context4": (
+        {"data": 2, "context": 4},
+        {"context_strategy": "ring", "zero_stage": 3},
+    ),
     "ulysses": ({"context": 2, "tensor": 2}, {"context_strategy": "ulysses"}),
 }
 
 
 def one_device(**rl: Any) -> Config:
-    model = {"layers": 4, "d_model": 24, "heads": 4, "kv_heads": 4, "d_ff": 50, "vocab_size": 61}
-    train = {"global_batch_size": 8, "steps": 3, "sequence_length": 24, "objective": "grpo"}
+    model = {
+        "layers": 4,
+        "d_model": 24,
+        "heads": 4,
+        "kv_heads": 4,
+        "d_ff": 50,
+        "vocab_size": 61,
+    }
+    train = {
+        "global_batch_size": 8,
+        "steps": 3,
+        "sequence_length": 24,
+        "objective": "grpo",
+    }
     rl = {
         "prompts": "prompts.jsonl",
         "reward": "exact",
@@ -46,14 +64,16 @@ def one_device(**rl: Any) -> Config:
         "temperature": TEMPERATURE,
         **rl,
     }
-    return load({"model": model, "train": train, "rl": rl, "run": {"directory": "/nowhere"}})
+    return load(
+        {"model": model, "train": train, "rl": rl, "run": {"directory": "/nowhere"}}
+    )
 
 
 def log_pi(parameters: Any, batch: dict[str, np.ndarray]) -> jax.Array:
     """The log-probability of each label by an independent model, at the temperature of drawing."""
-    logits = jax.vmap(lambda *of: reference.logits(reference.Model("llama"), parameters, *of))(
-        batch["tokens"], batch["positions"], batch["segments"]
-    )
+    logits = jax.vmap(
+        lambda *of: reference.logits(reference.Model("llama"), parameters, *of)
+    )(batch["tokens"], batch["positions"], batch["segments"])
     by_id = jax.nn.log_softmax(logits / TEMPERATURE)
     return jnp.take_along_axis(by_id, batch["labels"][..., None], -1)[..., 0]
 
@@ -86,7 +106,9 @@ def step_of(config: Config) -> tuple[float, Any, dict[str, np.ndarray]]:
         None,
     )
     found = jax.jit(program._gradients)(*given)
-    shards, measured = jax.device_get((program.layout.canonical(found.shards), found.measured))
+    shards, measured = jax.device_get(
+        (program.layout.canonical(found.shards), found.measured)
+    )
     return float(found.loss), shards, measured
 
 
@@ -96,8 +118,12 @@ def right(loss: str) -> tuple[float, Any, dict[str, np.ndarray]]:
 
 
 def same(mine: Any, theirs: Any) -> None:
-    for found, wanted in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
-        assert np.linalg.norm(found - wanted) <= 1e-5 * max(np.linalg.norm(wanted), 1e-3)
+    for found, wanted in zip(
+        jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True
+    ):
+        assert np.linalg.norm(found - wanted) <= 1e-5 * max(
+            np.linalg.norm(wanted), 1e-3
+        )
 
 
 @pytest.mark.thorough
@@ -110,7 +136,8 @@ def test_one_device_learns_as_the_formula_does(loss):
         pi = log_pi(parameters, batch)
         ratio = jnp.exp(pi - batch["drawn"])
         gain = jnp.minimum(
-            ratio * batch["advantages"], jnp.clip(ratio, 1 - low, 1 + high) * batch["advantages"]
+            ratio * batch["advantages"],
+            jnp.clip(ratio, 1 - low, 1 + high) * batch["advantages"],
         )
         gain = batch["advantages"] * pi if loss == "reinforce" else gain
         return -(gain * batch["weights"]).sum() / (batch["weights"] != 0).sum()
@@ -123,16 +150,22 @@ def test_one_device_learns_as_the_formula_does(loss):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("loss", ["ppo_clip", "gspo"])
-@pytest.mark.parametrize("layout", slow_but(LAYOUTS, ["data4-zero3", "2x2x2-1f1b", "context4"]))
+@pytest.mark.parametrize(
+    "layout", slow_but(LAYOUTS, ["data4-zero3", "2x2x2-1f1b", "context4"])
+)
 def test_every_layout_learns_from_answers_as_one_device_does(layout, loss):
     mesh, parallel = LAYOUTS[layout]
-    config = replaced(one_device(loss=loss), mesh=mesh, parallel={"microbatches": 1, **parallel})
+    config = replaced(
+        one_device(loss=loss), mesh=mesh, parallel={"microbatches": 1, **parallel}
+    )
     found, shards, measured = step_of(config)
     value, gradient, wanted = right(loss)
     assert found == pytest.approx(value, rel=1e-5)
     same(shards, gradient)
     for name in ("rl/gap_mean", "rl/gap_max", "rl/clipped", "rl/entropy"):
-        assert float(measured[name]) == pytest.approx(float(wanted[name]), rel=1e-5), name
+        assert float(measured[name]) == pytest.approx(float(wanted[name]), rel=1e-5), (
+            name
+        )
     gaps = measured[ROW_GAPS].reshape(8, -1).max(1)
     np.testing.assert_allclose(gaps, wanted[ROW_GAPS], rtol=1e-4)
 

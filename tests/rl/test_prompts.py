@@ -17,7 +17,9 @@ Records = str | bytes | list[Any]
 def written(path: Path, records: Records) -> Path:
     """Writes records eight times, as many as a step needs twice; a text or bytes as they stand."""
     if isinstance(records, list):
-        records = "".join(json.dumps(record) + "\n" for record in records for _ in range(8))
+        records = "".join(
+            json.dumps(record) + "\n" for record in records for _ in range(8)
+        )
     path.write_bytes(records if isinstance(records, bytes) else records.encode())
     return path
 
@@ -31,8 +33,14 @@ def written(path: Path, records: Records) -> Path:
         ([{"prompt": ""}], ("rl.prompts", "p.jsonl#0", "no prompt", '"prompt"')),
         ([{"prompt": []}], ("rl.prompts", "p.jsonl#0", "no prompt", '"prompt"')),
         ([["a"]], ("rl.prompts", "p.jsonl#0", "no prompt", '"prompt"')),
-        ([{"prompt": 3}], ("rl.prompts", "p.jsonl#0", "3", "a text or a list of messages")),
-        ([{"prompt": {"a": 1}}], ("p.jsonl#0", "{'a': 1}", "a text or a list of messages")),
+        (
+            [{"prompt": 3}],
+            ("rl.prompts", "p.jsonl#0", "3", "a text or a list of messages"),
+        ),
+        (
+            [{"prompt": {"a": 1}}],
+            ("p.jsonl#0", "{'a': 1}", "a text or a list of messages"),
+        ),
         ("hello\n", ("rl.prompts", "p.jsonl#0: not JSON", '"prompt"')),
         (b'{"prompt": "\xe9"}\n', ("rl.prompts", "p.jsonl#0: not UTF-8")),
         ('{"prompt": "\\ud800"}\n', ("rl.prompts", "p.jsonl#0: not Unicode")),
@@ -86,7 +94,11 @@ def test_an_answer_without_a_number_is_refused_where_numbers_are_compared(
     Prompts(answering(tmp_path, rl={"prompts": prompts, "reward": "exact"}))
 
 
-def test_a_prompt_of_tokens_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rl\.prompts.*token 98 .*model\.vocab_size is 98"):
+def test_a_prompt_of_tokens_that_the_model_does_not_have_is_refused(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"rl\.prompts.*token 98 .*model\.vocab_size is 98"
+    ):
         Prompts(answering(tmp_path, model={"vocab_size": 98}))
     Prompts(answering(tmp_path, model={"vocab_size": 99}))

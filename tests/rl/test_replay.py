@@ -40,7 +40,9 @@ def drawn_by_the_worst(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def worst(self: DecodingForward, *given: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(experts, "_choose", lambda moe, scores, bias: choose(moe, -scores, bias))
+            patch.setattr(
+                experts, "_choose", lambda moe, scores, bias: choose(moe, -scores, bias)
+            )
             return stream(self, *given)
 
     monkeypatch.setattr(DecodingForward, "_stream", worst)
@@ -48,13 +50,19 @@ def drawn_by_the_worst(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rows_of(directory: Path, layout: str, **rl: Any) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    sections = {"model": {**MODEL, **MOE}, "rl": {"gap_limit": 1e-3, **rl}, **MESHES[layout]}
+    sections = {
+        "model": {**MODEL, **MOE},
+        "rl": {"gap_limit": 1e-3, **rl},
+        **MESHES[layout],
+    }
     mt.train(answering(directory, **sections), callbacks=[rows.append])
     return rows
 
 
 @pytest.mark.usefixtures("drawn_by_the_worst")
-@pytest.mark.parametrize("layout", thorough_but(list(MESHES), lambda _: False, ["2 x 2"]))
+@pytest.mark.parametrize(
+    "layout", thorough_but(list(MESHES), lambda _: False, ["2 x 2"])
+)
 def test_what_is_learned_takes_the_experts_that_drew_on_every_mesh(
     layout: str, tmp_path: Path
 ) -> None:
@@ -78,7 +86,9 @@ def test_the_gradient_of_a_given_choice_is_that_of_the_routers_own() -> None:
     logits = jax.random.normal(jax.random.key(0), (6, moe.experts))
     bias = jax.numpy.zeros(moe.experts)
     own = experts.route(moe, logits, bias, None)
-    weights = lambda chosen, logits: experts.route(moe, logits, bias, None, chosen).weights
+    weights = lambda chosen, logits: (
+        experts.route(moe, logits, bias, None, chosen).weights
+    )
     by_own, by_given = (
         jax.jacobian(partial(weights, chosen))(logits) for chosen in (None, own.chosen)
     )

@@ -136,7 +136,9 @@ def nothing_left(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def pool(file, started):
-    with Rewards([("deeds_of_rewards:score", 1.0)], 0.3, memory=2**28, processes=1) as pool:
+    with Rewards(
+        [("deeds_of_rewards:score", 1.0)], 0.3, memory=2**28, processes=1
+    ) as pool:
         yield pool
     mark, temporary = started
     assert marked(mark) == []
@@ -175,7 +177,11 @@ FAILURES = {
         "sleep_deaf()",
         "subprocess.run(['sleep', '600'])",
     ],
-    "memory": ["bytearray(2**40)", "[bytes(2**26) for _ in range(2**12)]", "'a' * 2**29"],
+    "memory": [
+        "bytearray(2**40)",
+        "[bytes(2**26) for _ in range(2**12)]",
+        "'a' * 2**29",
+    ],
     "raised": [
         "1 / 0",
         "sys.exit(0)",
@@ -260,7 +266,9 @@ def test_an_orphan_of_a_sound_call_is_ended_while_the_worker_goes_on(pool, start
     assert score(pool, "os.getpid()").values == worker
 
 
-def test_a_process_that_only_returned_a_wrong_value_is_kept_and_one_in_doubt_is_not(pool):
+def test_a_process_that_only_returned_a_wrong_value_is_kept_and_one_in_doubt_is_not(
+    pool,
+):
     pid, same, same_too, other = (
         score(pool, *before, "os.getpid()").values[-1]
         for before in ([], ["1 / 0"], ["None or 'text'"], ["os._exit(0)"])
@@ -278,7 +286,9 @@ def test_a_worker_that_ends_between_calls_costs_one_call_at_most(pool):
 
 def test_a_worker_whose_keeper_was_killed_ends_too(file, tmp_path, nothing_left):
     with Rewards([("deeds_of_rewards:score", 1.0)], 20, processes=1) as rewards:
-        scores = score(rewards, "os.kill(os.getppid(), signal.SIGKILL) or time.sleep(600)", "2.0")
+        scores = score(
+            rewards, "os.kill(os.getppid(), signal.SIGKILL) or time.sleep(600)", "2.0"
+        )
         assert (scores.values.tolist(), scores.failed) == ([0, 2], {"died": 1})
         until(lambda: len(marked(nothing_left)) == 2)
     # Its files are left: nobody else knows of them.
@@ -289,7 +299,12 @@ def test_a_worker_whose_keeper_was_killed_ends_too(file, tmp_path, nothing_left)
 def test_a_sentence_tells_the_exception_and_the_line_of_the_file(pool):
     sentence = score(pool, "recurse()").first["raised"]
     line = (
-        next(n for n, text in enumerate(FILE.splitlines(), 1) if text.startswith("def recurse")) + 1
+        next(
+            n
+            for n, text in enumerate(FILE.splitlines(), 1)
+            if text.startswith("def recurse")
+        )
+        + 1
     )
     assert "RecursionError" in sentence
     assert f"line {line}" in sentence
@@ -311,7 +326,9 @@ def test_a_worker_is_limited(pool):
     assert 1 < second <= first <= 3
 
 
-def test_many_answers_have_their_own_rewards_and_rewards_are_weighted(file, nothing_left):
+def test_many_answers_have_their_own_rewards_and_rewards_are_weighted(
+    file, nothing_left
+):
     names = [("deeds_of_rewards:give", 1.0), ("exact", 0.5), ("number", -2.0)]
     cases = [
         Case([{"role": "user"}], str(n), {"more": n % 3, "answer": f" {n // 7 * 7} "})
@@ -326,7 +343,9 @@ def test_many_answers_have_their_own_rewards_and_rewards_are_weighted(file, noth
 
 def test_a_failure_takes_its_own_part_of_a_sum_alone(file, nothing_left):
     with Rewards([("deeds_of_rewards:give", 1.0), ("exact", 2.0)], 5) as rewards:
-        scores = rewards.score([Case("", "no number", {"answer": "no number"}), Case("", "3", {})])
+        scores = rewards.score(
+            [Case("", "no number", {"answer": "no number"}), Case("", "3", {})]
+        )
     assert scores.values.tolist() == [2, 3]
     assert scores.failed == {"raised": 2}
     assert "ValueError" in scores.first["raised"]
@@ -351,7 +370,9 @@ def test_a_failure_takes_its_own_part_of_a_sum_alone(file, nothing_left):
 )
 def test_built_in_rewards_need_no_process(name, answer, truth, value):
     with Rewards([(name, 1.0)], 1) as rewards:
-        assert rewards.score([Case("", answer, {"answer": truth})]).values.tolist() == [value]
+        assert rewards.score([Case("", answer, {"answer": truth})]).values.tolist() == [
+            value
+        ]
         assert not rewards._idle
 
 
@@ -395,12 +416,15 @@ def called(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("name", "takes"), [("brief", "(answer)"), ("eager", "more)"), ("by_name", "(*, prompt")]
+    ("name", "takes"),
+    [("brief", "(answer)"), ("eager", "more)"), ("by_name", "(*, prompt")],
 )
 def test_a_reward_that_takes_other_arguments_is_refused(called, name, takes):
     with pytest.raises(ConfigError) as refused:
         Rewards([(f"called_otherwise:{name}", 1.0)], 1)
-    assert tells(str(refused.value), "rl.reward", name, takes, "(prompt, answer, record)")
+    assert tells(
+        str(refused.value), "rl.reward", name, takes, "(prompt, answer, record)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -421,7 +445,9 @@ def test_what_takes_the_arguments_of_a_call_among_others_is_taken(called, nothin
 @pytest.mark.parametrize(
     ("line", "said"), [("1 / 0", "ZeroDivisionError"), ("os._exit(5)", "code 5")]
 )
-def test_a_file_that_only_the_trainer_can_import_is_refused(tmp_path, nothing_left, line, said):
+def test_a_file_that_only_the_trainer_can_import_is_refused(
+    tmp_path, nothing_left, line, said
+):
     path = tmp_path / f"only_here_{len(line)}.py"
     path.write_text(
         f"import os\nif os.getpid() != {os.getpid()}:\n    {line}\ndef score(*_): return 1\n"
@@ -432,7 +458,9 @@ def test_a_file_that_only_the_trainer_can_import_is_refused(tmp_path, nothing_le
     assert said in str(refused.value)
 
 
-def test_rewards_that_were_interrupted_go_on_with_the_right_ones(file, nothing_left, monkeypatch):
+def test_rewards_that_were_interrupted_go_on_with_the_right_ones(
+    file, nothing_left, monkeypatch
+):
     def interrupt(*_):
         raise KeyboardInterrupt
 
@@ -502,7 +530,10 @@ def test_nothing_outlives_the_trainer_and_no_child_says_a_word(
     until(begun.exists)
     processes = marked(nothing_left)
     os.killpg(owner.pid, number)
-    assert owner.communicate(timeout=20) == ("interrupted\n" * (number == signal.SIGINT), "")
+    assert owner.communicate(timeout=20) == (
+        "interrupted\n" * (number == signal.SIGINT),
+        "",
+    )
     # The owner, a keeper, its worker, and what that has started.
     assert len(processes) == 4
 

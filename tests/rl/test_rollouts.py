@@ -21,7 +21,14 @@ RANDOM = np.random.default_rng(0)
 # a bucket is 16 tokens; the last one leaves room for fewer than MOST
 PROMPTS = [RANDOM.integers(0, WORDS, n).astype(np.int32) for n in (1, 5, 16, 17, 26)]
 SEEDS = RANDOM.integers(0, 2**32, (len(PROMPTS), GROUP), np.uint32)
-MODEL = {"layers": 2, "d_model": 16, "heads": 2, "kv_heads": 2, "d_ff": 32, "vocab_size": WORDS}
+MODEL = {
+    "layers": 2,
+    "d_model": 16,
+    "heads": 2,
+    "kv_heads": 2,
+    "d_ff": 32,
+    "vocab_size": WORDS,
+}
 EXPERTS = {"family": "mixtral", "d_ff": 0, "moe": {"experts": 4, "top_k": 2, "d_ff": 8}}
 EACH = {
     "one": {},
@@ -41,14 +48,20 @@ EACH = {
         "model": EXPERTS,
         "mesh": {"data": 2, "expert": 2, "tensor": 2, "pipeline": 2},
     },
-    "LoRA": {"mesh": {"data": 2, "tensor": 2}, "lora": {"rank": 2}, "parallel": {"zero_stage": 3}},
+    "LoRA": {
+        "mesh": {"data": 2, "tensor": 2},
+        "lora": {"rank": 2},
+        "parallel": {"zero_stage": 3},
+    },
 }
 
 
 class Drawn:
     """A program, its weights, and what rollouts of it draw."""
 
-    def __init__(self, name: str, compute: str = "float32", temperature: float = 1.0) -> None:
+    def __init__(
+        self, name: str, compute: str = "float32", temperature: float = 1.0
+    ) -> None:
         given = EACH[name]
         config = mt.load(
             given
@@ -139,18 +152,24 @@ def test_in_bfloat16_they_are_as_close_as_its_numbers(name):
         np.testing.assert_allclose(answer.logprobs, right, atol=2e-2)
 
 
-@pytest.mark.parametrize("temperature", thorough_but([0.5, 2.0], lambda _: False, [0.5]))
+@pytest.mark.parametrize(
+    "temperature", thorough_but([0.5, 2.0], lambda _: False, [0.5])
+)
 def test_log_probabilities_are_of_what_is_sampled_from(temperature):
     run = drawn("one", temperature=temperature)
     for prompt, group in zip(PROMPTS, run.answers, strict=True):
         rows = np.zeros((GROUP, LENGTH), np.int32)
         for row, answer in zip(rows, group, strict=True):
             row[: len(prompt) + len(answer.tokens)] = [*prompt, *answer.tokens]
-        logits = np.asarray(run.program.logits(run.params, rows), np.float64) / temperature
+        logits = (
+            np.asarray(run.program.logits(run.params, rows), np.float64) / temperature
+        )
         right = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         for of_row, answer in zip(right, group, strict=True):
             at = len(prompt) - 1 + np.arange(len(answer.tokens))
-            np.testing.assert_allclose(answer.logprobs, of_row[at, answer.tokens], atol=2e-5)
+            np.testing.assert_allclose(
+                answer.logprobs, of_row[at, answer.tokens], atol=2e-5
+            )
 
 
 # --- which answers
@@ -180,7 +199,9 @@ def test_an_answer_ends_with_its_first_end_token_or_at_its_length():
             assert answer.ended is (last in ENDS)
             assert answer.ended or len(answer.tokens) == min(MOST, LENGTH - len(prompt))
             assert len(answer.tokens) == len(answer.logprobs)
-            assert answer.tokens.dtype == np.int32 and answer.logprobs.dtype == np.float32
+            assert (
+                answer.tokens.dtype == np.int32 and answer.logprobs.dtype == np.float32
+            )
             assert (answer.logprobs < 0).all()
             ended += answer.ended
     assert 0 < ended < len(PROMPTS) * GROUP
@@ -225,7 +246,9 @@ def test_a_wave_is_one_program_that_reads_each_prompt_once_a_rank_and_copies_no_
     rollouts = drawn("one").rollouts
     (wave,) = rollouts._waves(PROMPTS, SEEDS)
     assert wave.prompts.shape == (len(PROMPTS), LENGTH)
-    program = Module(rollouts._program.lower(rollouts.weights, wave).compile().as_text())
+    program = Module(
+        rollouts._program.lower(rollouts.weights, wave).compile().as_text()
+    )
     bodies = [
         op.attributes.split("body=%")[1].split(",")[0]
         for operations in program.computations.values()
@@ -261,7 +284,9 @@ def test_what_cannot_be_drawn_is_refused_in_a_sentence():
 @pytest.mark.thorough
 def test_slots_that_the_ranks_cannot_share_and_islands_are_refused():
     program = drawn(USUAL).program
-    with pytest.raises(ConfigError, match=r"6 slots .* data 2 x pipeline 2; give a multiple"):
+    with pytest.raises(
+        ConfigError, match=r"6 slots .* data 2 x pipeline 2; give a multiple"
+    ):
         Rollouts(program, 6, LENGTH, MOST, 1.0, ENDS)
     islands = mt.Program(mt.load({"model": MODEL, "mesh": {"data": 4, "islands": 2}}))
     with pytest.raises(ConfigError, match=r"mesh\.islands is 2"):

@@ -19,7 +19,11 @@ def text(given: int, drawn: int) -> Learned:
 def config_of(**rl: object) -> mt.Config:
     return mt.load(
         {
-            "train": {"objective": "grpo", "global_batch_size": 8, "sequence_length": 12},
+            "train": {
+                "objective": "grpo",
+                "global_batch_size": 8,
+                "sequence_length": 12,
+            },
             "rl": {"prompts": "x", "reward": "exact", "group": 4, "answers": 4, **rl},
         }
     )
@@ -70,7 +74,11 @@ def test_rows_are_of_few_numbers_which_the_mesh_divides() -> None:
         {
             "mesh": {"data": 2},
             "parallel": {"microbatches": 2},
-            "train": {"objective": "grpo", "global_batch_size": 64, "sequence_length": 12},
+            "train": {
+                "objective": "grpo",
+                "global_batch_size": 64,
+                "sequence_length": 12,
+            },
             "rl": {"prompts": "x", "reward": "exact", "group": 4, "answers": 4},
         }
     )

@@ -23,7 +23,9 @@ TRL = {
 }
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.loss}-{case.average}-{case.beta}")
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: f"{case.loss}-{case.average}-{case.beta}"
+)
 def test_losses_and_gradients_are_those_of_trl(case):
     loss, gradient = ours(case, frozen())
     found = loss, gradient @ np.cos(np.arange(len(gradient)))

@@ -34,7 +34,11 @@ def test_answers_that_waited_come_back_to_the_bit(tmp_path: Path) -> None:
     ((number, ((episode,),)),) = waiting.read(tmp_path, 4, prompts).items()
     right = Group(prompts).groups[0][0]
     assert (number, episode.prompt, episode.seed) == (9, right.prompt, right.seed)
-    assert (episode.answer, episode.ended, episode.given) == ("é\ud800", False, right.given)
+    assert (episode.answer, episode.ended, episode.given) == (
+        "é\ud800",
+        False,
+        right.given,
+    )
     for name in waiting.ARRAYS:
         array = getattr(episode, name)
         np.testing.assert_array_equal(array, getattr(right, name))
@@ -59,7 +63,9 @@ def test_a_step_without_a_file_has_none(tmp_path: Path) -> None:
         lambda whole: whole + b"x",
     ],
 )
-def test_a_damaged_file_is_a_sentence_and_its_answers_are_drawn_anew(tmp_path, content, capsys):
+def test_a_damaged_file_is_a_sentence_and_its_answers_are_drawn_anew(
+    tmp_path, content, capsys
+):
     prompts, file = kept(tmp_path)
     file.write_bytes(content(file.read_bytes()))
     assert waiting.read(tmp_path, 4, prompts) == {}

@@ -9,7 +9,11 @@ from meshtrain.run.best import Best, best_in
 def test_a_lower_loss_is_best_and_an_equal_one_or_none_at_all_is_not():
     best = Best()
     losses = [3.0, 2.0, 2.0, math.nan, 2.5, -math.inf, 1.0]
-    assert [k for k, loss in enumerate(losses, 1) if best.add(10 * k, loss)] == [1, 2, 7]
+    assert [k for k, loss in enumerate(losses, 1) if best.add(10 * k, loss)] == [
+        1,
+        2,
+        7,
+    ]
     assert (best.step, best.loss, best.since) == (70, 1.0, 0)
 
 
@@ -32,7 +36,11 @@ def test_of_the_rows_each_evaluation_counts_once_whatever_else_stands_there(tmp_
         *[{"step": 2, "eval_loss": 2.5}] * 2,
         {"step": 4, "eval_loss": None},
     ]
-    odd = ['{"step": 6, "eval_loss": "x"}', '{"eval_loss": 1}', '{"step": 8, "eval_loss": 1.']
+    odd = [
+        '{"step": 6, "eval_loss": "x"}',
+        '{"eval_loss": 1}',
+        '{"step": 8, "eval_loss": 1.',
+    ]
     lines = [json.dumps(row) for row in rows] + odd
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
     assert best_in(tmp_path / "metrics.jsonl") == Best(2, 2.5, 1, 4)

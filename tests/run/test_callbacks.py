@@ -46,9 +46,19 @@ def written(tmp_path, monkeypatch):
     return write
 
 
-@pytest.mark.parametrize("command", ["train", pytest.param("survive", marks=pytest.mark.thorough)])
-def test_each_row_reaches_it_under_every_command_that_trains(command, written, tmp_path):
-    words = [sys.executable, "-m", f"meshtrain.{command}", "--config", written("mine:log")]
+@pytest.mark.parametrize(
+    "command", ["train", pytest.param("survive", marks=pytest.mark.thorough)]
+)
+def test_each_row_reaches_it_under_every_command_that_trains(
+    command, written, tmp_path
+):
+    words = [
+        sys.executable,
+        "-m",
+        f"meshtrain.{command}",
+        "--config",
+        written("mine:log"),
+    ]
     ended = subprocess.run(words, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     seen = [json.loads(line) for line in (tmp_path / "seen").read_text().splitlines()]
@@ -69,7 +79,10 @@ def test_an_exception_ends_the_run_and_names_the_function(written):
     [
         ("mine:lag", "run.callbacks: mine has no function lag; did you mean log?"),
         ("other:log", r"run.callbacks is 'other:log'; write MODULE:FUNCTION, .*mine"),
-        ("mine:pair", r"run.callbacks: mine:pair takes \(row, other\); it is called with \(row\)"),
+        (
+            "mine:pair",
+            r"run.callbacks: mine:pair takes \(row, other\); it is called with \(row\)",
+        ),
     ],
 )
 def test_what_is_no_callback_is_refused(name, sentence, written):
@@ -77,7 +90,9 @@ def test_what_is_no_callback_is_refused(name, sentence, written):
         callbacks_of(mt.load(written(name)))
 
 
-def test_a_command_that_reads_a_strangers_run_neither_imports_nor_calls_it(written, tmp_path):
+def test_a_command_that_reads_a_strangers_run_neither_imports_nor_calls_it(
+    written, tmp_path
+):
     run = tmp_path / "run"
     (run / "imports").mkdir(parents=True)
     (run / "checkpoints").mkdir()

@@ -66,14 +66,18 @@ def test_metrics_of_another_user_are_refused():
         if root:
             os.seteuid(NOBODY)
         try:
-            with pytest.raises(ConfigError, match=r"metrics\.jsonl .*: permission denied; "):
+            with pytest.raises(
+                ConfigError, match=r"metrics\.jsonl .*: permission denied; "
+            ):
                 entered(Path(name))
         finally:
             if root:
                 os.seteuid(0)
 
 
-def test_what_is_set_aside_never_meets_what_was_before_and_a_link_leads_where_it_led(tmp_path):
+def test_what_is_set_aside_never_meets_what_was_before_and_a_link_leads_where_it_led(
+    tmp_path,
+):
     run, volume = tmp_path / "run", tmp_path / "volume"
     run.mkdir()
     volume.mkdir()
@@ -81,19 +85,27 @@ def test_what_is_set_aside_never_meets_what_was_before_and_a_link_leads_where_it
         (run / "metrics.jsonl").write_text(content)
         (run / "checkpoints").symlink_to("../volume")
         earlier = set_aside(run, ["metrics.jsonl", "checkpoints", "config.yaml"])
-        assert earlier == run / f"earlier-{k}" and (earlier / "checkpoints").samefile(volume)
-        assert not any(os.path.lexists(run / name) for name in ("metrics.jsonl", "checkpoints"))
+        assert earlier == run / f"earlier-{k}" and (earlier / "checkpoints").samefile(
+            volume
+        )
+        assert not any(
+            os.path.lexists(run / name) for name in ("metrics.jsonl", "checkpoints")
+        )
     assert [(run / f"earlier-{k}" / "metrics.jsonl").read_text() for k in (1, 2)] == [
         "first",
         "second",
     ]
 
 
-def test_a_checkpoint_is_remembered_by_its_note_or_by_the_rows_that_mention_it(tmp_path):
+def test_a_checkpoint_is_remembered_by_its_note_or_by_the_rows_that_mention_it(
+    tmp_path,
+):
     assert noted_checkpoint(tmp_path) is None
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     assert noted_checkpoint(tmp_path) is None
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "checkpoint_bytes": 7}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1}\n{"step": 2, "checkpoint_bytes": 7}\n'
+    )
     assert noted_checkpoint(tmp_path) == "unknown"
     note_checkpoint(tmp_path, 20)
     assert noted_checkpoint(tmp_path) == "20"

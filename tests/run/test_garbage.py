@@ -26,7 +26,10 @@ def collections(monkeypatch, every, steps):
 @pytest.mark.parametrize("start", [0, 1, 7])
 def test_processes_collect_at_the_same_steps_wherever_they_began(start, monkeypatch):
     made, _ = collections(monkeypatch, 5, range(start + 1, 30))
-    assert made == [start + 1, *(step for step in range(start + 2, 30) if step % 5 == 0)]
+    assert made == [
+        start + 1,
+        *(step for step in range(start + 2, 30) if step % 5 == 0),
+    ]
 
 
 def test_what_is_there_when_training_begins_is_not_looked_through_again(monkeypatch):

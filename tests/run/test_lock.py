@@ -44,7 +44,9 @@ def test_a_second_process_is_refused_and_reported_who_holds_it_and_who_only_asks
     RunLock(tmp_path).release()
 
 
-def test_a_second_run_of_the_same_process_is_refused_and_the_first_keeps_its_lock(tmp_path):
+def test_a_second_run_of_the_same_process_is_refused_and_the_first_keeps_its_lock(
+    tmp_path,
+):
     assert holder(tmp_path) == ""
     lock = RunLock(tmp_path)
     with pytest.raises(ConfigError, match=f"process {os.getpid()} on "):
@@ -60,7 +62,9 @@ def test_a_second_run_of_the_same_process_is_refused_and_the_first_keeps_its_loc
 
 
 def test_a_shorter_owner_overwrites_a_longer_one(tmp_path):
-    (tmp_path / ".lock").write_text("process 123456789 on host-of-long-name that has died")
+    (tmp_path / ".lock").write_text(
+        "process 123456789 on host-of-long-name that has died"
+    )
     lock = RunLock(tmp_path)
     assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
     assert "died" not in (tmp_path / ".lock").read_text()
@@ -82,14 +86,17 @@ def test_what_is_no_lock_is_refused_and_nothing_behind_it_is_touched(what, tmp_p
     make(tmp_path / ".lock")
     for _ in range(2):
         with pytest.raises(
-            ConfigError, match=rf"{tmp_path}/\.lock cannot be the run's lock: {why}; mend that, or"
+            ConfigError,
+            match=rf"{tmp_path}/\.lock cannot be the run's lock: {why}; mend that, or",
         ):
             RunLock(tmp_path)
     assert precious.read_text() == "not a lock"
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "precious"]
 
 
-def test_a_file_system_without_locks_is_reported_and_leaves_nothing_held(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_reported_and_leaves_nothing_held(
+    tmp_path, monkeypatch
+):
     def refused(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 

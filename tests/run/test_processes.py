@@ -23,14 +23,18 @@ def of_several(monkeypatch):
         jax.errors.JaxRuntimeError(
             "UNKNOWN: Gloo all-reduce failed: [127.0.0.1]:7071: Connection reset"
         ),
-        ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer [127.0.0.1]:39064"),
+        ValueError(
+            "UNKNOWN: Gloo AllGather failed: Connection closed by peer [127.0.0.1]:39064"
+        ),
         jax.errors.JaxRuntimeError(
             "INTERNAL: NCCL operation ncclAllReduce failed: remote process exited"
         ),
         jax.errors.JaxRuntimeError("UNAVAILABLE: Task 1 heartbeat timeout."),
     ],
 )
-def test_a_process_that_is_gone_is_reported_with_the_step_to_go_on_from(error, of_several):
+def test_a_process_that_is_gone_is_reported_with_the_step_to_go_on_from(
+    error, of_several
+):
     for newest, start in ((40, "from step 40"), (None, "from the start")):
         failure = explained(error, newest)
         assert isinstance(failure, RunFailure)
@@ -49,7 +53,11 @@ def test_memory_that_a_device_lacks_is_reported_with_what_needs_less():
 
 @pytest.mark.parametrize(
     "error",
-    [ValueError("a mistake of ours"), ValueError("Gloo failed"), RunFailure("said already")],
+    [
+        ValueError("a mistake of ours"),
+        ValueError("Gloo failed"),
+        RunFailure("said already"),
+    ],
 )
 def test_what_has_no_sentence_or_has_one_stays_as_it_is(error):
     assert explained(error, None) is error
@@ -60,7 +68,12 @@ def test_what_has_no_sentence_or_has_one_stays_as_it_is(error):
     [
         (FloatingPointError("the loss is nan"), "numbers"),
         (SickDevice("wrong bits", [1]), "sick"),
-        (jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: connection reset"), "peer"),
+        (
+            jax.errors.JaxRuntimeError(
+                "UNKNOWN: Gloo all-reduce failed: connection reset"
+            ),
+            "peer",
+        ),
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "memory"),
         (MemoryError(), "memory"),
         (RunInUse("in use"), "lock"),

@@ -31,7 +31,8 @@ def record(directory):
 
 def steps(directory):
     return [
-        json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()
+        json.loads(line)["step"]
+        for line in (directory / "metrics.jsonl").read_text().splitlines()
     ]
 
 
@@ -45,9 +46,9 @@ def test_a_directory_that_goes_away_is_made_again_locked_and_reported_once(
         directory.rename(directory.with_name("away"))
     record.after_metrics({"step": 2}, due=True)
     record.after_metrics({"step": 3}, due=True)
-    assert steps(directory) == [1, 2, 3] and load(directory / "config.yaml").run.directory == str(
-        directory
-    )
+    assert steps(directory) == [1, 2, 3] and load(
+        directory / "config.yaml"
+    ).run.directory == str(directory)
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert f".lock and config.yaml and metrics.jsonl of {directory} " in said

@@ -19,7 +19,8 @@ def path(tmp_path):
 
 def write(path, steps, tail=b""):
     path.write_bytes(
-        b"".join(json.dumps({"step": s, "loss": 1.0}).encode() + b"\n" for s in steps) + tail
+        b"".join(json.dumps({"step": s, "loss": 1.0}).encode() + b"\n" for s in steps)
+        + tail
     )
 
 
@@ -30,20 +31,28 @@ def steps(path):
 # --- appending
 
 
-def test_rows_are_on_disk_at_once_in_full_precision_and_appended_to_those_of_the_run_before(path):
+def test_rows_are_on_disk_at_once_in_full_precision_and_appended_to_those_of_the_run_before(
+    path,
+):
     for step in (1, 2):
         file = MetricsFile(path)
         file.write({"step": step, "loss": 0.1 + 0.2})
         assert len(steps(path)) == step
         file.close()
     assert (
-        steps(path) == [1, 2] and json.loads(path.read_text().splitlines()[0])["loss"] == 0.1 + 0.2
+        steps(path) == [1, 2]
+        and json.loads(path.read_text().splitlines()[0])["loss"] == 0.1 + 0.2
     )
 
 
 def test_numbers_that_are_not_finite_stay_valid_json_and_are_named(path):
     MetricsFile(path).write(
-        {"step": 3, "loss": float("nan"), "grad_norm": float("inf"), "learning_rate": 0.1}
+        {
+            "step": 3,
+            "loss": float("nan"),
+            "grad_norm": float("inf"),
+            "learning_rate": 0.1,
+        }
     )
     row = json.loads(path.read_text(), parse_constant=lambda name: 1 / 0)
     numbers = {"step": 3, "loss": None, "grad_norm": None, "learning_rate": 0.1}
@@ -79,7 +88,11 @@ def test_a_handle_that_the_disk_has_failed_loses_no_row(number, path, capsys):
     file.close()
     assert file.refused is None and steps(path) == [1, 2, 3]
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and os.strerror(number).lower() in said and "they are kept" in said
+    assert (
+        said.count("\n") == 1
+        and os.strerror(number).lower() in said
+        and "they are kept" in said
+    )
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS])
@@ -99,7 +112,9 @@ def test_a_file_that_takes_no_rows_to_the_end_is_replaced_with_all_of_them(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_file_that_cannot_be_replaced_either_keeps_its_rows(path, capsys, monkeypatch):
+def test_a_file_that_cannot_be_replaced_either_keeps_its_rows(
+    path, capsys, monkeypatch
+):
     file = MetricsFile(path)
     file.write({"step": 1})
     file._file = Failed(file._file, errno.EROFS)
@@ -123,7 +138,9 @@ def test_what_a_disk_refuses_again_and_again_is_said_once(path, capsys, monkeypa
     assert steps(path) == list(range(1, 10))
 
 
-def test_a_file_of_which_a_server_says_once_that_it_is_stale_is_not_set_aside(path, monkeypatch):
+def test_a_file_of_which_a_server_says_once_that_it_is_stale_is_not_set_aside(
+    path, monkeypatch
+):
     file, stat, left = MetricsFile(path), os.stat, [1]
     file.write({"step": 1})
 
@@ -142,7 +159,9 @@ def test_a_file_of_which_a_server_says_once_that_it_is_stale_is_not_set_aside(pa
     )
 
 
-def test_rows_that_a_full_disk_refuses_are_written_when_it_has_room_again(path, monkeypatch):
+def test_rows_that_a_full_disk_refuses_are_written_when_it_has_room_again(
+    path, monkeypatch
+):
     file = MetricsFile(path)
     with monkeypatch.context() as patch:
         patch.setattr(file, "is_there", lambda: True)
@@ -163,7 +182,9 @@ def test_rows_that_never_found_room_are_reported(path, monkeypatch, capsys):
     path.unlink()
     file.write({"step": 1})
     file.close()
-    assert re.search(f"the last 1 rows of {path} .*: no space left", capsys.readouterr().err)
+    assert re.search(
+        f"the last 1 rows of {path} .*: no space left", capsys.readouterr().err
+    )
 
 
 # --- removed under the run
@@ -207,7 +228,9 @@ def test_rows_that_somebody_cuts_off_are_reported_once(path, capsys):
         file.write({"step": step})
     file.close()
     assert steps(path) == [2, 3]
-    assert re.fullmatch(f"meshtrain: 12 bytes .*{path} .*\\.\n", capsys.readouterr().err)
+    assert re.fullmatch(
+        f"meshtrain: 12 bytes .*{path} .*\\.\n", capsys.readouterr().err
+    )
 
 
 # --- before a resume
@@ -221,16 +244,32 @@ def test_rows_after_the_step_are_dropped_and_each_step_is_kept_once(path, before
 
 
 def test_a_step_keeps_its_last_row_of_each_kind(path):
-    rows = [(1, "best"), (1, "worst"), (2, "best"), (2, "worst"), (2, "best"), (3, "best")]
-    lines = [{"step": step, "kind": kind, "n": n} for n, (step, kind) in enumerate(rows)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 2, "ki')
+    rows = [
+        (1, "best"),
+        (1, "worst"),
+        (2, "best"),
+        (2, "worst"),
+        (2, "best"),
+        (3, "best"),
+    ]
+    lines = [
+        {"step": step, "kind": kind, "n": n} for n, (step, kind) in enumerate(rows)
+    ]
+    path.write_text(
+        "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 2, "ki'
+    )
     trim_metrics(path, 2)
     kept = [json.loads(line) for line in path.read_text().splitlines()]
     assert sorted(line["n"] for line in kept) == [0, 1, 3, 4]
 
 
 def test_a_torn_last_row_is_dropped_even_if_its_step_counts(path):
-    odd = (b'{"step": 3, "x"}\n', b"\x00\x00\n", b'{"step": "3"}\n', b"[" * 100000 + b"\n")
+    odd = (
+        b'{"step": 3, "x"}\n',
+        b"\x00\x00\n",
+        b'{"step": "3"}\n',
+        b"[" * 100000 + b"\n",
+    )
     for tail in (b'{"step": 3, "lo', b'{"step": 3}', *odd):
         write(path, [1, 2], tail)
         trim_metrics(path, 9)

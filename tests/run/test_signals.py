@@ -70,14 +70,18 @@ WAITS = "SIGTERM: heard; waits for what is compiled or computed.\n"
             "SIGTERM: stopped before the first step; nothing is lost, run again to go on.\n",
             75,
         ),
-        pytest.param("stop.finish_steps()", 3 * 10**6, WAITS, 0, marks=pytest.mark.thorough),
+        pytest.param(
+            "stop.finish_steps()", 3 * 10**6, WAITS, 0, marks=pytest.mark.thorough
+        ),
     ],
 )
 def test_in_a_command_a_signal_is_met_while_the_main_thread_cannot_hear_it(
     before, rounds, said, code
 ):
     done = ended(COMPILES, before, str(rounds))
-    assert done.stderr.startswith(f"meshtrain: {said}") and done.returncode == code, done.stderr
+    assert done.stderr.startswith(f"meshtrain: {said}") and done.returncode == code, (
+        done.stderr
+    )
 
 
 @pytest.mark.thorough
@@ -135,7 +139,9 @@ def test_of_several_processes_a_signal_that_is_held_goes_to_the_service_that_inf
     with StopSignals() as stop, stop.held():
         os.kill(os.getpid(), signal.SIGINT)
         monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
-        monkeypatch.setattr(os, "kill", lambda process, number: passed_on.append(number))
+        monkeypatch.setattr(
+            os, "kill", lambda process, number: passed_on.append(number)
+        )
         assert passed_on == []
     monkeypatch.undo()
     assert passed_on == [signal.SIGTERM]
@@ -208,4 +214,6 @@ def test_a_request_that_was_met_while_a_text_was_executed_does_not_end_the_proce
         "SystemExit(75)"
     )
     (tmp_path / "program.py").write_text(program)
-    assert subprocess.run([sys.executable, "-m", "program"], cwd=tmp_path).returncode == 75
+    assert (
+        subprocess.run([sys.executable, "-m", "program"], cwd=tmp_path).returncode == 75
+    )

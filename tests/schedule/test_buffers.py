@@ -15,7 +15,9 @@ def tables(schedule):
 
 
 def arriving(buffers):
-    return {(arrival.slot, arrival.shift): arrival.active for arrival in buffers.arrivals}
+    return {
+        (arrival.slot, arrival.shift): arrival.active for arrival in buffers.arrivals
+    }
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -35,10 +37,13 @@ def test_entries_held_are_those_that_the_simulator_has_in_flight(schedule):
     for table in tables(schedule):
         held = replay(table, allocate(table))["stash"]
         for execution in ("asynchronous", "lockstep"):
-            timeline = simulate(table, Durations(1.0, 0.7, 1.3, message=0.4, head=0.5), execution)
+            timeline = simulate(
+                table, Durations(1.0, 0.7, 1.3, message=0.4, head=0.5), execution
+            )
             assert timeline.peak_in_flight.tolist() == held
             assert [
-                timeline.count_in_flight(stage)[1].max() for stage in range(table.stages)
+                timeline.count_in_flight(stage)[1].max()
+                for stage in range(table.stages)
             ] == held
 
 
@@ -151,7 +156,11 @@ def test_what_an_idle_slot_leaves_goes_where_nothing_is_held(schedule):
                 place = places[clock, stage]
                 assert place < depth
                 # What is read in this clock is read after F and before B write.
-                wrong = [e for e in entries if e[:2] == (stage, place) and e[2] < clock <= e[3]]
+                wrong = [
+                    e
+                    for e in entries
+                    if e[:2] == (stage, place) and e[2] < clock <= e[3]
+                ]
                 assert not wrong, (name, clock, stage, wrong)
 
 
@@ -163,7 +172,9 @@ def test_there_is_one_more_place_only_where_all_are_held_when_a_stage_is_idle(sc
             compile_table(table).depths,
         )
         everything = table.microbatches * table.chunks
-        assert buffers.stash - exact.stash in ((0, 1) if exact.stash == everything else (0,))
+        assert buffers.stash - exact.stash in (
+            (0, 1) if exact.stash == everything else (0,)
+        )
         assert buffers._replace(stash=0, cot=0) == exact._replace(stash=0, cot=0)
         assert compile_table(table, skips=True).depths == exact
 
@@ -184,7 +195,9 @@ def test_on_one_stage_a_pair_leaves_each_layer_where_one_was_just_read(microbatc
     stash = {}
     for clock in range(table.clocks):
         forward, backward = (table.cells[clock, 0, slot, 0] >= 0 for slot in (F, B))
-        assert work[clock, 0] == forward and work[clock, 2] == backward, "none is computed idly"
+        assert work[clock, 0] == forward and work[clock, 2] == backward, (
+            "none is computed idly"
+        )
         for i in range(layers):
             if backward:
                 b = buffers.b.microbatch[clock, 0]
@@ -196,14 +209,20 @@ def test_on_one_stage_a_pair_leaves_each_layer_where_one_was_just_read(microbatc
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_embeddings_come_one_forward_early_and_leave_one_backward_late_but_for_pairs(schedule):
+def test_embeddings_come_one_forward_early_and_leave_one_backward_late_but_for_pairs(
+    schedule,
+):
     for table in executed_tables(schedule):
         buffers, when = compile_table(table), table.when()
-        clocks = {s: sorted({op.clock for op in table.ops() if op.slot == s}) for s in (F, B)}
+        clocks = {
+            s: sorted({op.clock for op in table.ops() if op.slot == s}) for s in (F, B)
+        }
         for m in range(table.microbatches):
             enters = clocks[F].index(when[F, 0, m])
             assert (
-                buffers.enters_first if enters == 0 else buffers.entering[clocks[F][enters - 1]]
+                buffers.enters_first
+                if enters == 0
+                else buffers.entering[clocks[F][enters - 1]]
             ) == m
             leaves = clocks[B].index(when[B, 0, m]) + (not table.paired)
             assert (
@@ -222,8 +241,12 @@ def test_a_cotangent_arrives_with_the_next_backward(schedule):
         backward = np.flatnonzero((table.cells[:, :, B, 0] >= 0).any(axis=1))
         for before, after in zip(sent, late, strict=True):
             if before.slot == F or table.paired:
-                assert (before.active == after.active).all() and (before.place == after.place).all()
+                assert (before.active == after.active).all() and (
+                    before.place == after.place
+                ).all()
             else:
-                assert (after.active[backward[1:]] == before.active[backward[:-1]]).all()
+                assert (
+                    after.active[backward[1:]] == before.active[backward[:-1]]
+                ).all()
                 assert (after.place[backward[1:]] == before.place[backward[:-1]]).all()
                 assert after.active.sum() == before.active.sum()

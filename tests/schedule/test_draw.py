@@ -15,7 +15,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def timeline(schedule="1f1b", p=3, m=5, execution="lockstep", **durations):
     return simulate(
-        make_table(schedule, p, m, legal_chunks(schedule) or 2), Durations(**durations), execution
+        make_table(schedule, p, m, legal_chunks(schedule) or 2),
+        Durations(**durations),
+        execution,
     )
 
 
@@ -41,14 +43,18 @@ def texts(svg: str) -> list[str]:
 def test_the_picture_has_a_cell_for_all_that_takes_time_where_and_as_long_as_it_does(
     schedule, execution
 ):
-    line = timeline(schedule, execution=execution, head=0.5, optimizer=2.0, message=0.25)
+    line = timeline(
+        schedule, execution=execution, head=0.5, optimizer=2.0, message=0.25
+    )
     found = cells(gantt_svg(line))
     assert len(found) == len(line.kind)
     scale = _number(found[0, 0.0, line.end[0]], "width") / line.end[0]
     for (stage, start, end), rectangle in found.items():
         assert (_number(rectangle, "y") - 76) / 30 == stage
         assert _number(rectangle, "x") == pytest.approx(64 + start * scale, rel=0.02)
-        assert _number(rectangle, "width") == pytest.approx((end - start) * scale, rel=0.02)
+        assert _number(rectangle, "width") == pytest.approx(
+            (end - start) * scale, rel=0.02
+        )
 
 
 def _number(rectangle: ElementTree.Element, name: str) -> float:
@@ -65,7 +71,9 @@ def test_what_takes_no_time_is_not_drawn():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_at_64_microbatches_each_cell_says_which(schedule):
     line = timeline(schedule, p=4, m=64)
-    with_number = [text for text in texts(gantt_svg(line)) if re.fullmatch(r"\d+(\.\d+)?", text)]
+    with_number = [
+        text for text in texts(gantt_svg(line)) if re.fullmatch(r"\d+(\.\d+)?", text)
+    ]
     assert len(with_number) >= len(line.kind) - 4
 
 
@@ -116,14 +124,17 @@ def test_the_curve_reaches_the_peak_and_ends_at_zero():
     floor = float(re.findall(r"M\S+ ([\d.]+)", curves[0])[0])
     assert [round((floor - top) / (floor - tops[0]) * 5) for top in tops] == [5, 3, 1]
     assert all(
-        float(re.findall(r"V([\d.]+)", curve)[-1]) == pytest.approx(floor) for curve in curves
+        float(re.findall(r"V([\d.]+)", curve)[-1]) == pytest.approx(floor)
+        for curve in curves
     )
 
 
 def test_a_name_cannot_break_the_picture():
     table = make_table("1f1b", 2, 2)
     table = Table("<a>&b", 2, 2, 1, False, "loop", table.cells)
-    assert texts(gantt_svg(simulate(table, Durations())))[0].startswith("<a>&b: 2 stages")
+    assert texts(gantt_svg(simulate(table, Durations())))[0].startswith(
+        "<a>&b: 2 stages"
+    )
 
 
 def test_the_text_is_the_schedule_as_one_would_draw_it():
@@ -172,8 +183,14 @@ def test_messages_that_a_pair_hides_have_a_lane_of_their_own_under_the_other_hal
     line = timeline("paired", forward_hidden=0.2, backward_hidden=0.3)
     svg = gantt_svg(line)
     assert any("messages under" in word for word in texts(svg))
-    lanes = [r for r in ElementTree.fromstring(svg).iter(f"{SVG}rect") if r.get("height") == "3"]
+    lanes = [
+        r
+        for r in ElementTree.fromstring(svg).iter(f"{SVG}rect")
+        if r.get("height") == "3"
+    ]
     scale = _number(cells(svg)[0, 0.0, line.end[0]], "width") / line.end[0]
     width = sum(float(lane.get("width", "nan")) for lane in lanes)
-    assert line.hidden.sum() > 0 and width == pytest.approx(line.hidden.sum() * scale, rel=0.02)
+    assert line.hidden.sum() > 0 and width == pytest.approx(
+        line.hidden.sum() * scale, rel=0.02
+    )
     assert not timeline("interleaved", forward_hidden=0.2).hidden.any()

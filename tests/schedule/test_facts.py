@@ -30,11 +30,15 @@ def test_seconds_are_those_of_the_simulator(schedule):
     durations = Durations(1.0, 0.7, 1.3, head=0.5, head_spread=False)
     for microbatches in (1, 3, 8, 13):
         table = make_table(schedule, 4, microbatches, legal_chunks(schedule) or 3)
-        assert facts(table).seconds(durations) == pytest.approx(simulate(table, durations).makespan)
+        assert facts(table).seconds(durations) == pytest.approx(
+            simulate(table, durations).makespan
+        )
 
 
 def test_a_name_changes_nothing_and_idle_clocks_only_what_they_cost():
     table = make_table("zb_h1", 3, 9)
     assert facts(dataclasses.replace(table, name="mine")) == facts(table)
-    late = dataclasses.replace(table, cells=np.insert(table.cells, table.clocks, -1, axis=0))
+    late = dataclasses.replace(
+        table, cells=np.insert(table.cells, table.clocks, -1, axis=0)
+    )
     assert facts(late) == facts(table)

@@ -21,11 +21,19 @@ LOOPED = [name for name in SCHEDULES if legal_chunks(name) is None]
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_is_legal_for_any_number_of_microbatches_and_chunks(schedule, stages):
+def test_every_schedule_is_legal_for_any_number_of_microbatches_and_chunks(
+    schedule, stages
+):
     for chunks in [fixed] if (fixed := legal_chunks(schedule)) else [1, 2, 3]:
-        for microbatches in {1, 2, stages - 1, stages, stages + 1, 2 * stages + 1, 3 * stages} - {
-            0
-        }:
+        for microbatches in {
+            1,
+            2,
+            stages - 1,
+            stages,
+            stages + 1,
+            2 * stages + 1,
+            3 * stages,
+        } - {0}:
             table = make_table(schedule, stages, microbatches, chunks)
             sizes = table.name, table.stages, table.microbatches, table.chunks
             assert sizes == (schedule, stages, microbatches, chunks)
@@ -42,7 +50,12 @@ def test_1f1b_does_forward_s_clocks_after_the_first_stage_and_backward_in_mirror
 
 
 def test_the_last_stage_turns_a_microbatch_around_in_one_clock():
-    for schedule, chunks in (("1f1b", 1), ("interleaved", 3), ("zb_interleaved", 2), ("v_1f1b", 2)):
+    for schedule, chunks in (
+        ("1f1b", 1),
+        ("interleaved", 3),
+        ("zb_interleaved", 2),
+        ("v_1f1b", 2),
+    ):
         when = make_table(schedule, 4, 8, chunks).when()
         assert (when[F, -1] == when[B, -1]).all(), schedule
 
@@ -50,7 +63,9 @@ def test_the_last_stage_turns_a_microbatch_around_in_one_clock():
 def test_pairs_turn_a_microbatch_around_in_the_next_clock_and_are_else_the_same():
     for paired, plain in (("paired", "interleaved"), ("zb_paired", "zb_interleaved")):
         for v in (1, 3):
-            after, before = (make_table(name, 4, 8, v).when() for name in (paired, plain))
+            after, before = (
+                make_table(name, 4, 8, v).when() for name in (paired, plain)
+            )
             assert (after[F] == before[F]).all() and (after[B] == before[B] + 1).all()
 
 
@@ -88,11 +103,14 @@ def test_entries_in_flight_are_those_of_the_docstring(schedule):
 
 
 @pytest.mark.parametrize(
-    "schedule, chunks, entries", [("1f1b", 1, [7, 5, 3, 1]), ("v_1f1b", 2, [8, 8, 8, 8])]
+    "schedule, chunks, entries",
+    [("1f1b", 1, [7, 5, 3, 1]), ("v_1f1b", 2, [8, 8, 8, 8])],
 )
 def test_entries_in_flight_by_stage(schedule, chunks, entries):
     assert (
-        simulate(make_table(schedule, 4, 16, chunks), Durations()).peak_in_flight.tolist()
+        simulate(
+            make_table(schedule, 4, 16, chunks), Durations()
+        ).peak_in_flight.tolist()
         == entries
     )
 
@@ -106,9 +124,12 @@ def test_uneven_groups_cost_memory_as_the_docstring_says(p, m, v):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_only_gpipe_and_looped_bfs_need_memory_that_grows_with_the_microbatches(schedule):
+def test_only_gpipe_and_looped_bfs_need_memory_that_grows_with_the_microbatches(
+    schedule,
+):
     few, many = (
-        allocate(make_table(schedule, 4, m, legal_chunks(schedule) or 2)).depths for m in (8, 64)
+        allocate(make_table(schedule, 4, m, legal_chunks(schedule) or 2)).depths
+        for m in (8, 64)
     )
     assert (few == many) == (schedule not in ("gpipe", "looped_bfs"))
 
@@ -170,7 +191,9 @@ def test_a_csv_file_is_a_schedule(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text(make_table("interleaved", 2, 4, 2).to_csv())
     assert make_table(str(path), 2, 4, 2) == make_table("interleaved", 2, 4, 2)
-    with pytest.raises(ValueError, match=r"mine\.csv is for microbatches=4, .*microbatches=8"):
+    with pytest.raises(
+        ValueError, match=r"mine\.csv is for microbatches=4, .*microbatches=8"
+    ):
         make_table(str(path), 2, 8, 2)
 
 
@@ -214,7 +237,8 @@ def test_a_csv_file_is_refused_in_a_sentence_with_one_end(old, new, says, tmp_pa
             16,
             32,
             4,
-        ),  # 8 layers on the longest stage: 8 chunks would leave virtual stages without any
+            # 8 layers on the longest stage: 8 chunks would leave virtual stages without any
+        ),
         (7, 2, 4, 2),  # 4 and 3 layers: 2, 2, 2 and 1
         (9, 2, 4, 1),  # 5 and 4 layers: 5 chunks would leave virtual stages without any
         (8, 8, 8, 1),  # a layer a stage
@@ -222,12 +246,19 @@ def test_a_csv_file_is_refused_in_a_sentence_with_one_end(old, new, says, tmp_pa
         (8, 1, 4, 1),
     ],
 )
-def test_chunks_are_chosen_that_divide_the_layers_of_a_stage(layers, stages, microbatches, chunks):
+def test_chunks_are_chosen_that_divide_the_layers_of_a_stage(
+    layers, stages, microbatches, chunks
+):
     assert chosen_chunks(layers, stages, microbatches) == chunks
 
 
 def test_chosen_chunks_are_fewer_where_a_table_would_be_too_large():
-    assert [chosen_chunks(8, 2, m) for m in (2**16, 2**17, 2**18, 2**19)] == [4, 2, 1, 1]
+    assert [chosen_chunks(8, 2, m) for m in (2**16, 2**17, 2**18, 2**19)] == [
+        4,
+        2,
+        1,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8, 16])
@@ -240,18 +271,27 @@ def test_chosen_chunks_cost_neither_time_nor_memory_in_lockstep(stages):
             facts_of("1f1b", stages, microbatches),
             facts_of("interleaved", stages, microbatches, v),
         )
-        assert chunked.seconds(Durations(1 / v, 1 / v, 1 / v)) < plain.seconds(Durations())
+        assert chunked.seconds(Durations(1 / v, 1 / v, 1 / v)) < plain.seconds(
+            Durations()
+        )
         assert chunked.depths.stash / v <= plain.depths.stash
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4, 8])
 @pytest.mark.parametrize(
-    "schedule, chunks", [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb_interleaved", 4)]
+    "schedule, chunks",
+    [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb_interleaved", 4)],
 )
-def test_no_table_has_fewer_clocks_with_a_forward_or_a_backward(schedule, chunks, stages):
+def test_no_table_has_fewer_clocks_with_a_forward_or_a_backward(
+    schedule, chunks, stages
+):
     """The last stage cannot begin before clock p - 1, the last microbatch not before clock m - 1."""
     for microbatches in range(1, 3 * stages):
-        least = max(microbatches * chunks + stages - 1, stages * chunks + microbatches - 1)
-        used = (make_table(schedule, stages, microbatches, chunks).cells[..., 0] >= 0).any(axis=1)
+        least = max(
+            microbatches * chunks + stages - 1, stages * chunks + microbatches - 1
+        )
+        used = (
+            make_table(schedule, stages, microbatches, chunks).cells[..., 0] >= 0
+        ).any(axis=1)
         assert used[:, F].sum() == used[:, B].sum() == least
         assert used[:, W].sum() == (microbatches * chunks if schedule in SPLIT else 0)

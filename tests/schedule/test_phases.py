@@ -7,7 +7,8 @@ from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 from meshtrain.schedule.phases import Ops, Phase, idle_fractions, ops_per_clock, phases
 from meshtrain.schedule.table import B, F, Table, W
 
-LETTERS = "FHBWel"  # of the fields of Ops: e an embedding to come, l the gradient of one that left
+# Of the fields of Ops: e an embedding to come, l the gradient of one that left
+LETTERS = "FHBWel"
 
 
 def work(letters):
@@ -18,7 +19,10 @@ def table_ops(table):
     """bool [clocks, 6]: what any stage does in each clock, counted op by op."""
     found = np.zeros((table.clocks, 6), bool)
     last = table.virtual_stages - 1
-    clocks = {slot: sorted({op.clock for op in table.ops() if op.slot == slot}) for slot in (F, B)}
+    clocks = {
+        slot: sorted({op.clock for op in table.ops() if op.slot == slot})
+        for slot in (F, B)
+    }
     for op in table.ops():
         virtual = table.virtual(op.stage, op.chunk)
         found[op.clock, {F: 0, B: 2, W: 3}[op.slot]] = True
@@ -85,10 +89,14 @@ def test_the_bodies_do_not_depend_on_the_number_of_microbatches(schedule):
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 8])
-def test_an_irregular_table_is_joined_to_as_many_bodies_as_allowed_and_leaves_nothing_out(limit):
+def test_an_irregular_table_is_joined_to_as_many_bodies_as_allowed_and_leaves_nothing_out(
+    limit,
+):
     rng = random.Random(limit)
     regular = make_table("zb_interleaved", 3, 12, 2)
-    cells = np.insert(regular.cells, sorted(rng.choices(range(regular.clocks), k=20)), -1, axis=0)
+    cells = np.insert(
+        regular.cells, sorted(rng.choices(range(regular.clocks), k=20)), -1, axis=0
+    )
     table = Table("irregular", 3, 12, 2, True, "loop", cells)
     found = phases(table, limit)
     assert len(bodies(found)) <= limit
@@ -105,7 +113,10 @@ def test_neighbours_that_waste_least_are_joined_first():
     when = table.when()
     assert (when[F, -1] == np.arange(2, 11)).all()
     joined = phases(Table("short", 3, 9, 1, False, "loop", cells), limit=2)
-    assert joined == [Phase(0, 1, ((2, work("Fe")),)), Phase(2, 1, ((10, work("FHBel")),))]
+    assert joined == [
+        Phase(0, 1, ((2, work("Fe")),)),
+        Phase(2, 1, ((10, work("FHBel")),)),
+    ]
 
 
 def test_phases_follow_one_another_without_gap_or_overlap():
@@ -129,7 +140,11 @@ def test_idle_fractions_count_what_the_phases_compute(name):
     done = ops_per_clock(phases(table))
     slots = [F, *([B, W] if table.split else [B])]
     asked = {slot: int((table.cells[:, :, slot, 0] >= 0).sum()) for slot in slots}
-    computed = {F: done[:, 0].sum() * 4, B: done[:, 2].sum() * 4, W: done[:, 3].sum() * 4}
+    computed = {
+        F: done[:, 0].sum() * 4,
+        B: done[:, 2].sum() * 4,
+        W: done[:, 3].sum() * 4,
+    }
     shares = idle_fractions(table)
     assert shares["forward"] == pytest.approx(1 - asked[F] / computed[F])
     assert shares["backward"] == pytest.approx(

@@ -24,7 +24,9 @@ def tables(name):
 
 
 @pytest.mark.parametrize("name", CHUNKED)
-def test_all_chunks_but_one_have_both_and_as_many_clocks_to_travel_as_there_are_stages(name):
+def test_all_chunks_but_one_have_both_and_as_many_clocks_to_travel_as_there_are_stages(
+    name,
+):
     for table in tables(name):
         validate(table)
         assert (table.sends >= 0).sum(axis=1).tolist() == [table.chunks - 1] * 2
@@ -33,7 +35,9 @@ def test_all_chunks_but_one_have_both_and_as_many_clocks_to_travel_as_there_are_
             if table.sends[G, chunk] >= 0:
                 assert table.sends[G, chunk] <= when[F, chunk].min() - table.stages
             if table.sends[R, chunk] >= 0:
-                assert table.sends[R, chunk] > when[W if table.split else B, chunk].max()
+                assert (
+                    table.sends[R, chunk] > when[W if table.split else B, chunk].max()
+                )
                 assert table.sends[R, chunk] <= table.clocks - table.stages
 
 
@@ -44,7 +48,9 @@ def test_with_one_chunk_nothing_could_travel():
 @pytest.mark.parametrize("name", CHUNKED)
 def test_csv_round_trips(name):
     for table in tables(name):
-        assert parse_csv(table.to_csv()) == table != dataclasses.replace(table, sends=None)
+        assert (
+            parse_csv(table.to_csv()) == table != dataclasses.replace(table, sends=None)
+        )
 
 
 TEXT = """# schedule=x stages=2 microbatches=2 chunks=2
@@ -73,7 +79,11 @@ def test_it_is_written_as_a_person_would():
             "G1,",
             "row 3, column 2 .*'' .*same G and R .*other stages",
         ),
-        ("F1.0,F0.0", "F1.0 G1,F0.0 G1", "row 4, column 1 .*'G1' stands in row 3 already"),
+        (
+            "F1.0,F0.0",
+            "F1.0 G1,F0.0 G1",
+            "row 4, column 1 .*'G1' stands in row 3 already",
+        ),
         ("G1,G1", "G2,G2", "'G2' must be G and a chunk, .* 0 to 1"),
         ("G1,G1", "G1.0,G1.0", "'G1.0' must be G and a chunk"),
         ("F0.0 G1,G1", "G1 F0.0,G1", "'G1 F0.0' must .* once, .*order F B G R"),
@@ -110,7 +120,9 @@ def test_a_wrong_cell_is_named(old, new, says):
         (R, 1, 8, "clocks from 0 to 7, or -1 for none"),
     ],
 )
-def test_what_cannot_be_there_in_time_is_named_with_what_it_misses(kind, chunk, clock, says):
+def test_what_cannot_be_there_in_time_is_named_with_what_it_misses(
+    kind, chunk, clock, says
+):
     table = parse_csv(TEXT)
     sends = table.sends.copy()
     sends[kind, chunk] = clock
@@ -135,7 +147,10 @@ def test_sections_have_all_clocks_and_begin_with_what_is_sent(name):
         assert (done[:, :4] == before[:, :4]).all() and (done >= table_ops(table)).all()
         for section in sections(table, found):
             assert section.phases[0].first == clock
-            assert sum(phase.repeats * phase.period for phase in section.phases) == section.clocks
+            assert (
+                sum(phase.repeats * phase.period for phase in section.phases)
+                == section.clocks
+            )
             for chunks, kind in ((section.gathers, G), (section.reduces, R)):
                 starts = clock + np.arange(section.repeats) * section.clocks
                 sent += [
@@ -145,31 +160,48 @@ def test_sections_have_all_clocks_and_begin_with_what_is_sent(name):
             clock += section.repeats * section.clocks
         assert clock == table.clocks
         assert sorted(sent) == sorted(
-            (k, c, int(table.sends[k, c])) for k, c in np.argwhere(table.sends >= 0).tolist()
+            (k, c, int(table.sends[k, c]))
+            for k, c in np.argwhere(table.sends >= 0).tolist()
         )
 
 
 def test_sections_that_are_alike_are_one_loop():
     table = with_sends(make_table("interleaved", 16, 16, 8))
-    assert [section.repeats for section in sections(table, phases(table))] == [1, 6, 1, 6, 1]
+    assert [section.repeats for section in sections(table, phases(table))] == [
+        1,
+        6,
+        1,
+        6,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("execution", ["lockstep", "asynchronous"])
-def test_what_travels_costs_nothing_until_it_is_longer_than_what_stands_beside_it(execution):
+def test_what_travels_costs_nothing_until_it_is_longer_than_what_stands_beside_it(
+    execution,
+):
     table = with_sends(make_table("interleaved", 4, 4, 3))
     alone = simulate(table, Durations(), execution).makespan
     # beside each G stand four F of 1, beside each R four B of 2
     assert simulate(table, Durations(gather=4, reduce=8), execution).makespan == alone
     found = simulate(table, Durations(gather=5, reduce=8), execution)
     assert alone < found.makespan <= alone + 2
-    assert simulate(table, Durations(gather=4, reduce=11), execution).makespan == alone + 2 * 3
+    assert (
+        simulate(table, Durations(gather=4, reduce=11), execution).makespan
+        == alone + 2 * 3
+    )
 
 
 def test_a_lane_carries_one_after_the_other_where_the_table_says():
     table = with_sends(make_table("interleaved", 4, 4, 3))
     found = simulate(table, Durations(gather=3, reduce=5))
     of_stage = [sent for sent in found.transfers if sent.stage == 2]
-    assert [(sent.kind, sent.chunk) for sent in of_stage] == [(G, 1), (G, 2), (R, 2), (R, 1)]
+    assert [(sent.kind, sent.chunk) for sent in of_stage] == [
+        (G, 1),
+        (G, 2),
+        (R, 2),
+        (R, 1),
+    ]
     for sent in of_stage:
         begun = found.clock >= table.sends[sent.kind, sent.chunk]
         assert sent.start == found.start[
@@ -180,7 +212,9 @@ def test_a_lane_carries_one_after_the_other_where_the_table_says():
 def test_pictures_show_them():
     table = with_sends(make_table("interleaved", 2, 2, 2))
     drawn = picture(table)
-    assert "G1" in str(drawn) and "R1" in str(drawn) and "over data" in drawn._repr_html_()
+    assert (
+        "G1" in str(drawn) and "R1" in str(drawn) and "over data" in drawn._repr_html_()
+    )
     found = simulate(table, Durations(gather=1, reduce=2))
     svg = gantt_svg(found)
     assert (
@@ -188,6 +222,8 @@ def test_pictures_show_them():
         == 2
         == svg.count("(R) 1, stage")
     )
-    row = next(line for line in gantt_text(found).splitlines() if line.startswith("over data"))
+    row = next(
+        line for line in gantt_text(found).splitlines() if line.startswith("over data")
+    )
     assert "G1" in row and "R1" in row
     assert "over data" not in gantt_text(simulate(table))

@@ -6,7 +6,13 @@ import pytest
 
 from meshtrain.schedule.facts import facts
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
-from meshtrain.schedule.simulation import EXECUTIONS, HEAD, OPTIMIZER, Durations, simulate
+from meshtrain.schedule.simulation import (
+    EXECUTIONS,
+    HEAD,
+    OPTIMIZER,
+    Durations,
+    simulate,
+)
 from meshtrain.schedule.table import B, F, W
 
 EXACT = 1e-9
@@ -22,13 +28,17 @@ def drawn(seed, schedule):
 
 def test_where_nothing_is_said_every_slot_takes_one():
     table = make_table("1f1b", 2, 3)
-    assert simulate(table).makespan == simulate(table, Durations()).makespan == 3 * 3 + 3
+    assert (
+        simulate(table).makespan == simulate(table, Durations()).makespan == 3 * 3 + 3
+    )
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("seed", range(15))
-def test_gpipe_and_1f1b_idle_for_p_minus_1_forwards_and_backwards(schedule, execution, seed):
+def test_gpipe_and_1f1b_idle_for_p_minus_1_forwards_and_backwards(
+    schedule, execution, seed
+):
     _, table, (f, i, w) = drawn(seed, schedule)
     timeline = simulate(table, Durations(f, i, w), execution)
     assert timeline.idle == pytest.approx((table.stages - 1) * (f + i + w), abs=EXACT)
@@ -97,7 +107,10 @@ def test_what_happens_can_happen(schedule, seed):
             kind, j = timeline.kind[n], timeline.microbatch[n]
             if kind <= W:
                 virtual = table.virtual(timeline.stage[n], timeline.chunk[n])
-                start[kind, virtual, j], end[kind, virtual, j] = timeline.start[n], timeline.end[n]
+                start[kind, virtual, j], end[kind, virtual, j] = (
+                    timeline.start[n],
+                    timeline.end[n],
+                )
             elif kind == HEAD:
                 head_end[j] = max(head_end[j], timeline.end[n])
         assert not np.isnan(start[: len(table.letters)]).any()
@@ -118,7 +131,9 @@ def test_what_happens_can_happen(schedule, seed):
 def test_on_their_own_stages_are_never_slower_than_in_lockstep(schedule, seed):
     rng, table, (f, i, w) = drawn(seed, schedule)
     durations = Durations(f, i, w, message=rng.choice([0.0, 0.5, 2.0]))
-    alone, lockstep = (simulate(table, durations, execution) for execution in EXECUTIONS)
+    alone, lockstep = (
+        simulate(table, durations, execution) for execution in EXECUTIONS
+    )
     assert alone.makespan <= lockstep.makespan + EXACT
 
 
@@ -129,7 +144,9 @@ def test_a_message_as_long_as_half_of_forward_and_backward_is_hidden_but_on_the_
     rng, table, (f, i, w) = drawn(seed, "1f1b")
     p, message = table.stages, rng.uniform(0, (f + i + w) / 2)
     timeline = simulate(table, Durations(f, i, w, message=message), "asynchronous")
-    assert timeline.idle == pytest.approx((p - 1) * (f + i + w + 2 * message), abs=EXACT)
+    assert timeline.idle == pytest.approx(
+        (p - 1) * (f + i + w + 2 * message), abs=EXACT
+    )
 
 
 def test_in_lockstep_an_activation_travels_during_b_and_a_cotangent_during_the_next_f():
@@ -137,7 +154,9 @@ def test_in_lockstep_an_activation_travels_during_b_and_a_cotangent_during_the_n
     plain = simulate(table, Durations(1, 1, 1)).makespan
     # F-only and B-only clocks have nothing to hide a message behind: one each, and what is longer than an F in the
     # rest.
-    assert simulate(table, Durations(1, 1, 1, message=1.0)).makespan == pytest.approx(plain + 2)
+    assert simulate(table, Durations(1, 1, 1, message=1.0)).makespan == pytest.approx(
+        plain + 2
+    )
     assert simulate(table, Durations(1, 1, 1, message=1.5)).makespan == pytest.approx(
         plain + 2 * 1.5 + 9 * 0.5
     )
@@ -163,21 +182,25 @@ def test_the_head_on_the_last_stage_keeps_all_others_waiting(execution):
 def test_in_lockstep_a_spread_head_costs_its_share_and_no_idle_time(schedule):
     p, m, head = 4, 12, 2.0
     table = make_table(schedule, p, m, legal_chunks(schedule) or 2)
-    without, spread = (simulate(table, Durations(head=h, head_spread=True)) for h in (0.0, head))
+    without, spread = (
+        simulate(table, Durations(head=h, head_spread=True)) for h in (0.0, head)
+    )
     assert spread.idle == pytest.approx(without.idle)
     assert spread.makespan == pytest.approx(without.makespan + m * head / p)
 
 
 def test_lockstep_takes_the_longest_stage():
     table = make_table("1f1b", 3, 6)
-    assert simulate(table, Durations(forward=np.array([1.0, 3.0, 1.0]))).makespan == pytest.approx(
-        8 * (3 + 2)
-    )
+    assert simulate(
+        table, Durations(forward=np.array([1.0, 3.0, 1.0]))
+    ).makespan == pytest.approx(8 * (3 + 2))
 
 
 def test_the_longest_stage_sets_the_pace_when_stages_run_on_their_own():
     timeline = simulate(
-        make_table("1f1b", 3, 50), Durations(forward=np.array([1.0, 3.0, 1.0])), "asynchronous"
+        make_table("1f1b", 3, 50),
+        Durations(forward=np.array([1.0, 3.0, 1.0])),
+        "asynchronous",
     )
     assert timeline.makespan == pytest.approx(
         timeline.busy[1] + 1 + 2
@@ -188,15 +211,21 @@ def test_the_longest_stage_sets_the_pace_when_stages_run_on_their_own():
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_the_critical_path_is_the_makespan_without_gaps(schedule, execution):
     table = make_table(schedule, 4, 7, legal_chunks(schedule) or 2)
-    timeline = simulate(table, Durations(1.0, 0.7, 0.4, head=0.3, optimizer=2.0), execution)
+    timeline = simulate(
+        table, Durations(1.0, 0.7, 0.4, head=0.3, optimizer=2.0), execution
+    )
     path = timeline.critical_path()
     assert timeline.start[path[0]] == 0 and timeline.kind[path[-1]] == OPTIMIZER
     assert timeline.start[path[1:]] == pytest.approx(timeline.end[path[:-1]])
-    assert (timeline.end - timeline.start)[path].sum() == pytest.approx(timeline.makespan)
+    assert (timeline.end - timeline.start)[path].sum() == pytest.approx(
+        timeline.makespan
+    )
 
 
 def test_the_critical_path_waits_for_messages():
-    timeline = simulate(make_table("1f1b", 4, 4), Durations(message=0.5), "asynchronous")
+    timeline = simulate(
+        make_table("1f1b", 4, 4), Durations(message=0.5), "asynchronous"
+    )
     path = timeline.critical_path()
     gaps = timeline.start[path[1:]] - timeline.end[path[:-1]]
     hops = np.diff(timeline.stage[path[:-1]]) != 0  # the last is the optimizer
@@ -212,7 +241,9 @@ def test_the_bubble_fraction_is_the_idle_share_of_all_stages():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_in_flight_begins_with_one_and_ends_with_none(schedule):
     timeline = simulate(
-        make_table(schedule, 3, 6, legal_chunks(schedule) or 2), Durations(), "asynchronous"
+        make_table(schedule, 3, 6, legal_chunks(schedule) or 2),
+        Durations(),
+        "asynchronous",
     )
     for stage in range(3):
         times, counts = timeline.count_in_flight(stage)
@@ -226,7 +257,8 @@ def test_no_schedule_named_idles_less_in_lockstep_than_zb_interleaved():
     for schedule in SCHEDULES:
         chunks = legal_chunks(schedule) or v
         idle[schedule] = simulate(
-            make_table(schedule, p, m, chunks), Durations(1 / chunks, 1 / chunks, 1 / chunks)
+            make_table(schedule, p, m, chunks),
+            Durations(1 / chunks, 1 / chunks, 1 / chunks),
         ).idle.max()
     assert min(idle, key=lambda schedule: idle[schedule]) == "zb_interleaved"
     assert idle["zb_h1"] == pytest.approx(v * idle["zb_interleaved"])
@@ -251,14 +283,16 @@ def test_a_pair_takes_as_much_less_as_its_halves_hide_of_each_other():
         {"forward": 1.0, "input_grad": 0.7, "weight_grad": 1.3},
     )
     known, plain = facts(table), simulate(table, Durations(**durations)).makespan
-    hidden = simulate(table, Durations(**durations, forward_hidden=0.2, backward_hidden=0.5))
+    hidden = simulate(
+        table, Durations(**durations, forward_hidden=0.2, backward_hidden=0.5)
+    )
     assert known.together > 9
     assert hidden.makespan == pytest.approx(plain - 0.7 * known.together)
     # Only what stands in a pair is shorter: of the same table without pairs, nothing.
     apart = dataclasses.replace(table, paired=False)
-    assert simulate(apart, Durations(**durations, forward_hidden=0.2)).makespan == pytest.approx(
-        plain
-    )
+    assert simulate(
+        apart, Durations(**durations, forward_hidden=0.2)
+    ).makespan == pytest.approx(plain)
 
 
 def test_both_messages_of_a_pair_leave_at_its_end():

@@ -11,7 +11,16 @@ from refusals import pattern_of
 from meshtrain.config import ConfigError
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 from meshtrain.schedule.simulation import simulate
-from meshtrain.schedule.table import B, F, IllegalTable, Op, Table, W, parse_csv, read_csv
+from meshtrain.schedule.table import (
+    B,
+    F,
+    IllegalTable,
+    Op,
+    Table,
+    W,
+    parse_csv,
+    read_csv,
+)
 from meshtrain.schedule.validate import validate
 
 ONE_F_ONE_B = """\
@@ -26,7 +35,13 @@ B1,
 
 def empty(stages=4, microbatches=2, chunks=2, split=False, placement="loop"):
     return Table(
-        "empty", stages, microbatches, chunks, split, placement, np.full((1, stages, 3, 2), -1)
+        "empty",
+        stages,
+        microbatches,
+        chunks,
+        split,
+        placement,
+        np.full((1, stages, 3, 2), -1),
     )
 
 
@@ -46,17 +61,23 @@ def test_virtual_is_the_inverse_of_stage_and_chunk(placement):
 
 def test_the_format_is_shown_to_people_as_it_is():
     assert f"```\n{ONE_F_ONE_B}```\n" in GUIDE
-    assert inspect.cleandoc(ONE_F_ONE_B) in inspect.cleandoc(Table.to_csv.__doc__).replace(
-        "\n    ", "\n"
-    )
+    assert inspect.cleandoc(ONE_F_ONE_B) in inspect.cleandoc(
+        Table.to_csv.__doc__
+    ).replace("\n    ", "\n")
 
 
 def test_a_file_may_be_named_from_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "mine.csv").write_text(ONE_F_ONE_B)
-    assert read_csv("~/mine.csv") == make_table("~/mine.csv", 2, 2) == make_table("1f1b", 2, 2)
+    assert (
+        read_csv("~/mine.csv")
+        == make_table("~/mine.csv", 2, 2)
+        == make_table("1f1b", 2, 2)
+    )
     # What has changed is read again.
-    (tmp_path / "mine.csv").write_text(ONE_F_ONE_B.replace("schedule=1f1b", "schedule=another"))
+    (tmp_path / "mine.csv").write_text(
+        ONE_F_ONE_B.replace("schedule=1f1b", "schedule=another")
+    )
     assert make_table("~/mine.csv", 2, 2).name == "another"
 
 
@@ -113,7 +134,13 @@ def test_a_pair_that_is_none_is_refused(cell, says):
 def test_csv_as_a_spreadsheet_saves_it_is_read_the_same():
     first, names, *rows = ONE_F_ONE_B.splitlines()
     saved = "\r\n".join(
-        [f"{first},", names, *(",".join(f'" {c}"' for c in row.split(",")) for row in rows), "", ""]
+        [
+            f"{first},",
+            names,
+            *(",".join(f'" {c}"' for c in row.split(",")) for row in rows),
+            "",
+            "",
+        ]
     )
     assert parse_csv(saved) == parse_csv(ONE_F_ONE_B)
 
@@ -133,7 +160,12 @@ def test_cells_cannot_be_changed():
 
 def test_ops_come_in_an_order_in_which_they_can_be_done():
     ops = list(make_table("1f1b", 2, 2).ops())
-    assert ops[:4] == [Op(0, 0, F, 0, 0), Op(1, 0, F, 1, 0), Op(1, 1, F, 0, 0), Op(1, 1, B, 0, 0)]
+    assert ops[:4] == [
+        Op(0, 0, F, 0, 0),
+        Op(1, 0, F, 1, 0),
+        Op(1, 1, F, 0, 0),
+        Op(1, 1, B, 0, 0),
+    ]
     assert [(op.clock, op.slot, op.stage) for op in ops] == sorted(
         (op.clock, op.slot, op.stage) for op in ops
     )
@@ -257,7 +289,9 @@ def test_csv_errors_name_row_column_and_what_is_legal(old, new, message, tmp_pat
 
 @pytest.mark.parametrize("names", ["first,second", ",", "F0 and more,B1", "S0,S1"])
 def test_the_stages_may_have_any_names_that_are_no_work(names):
-    assert parse_csv(ONE_F_ONE_B.replace("stage 0,stage 1", names)) == parse_csv(ONE_F_ONE_B)
+    assert parse_csv(ONE_F_ONE_B.replace("stage 0,stage 1", names)) == parse_csv(
+        ONE_F_ONE_B
+    )
 
 
 @pytest.mark.parametrize(
@@ -293,7 +327,9 @@ def test_what_a_text_lacks_is_named(text, says):
     ],
 )
 def test_a_title_may_have_commas_and_spaces(title):
-    assert parse_csv("\n".join([title, *ONE_F_ONE_B.splitlines()[1:]])) == parse_csv(ONE_F_ONE_B)
+    assert parse_csv("\n".join([title, *ONE_F_ONE_B.splitlines()[1:]])) == parse_csv(
+        ONE_F_ONE_B
+    )
 
 
 @pytest.mark.parametrize("name", ["a=b", "a,b", "knob(k=3)"])
@@ -303,7 +339,10 @@ def test_a_name_with_signs_of_the_title_round_trips(name):
 
 
 def test_a_name_of_several_words_is_kept_whole():
-    assert parse_csv(ONE_F_ONE_B.replace("schedule=1f1b", "schedule=my own")).name == "my_own"
+    assert (
+        parse_csv(ONE_F_ONE_B.replace("schedule=1f1b", "schedule=my own")).name
+        == "my_own"
+    )
 
 
 def test_a_csv_with_no_schedule_is_named_after_its_file(tmp_path):
@@ -323,9 +362,14 @@ def test_a_csv_with_no_schedule_is_named_after_its_file(tmp_path):
         (lambda path: path.touch(), "mine.csv, row 1: must begin with"),
         (lambda path: path.write_text("\n\n"), "mine.csv, row 1: must begin with"),
         (lambda path: path.write_bytes(b"\x89PNG\r\n\xff"), "mine.csv is not text"),
-        (lambda path: path.write_bytes(ONE_F_ONE_B.encode("utf-16")), "mine.csv is UTF-16"),
         (
-            lambda path: path.write_text(ONE_F_ONE_B.replace("\nF1,", "\n" * 10**6 + "F1,")),
+            lambda path: path.write_bytes(ONE_F_ONE_B.encode("utf-16")),
+            "mine.csv is UTF-16",
+        ),
+        (
+            lambda path: path.write_text(
+                ONE_F_ONE_B.replace("\nF1,", "\n" * 10**6 + "F1,")
+            ),
             "1000003 rows after .* legal are 2 to 8",
         ),
     ],
@@ -336,7 +380,9 @@ def test_what_is_no_table_is_one_sentence(make, says, tmp_path):
         read_csv(tmp_path / "mine.csv")
 
 
-@pytest.mark.parametrize("taker", [validate, simulate], ids=lambda taker: taker.__name__)
+@pytest.mark.parametrize(
+    "taker", [validate, simulate], ids=lambda taker: taker.__name__
+)
 @pytest.mark.parametrize(
     "given, says",
     [

@@ -18,7 +18,9 @@ def changed(table, clock, stage, slot, value):
     return dataclasses.replace(table, cells=cells)
 
 
-NO_SUCH = r"clock 1, stage 1, F slot: microbatch .*; microbatches are 0 to 1, chunks 0 to 0"
+NO_SUCH = (
+    r"clock 1, stage 1, F slot: microbatch .*; microbatches are 0 to 1, chunks 0 to 0"
+)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +35,10 @@ NO_SUCH = r"clock 1, stage 1, F slot: microbatch .*; microbatches are 0 to 1, ch
             r"clock 3 \(CSV row 6\), stage 0, cell 'F1 B1': F1 .*clock 1 already",
         ),
         (3, 1, W, (0, 0), "clock 3, stage 1: a W, .*only a split table"),
-        *((1, 1, F, value, NO_SUCH) for value in ((2, 0), (0, 1), (-1, 0), (0, -1), (-2, -2))),
+        *(
+            (1, 1, F, value, NO_SUCH)
+            for value in ((2, 0), (0, 1), (-1, 0), (0, -1), (-2, -2))
+        ),
     ],
 )
 def test_one_wrong_cell_is_named(clock, stage, slot, value, says):
@@ -82,7 +87,9 @@ def test_a_missing_weight_gradient_is_named():
         ),
     ],
 )
-def test_what_comes_before_its_input_is_named_with_the_clock_from_which_it_could(text, message):
+def test_what_comes_before_its_input_is_named_with_the_clock_from_which_it_could(
+    text, message
+):
     with pytest.raises(IllegalTable, match=pattern_of(message)):
         validate(parse_csv(text))
 
@@ -111,7 +118,9 @@ def is_legal(table):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_verdict_on_tables_with_two_cells_swapped_is_that_of_the_plain_rules(schedule):
+def test_the_verdict_on_tables_with_two_cells_swapped_is_that_of_the_plain_rules(
+    schedule,
+):
     rng = random.Random(schedule)
     verdicts = []
     for _ in range(150):
@@ -124,7 +133,10 @@ def test_the_verdict_on_tables_with_two_cells_swapped_is_that_of_the_plain_rules
         # Room at both ends, and a swap within one stage and slot: a change that may well leave the table legal.
         room = np.full((1, table.stages, 3, 2), -1)
         cells = np.concatenate([room, table.cells, room])
-        stage, slot = rng.randrange(table.stages), rng.choice([F, B, W] if table.split else [F, B])
+        stage, slot = (
+            rng.randrange(table.stages),
+            rng.choice([F, B, W] if table.split else [F, B]),
+        )
         a, b = rng.randrange(len(cells)), rng.randrange(len(cells))
         cells[[a, b], stage, slot] = cells[[b, a], stage, slot]
         table = dataclasses.replace(table, cells=cells)
@@ -153,7 +165,9 @@ def test_all_arrays_of_the_buffers_are_put_to_the_test():
     arrays = {name for name, value in buffers.items() if isinstance(value, np.ndarray)}
     for letter in "fbw":
         slot = vars(buffers[letter])
-        arrays |= {f"{letter}.{name}" for name, value in slot.items() if value is not None}
+        arrays |= {
+            f"{letter}.{name}" for name, value in slot.items() if value is not None
+        }
     assert arrays == set(ARRAYS)
 
 
@@ -167,7 +181,9 @@ def test_replay_finds_one_wrong_entry_in_any_array_of_the_buffers(name):
     if array.dtype == bool:
         places = np.argwhere(array)
     elif letter:
-        places = np.argwhere(holder.active & ~(buffers.first if name == "f.inbox" else False))
+        places = np.argwhere(
+            holder.active & ~(buffers.first if name == "f.inbox" else False)
+        )
     else:
         places = np.argwhere(array >= 0)
     assert len(places)
@@ -178,7 +194,9 @@ def test_replay_finds_one_wrong_entry_in_any_array_of_the_buffers(name):
         )
         changed_holder = dataclasses.replace(holder, **{field: wrong})
         changed_buffers = (
-            dataclasses.replace(buffers, **{letter: changed_holder}) if letter else changed_holder
+            dataclasses.replace(buffers, **{letter: changed_holder})
+            if letter
+            else changed_holder
         )
         with pytest.raises(IllegalTable):
             replay(table, changed_buffers)

@@ -60,7 +60,8 @@ NO_HTTP = {
     "a length that is not a number": HEAD + b"Content-Length: ten\r\n\r\n{}",
     "a length beyond all": HEAD + b"Content-Length: " + b"9" * 400 + b"\r\n\r\n{}",
     "two lengths": HEAD + b"Content-Length: 2\r\nContent-Length: 9\r\n\r\n{}",
-    "a chunk without end": HEAD + b"Transfer-Encoding: chunked\r\n\r\nfffffffffffffffffffff\r\n{",
+    "a chunk without end": HEAD
+    + b"Transfer-Encoding: chunked\r\n\r\nfffffffffffffffffffff\r\n{",
     "a chunk that is not a number": HEAD
     + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
     "a header that is not text": b"GET /health HTTP/1.1\r\nHost: a\r\n\xff\xfe: \x00\r\n\r\n",
@@ -94,7 +95,9 @@ NO_JSON = {
     "a million keys": b'{"model": "fake", "prompt": "a", '
     + b",".join(b'"%d": 1' % i for i in range(300_000))
     + b"}",
-    "a prompt of megabytes": b'{"model": "fake", "prompt": "' + b"a" * (4 << 20) + b'"}',
+    "a prompt of megabytes": b'{"model": "fake", "prompt": "'
+    + b"a" * (4 << 20)
+    + b'"}',
     "more than is read": b'{"model": "fake", "prompt": "' + b"a" * (16 << 20) + b'"}',
 }
 
@@ -103,7 +106,9 @@ NO_JSON = {
 def test_a_body_that_asks_for_nothing_is_refused_in_a_short_sentence(server, name):
     began = time.monotonic()
     said = server.said(post(NO_JSON[name]))
-    assert 400 <= code(said) < 500 and b'"error"' in said and len(said) < 1500, said[:300]
+    assert 400 <= code(said) < 500 and b'"error"' in said and len(said) < 1500, said[
+        :300
+    ]
     assert time.monotonic() - began < 10
 
 
@@ -147,7 +152,9 @@ def test_clients_that_are_killed_in_their_streams_free_their_slots(server):
         server.until(lambda: server.health()["busy"] == SLOTS)
         for client in clients:
             # as the system does for a process that is killed with something unread
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )
             client.close()
         server.until(server.idle, 250 * STEP / 2)
 
@@ -192,7 +199,9 @@ def test_sigterm_lets_streams_end_and_takes_requests_until_balancers_know():
             late.sendall(post(asked(3)))
             assert answered(rest(late))
             said = rest(stream)
-            assert said.count(b"data: [DONE]") == 1 and b'"finish_reason":"length"' in said
+            assert (
+                said.count(b"data: [DONE]") == 1 and b'"finish_reason":"length"' in said
+            )
         assert server.exit_code() == 0
 
 

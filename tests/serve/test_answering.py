@@ -26,7 +26,10 @@ def test_pieces_of_many_threads_come_each_in_its_order():
 
         def put(choice):
             for k in range(500):
-                channel.put(choice, Piece(f"{k} ", tokens=k, finish="stop" if k == 499 else None))
+                channel.put(
+                    choice,
+                    Piece(f"{k} ", tokens=k, finish="stop" if k == 499 else None),
+                )
 
         threads = [threading.Thread(target=put, args=(choice,)) for choice in range(4)]
         for thread in threads:
@@ -41,7 +44,9 @@ def test_pieces_of_many_threads_come_each_in_its_order():
         return texts, wakes
 
     texts, wakes = asyncio.run(run())
-    assert set(texts.values()) == {"".join(f"{k} " for k in range(500))} and wakes < 2000
+    assert (
+        set(texts.values()) == {"".join(f"{k} " for k in range(500))} and wakes < 2000
+    )
 
 
 def test_who_wants_whole_answers_is_woken_by_their_ends_alone():

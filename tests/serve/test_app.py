@@ -16,26 +16,41 @@ def server():
 
 def test_there_is_one_model_and_it_is_told(server):
     (model,) = server.client.get("/v1/models").json()["data"]
-    assert (model["id"], model["object"], model["max_model_len"]) == ("fake", "model", 64)
+    assert (model["id"], model["object"], model["max_model_len"]) == (
+        "fake",
+        "model",
+        64,
+    )
     assert server.client.get("/v1/models/fake").json() == model
     missing = server.client.get("/v1/models/meta/llama")
-    assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"
+    assert (
+        missing.status_code == 404
+        and missing.json()["error"]["code"] == "model_not_found"
+    )
 
 
 def test_a_completion_is_what_the_model_says_with_what_it_took(server):
-    answer = server.completion(prompt=["abc", [120]], temperature=0, max_tokens=3).json()
+    answer = server.completion(
+        prompt=["abc", [120]], temperature=0, max_tokens=3
+    ).json()
     assert (
         answer["object"] == "text_completion"
         and answer["model"] == "fake"
         and answer["id"].startswith("cmpl-")
     )
     said = [
-        (choice["text"], choice["index"], choice["finish_reason"]) for choice in answer["choices"]
+        (choice["text"], choice["index"], choice["finish_reason"])
+        for choice in answer["choices"]
     ]
     assert said == [
-        (bytes(continuation(p, 3)).decode(), i, "length") for i, p in enumerate((b"abc", b"x"))
+        (bytes(continuation(p, 3)).decode(), i, "length")
+        for i, p in enumerate((b"abc", b"x"))
     ]
-    assert answer["usage"] == {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
+    assert answer["usage"] == {
+        "prompt_tokens": 4,
+        "completion_tokens": 6,
+        "total_tokens": 10,
+    }
 
 
 def test_answers_to_one_prompt_differ_and_come_again_with_their_seed(server):
@@ -44,7 +59,11 @@ def test_answers_to_one_prompt_differ_and_come_again_with_their_seed(server):
         return [choice["text"] for choice in answer["choices"]]
 
     seeded = texts(seed=5)
-    assert len(set(seeded)) == 3 and texts(seed=5) == seeded != texts(seed=8) and texts() != texts()
+    assert (
+        len(set(seeded)) == 3
+        and texts(seed=5) == seeded != texts(seed=8)
+        and texts() != texts()
+    )
     assert (
         seeded[1]
         == texts(seed=6)[0]
@@ -54,9 +73,9 @@ def test_answers_to_one_prompt_differ_and_come_again_with_their_seed(server):
 
 def test_an_answer_ends_before_a_stop_string_or_behind_an_end_token():
     with fake(choose=saying("one two three")) as server:
-        (choice,) = server.completion(prompt=">", stop=[" th", "x"], max_tokens=30).json()[
-            "choices"
-        ]
+        (choice,) = server.completion(
+            prompt=">", stop=[" th", "x"], max_tokens=30
+        ).json()["choices"]
         assert (choice["text"], choice["finish_reason"]) == ("one two", "stop")
         answer = server.completion(prompt=">", max_tokens=30).json()
         assert (
@@ -71,7 +90,12 @@ def test_an_answer_ends_before_a_stop_string_or_behind_an_end_token():
 def test_log_probabilities_of_a_completion_are_of_each_token_with_its_place(server):
     (choice,) = server.completion(logprobs=2, temperature=0).json()["choices"]
     told = choice["logprobs"]
-    assert "".join(told["tokens"]) == choice["text"] and told["text_offset"] == [0, 1, 2, 3]
+    assert "".join(told["tokens"]) == choice["text"] and told["text_offset"] == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert told["token_logprobs"] == [-ord(token) / 100 for token in told["tokens"]]
     assert all(
         len(top) == 2 and token in top
@@ -79,23 +103,35 @@ def test_log_probabilities_of_a_completion_are_of_each_token_with_its_place(serv
     )
     (alone,) = server.completion(logprobs=0, temperature=0).json()["choices"]
     assert (
-        alone["logprobs"]["tokens"] == told["tokens"] and alone["logprobs"]["top_logprobs"] is None
+        alone["logprobs"]["tokens"] == told["tokens"]
+        and alone["logprobs"]["top_logprobs"] is None
     )
     assert server.completion().json()["choices"][0]["logprobs"] is None
 
 
 def test_a_conversation_is_written_by_the_template_and_answered(server):
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
-    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": parts},
+    ]
     answer = server.chat(messages=messages, temperature=0).json()
     (choice,) = answer["choices"]
     expected = bytes(continuation(b"developer:be brief;user:hello;>", 4)).decode()
-    assert choice["message"] == {"role": "assistant", "content": expected, "refusal": None}
+    assert choice["message"] == {
+        "role": "assistant",
+        "content": expected,
+        "refusal": None,
+    }
     assert (answer["object"], choice["finish_reason"]) == ("chat.completion", "length")
     tools = [{"type": "function", "function": {"name": "f"}}]
     with_tools = server.chat(messages=messages, temperature=0, tools=tools).json()
-    assert with_tools["usage"]["prompt_tokens"] == answer["usage"]["prompt_tokens"] + len("tools;")
-    without = server.chat(messages=messages, temperature=0, tools=tools, tool_choice="none").json()
+    assert with_tools["usage"]["prompt_tokens"] == answer["usage"][
+        "prompt_tokens"
+    ] + len("tools;")
+    without = server.chat(
+        messages=messages, temperature=0, tools=tools, tool_choice="none"
+    ).json()
     assert without["usage"] == answer["usage"]
 
 
@@ -104,7 +140,8 @@ def test_log_probabilities_of_a_conversation_have_the_bytes_of_each_token(server
     told = choice["logprobs"]["content"]
     assert "".join(each["token"] for each in told) == choice["message"]["content"]
     assert all(
-        bytes(each["bytes"]).decode() == each["token"] and len(each["top_logprobs"]) == 2
+        bytes(each["bytes"]).decode() == each["token"]
+        and len(each["top_logprobs"]) == 2
         for each in told
     )
     (alone,) = server.chat(logprobs=True).json()["choices"]
@@ -114,7 +151,8 @@ def test_log_probabilities_of_a_conversation_have_the_bytes_of_each_token(server
 def test_a_conversation_that_sets_no_end_goes_on_as_far_as_there_is_room(server):
     answer = server.chat(max_tokens=None).json()
     assert (
-        answer["usage"]["total_tokens"] == 64 and answer["choices"][0]["finish_reason"] == "length"
+        answer["usage"]["total_tokens"] == 64
+        and answer["choices"][0]["finish_reason"] == "length"
     )
     answer = server.chat(max_tokens=None, max_completion_tokens=3).json()
     assert answer["usage"]["completion_tokens"] == 3
@@ -127,7 +165,9 @@ def test_a_model_without_a_template_takes_no_conversation_and_one_without_tools_
     with fake() as server:
         server.engine.opened.template.reads_tools = False
         refused = server.chat(tools=[{"type": "function"}])
-        assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"
+        assert (
+            refused.status_code == 400 and refused.json()["error"]["param"] == "tools"
+        )
 
 
 def test_too_long_a_prompt_has_openais_code(server):
@@ -146,14 +186,18 @@ FAR_TOO_LONG = {
     "lists of token ids": {"prompt": [[97], [97] * MANY]},
     "a message": {"messages": [{"role": "user", "content": "a" * 10 * MANY}]},
     "many parts": {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "a" * 4000}] * 100}]
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a" * 4000}] * 100}
+        ]
     },
     "many messages": {"messages": [{"role": "user", "content": ""}] * 3000},
 }
 
 
 @pytest.mark.parametrize("what", FAR_TOO_LONG)
-def test_what_is_far_too_long_is_refused_before_it_is_tokenized(server, what, monkeypatch):
+def test_what_is_far_too_long_is_refused_before_it_is_tokenized(
+    server, what, monkeypatch
+):
     seen: list[int] = []
     encode = ByteTokenizer.encode
     monkeypatch.setattr(
@@ -164,7 +208,10 @@ def test_what_is_far_too_long_is_refused_before_it_is_tokenized(server, what, mo
     fields = FAR_TOO_LONG[what]
     path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
     answer = server.client.post(path, json={"model": "fake", "max_tokens": 1, **fields})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (
+        400,
+        "context_length_exceeded",
+    )
     assert sum(seen) < 10_000
 
 
@@ -200,12 +247,18 @@ def test_without_the_key_nothing_is_told_but_health_and_metrics(given):
         headers = {} if given is None else {"Authorization": given.encode("latin-1")}
         for path in ("/v1/models", "/v1/nowhere"):
             answer = server.client.get(path, headers=headers)
-            assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+            assert (answer.status_code, answer.headers["www-authenticate"]) == (
+                401,
+                "Bearer",
+            )
             assert (
                 answer.json()["error"]["type"] == "authentication_error"
                 and "s3cret" not in answer.text
             )
-        assert server.client.post("/v1/completions", headers=headers, json={}).status_code == 401
+        assert (
+            server.client.post("/v1/completions", headers=headers, json={}).status_code
+            == 401
+        )
         assert (
             server.client.get("/health").status_code
             == server.client.get("/metrics").status_code
@@ -249,7 +302,9 @@ def test_what_goes_wrong_on_the_device_is_500_and_the_next_request_is_answered()
     with fake() as server:
         server.pace.error = RuntimeError("the device is on fire")
         answer = server.completion()
-        assert answer.status_code == 500 and "on fire" in answer.json()["error"]["message"]
+        assert (
+            answer.status_code == 500 and "on fire" in answer.json()["error"]["message"]
+        )
         assert (
             answer.json()["error"]["type"] == "server_error"
             and server.completion().status_code == 200
@@ -263,7 +318,9 @@ def test_an_engine_that_is_closed_is_503():
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "closed"
 
 
-def test_what_goes_wrong_in_the_server_is_500_and_told_on_stderr_alone(capsys, monkeypatch):
+def test_what_goes_wrong_in_the_server_is_500_and_told_on_stderr_alone(
+    capsys, monkeypatch
+):
     with fake() as server:
         monkeypatch.setattr(server.engine, "submit", lambda *_: 1 / 0)
         answer = server.completion()
@@ -285,7 +342,8 @@ def test_eight_at_once_get_what_each_gets_alone():
     with fake(slots=3, waiting=64) as server:
         prompts = [f"prompt {i}" for i in range(8)]
         alone = [
-            server.completion(prompt=prompt, temperature=0).json()["choices"] for prompt in prompts
+            server.completion(prompt=prompt, temperature=0).json()["choices"]
+            for prompt in prompts
         ]
         answers = [server.later(prompt=prompt, temperature=0) for prompt in prompts]
         assert [answer().json()["choices"] for answer in answers] == alone
@@ -309,7 +367,9 @@ def test_eight_at_once_get_what_each_gets_alone():
 def test_without_a_key_only_its_own_names_are_answered(host, status):
     with fake(hosts=frozenset({"here.example"})) as server:
         answer = server.client.post(
-            "/v1/completions", json={"model": "fake", "prompt": "a"}, headers={"Host": host}
+            "/v1/completions",
+            json={"model": "fake", "prompt": "a"},
+            headers={"Host": host},
         )
         assert (
             server.client.get("/v1/models", headers={"Host": host}).status_code
@@ -318,5 +378,7 @@ def test_without_a_key_only_its_own_names_are_answered(host, status):
         )
         if status == 421:
             error = answer.json()["error"]
-            assert error["code"] == "unknown_host" and "evil.example" in error["message"]
+            assert (
+                error["code"] == "unknown_host" and "evil.example" in error["message"]
+            )
         assert server.client.get("/health", headers={"Host": host}).status_code == 200

@@ -21,7 +21,9 @@ FAKE = Path(__file__).parents[1] / "helpers/fake_serving.py"
 @pytest.mark.parametrize("name", balancers.CONFIGS)
 def test_the_program_takes_the_file_as_it_stands(name, tmp_path):
     ended = subprocess.run(
-        balancers.checks(name, balancers.CONFIGS[name], tmp_path), capture_output=True, text=True
+        balancers.checks(name, balancers.CONFIGS[name], tmp_path),
+        capture_output=True,
+        text=True,
     )
     assert ended.returncode == 0 and "warn" not in ended.stderr.lower(), ended.stderr
 
@@ -39,7 +41,10 @@ def test_what_a_server_refuses_since_it_loads_or_ends_nginx_sends_to_another(tmp
 
 @pytest.mark.thorough
 def test_nothing_is_lost_but_on_a_server_that_is_killed(tmp_path):
-    with servers(lambda port: [sys.executable, str(FAKE), str(port)], tmp_path, 2) as (a, b):
+    with servers(lambda port: [sys.executable, str(FAKE), str(port)], tmp_path, 2) as (
+        a,
+        b,
+    ):
         rows = [
             balance.measure("haproxy", happens, a, b, tmp_path, before=1.0, after=3.0)
             for happens in balance.HAPPENS

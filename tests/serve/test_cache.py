@@ -30,22 +30,39 @@ def server():
 
 def body(answer):
     """An answer without what names it."""
-    return {name: value for name, value in answer.json().items() if name not in ("id", "created")}
+    return {
+        name: value
+        for name, value in answer.json().items()
+        if name not in ("id", "created")
+    }
 
 
 def events(answer):
-    return [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    return [
+        json.loads(line[6:])
+        for line in answer.text.splitlines()
+        if line.startswith("data: {")
+    ]
 
 
 @pytest.mark.parametrize("what", KNOWN)
-def test_a_known_answer_is_the_same_with_its_usage_and_asks_nothing_of_the_device(server, what):
+def test_a_known_answer_is_the_same_with_its_usage_and_asks_nothing_of_the_device(
+    server, what
+):
     first = body(server.completion(**KNOWN[what]))
     steps, hits = server.pace.steps, server.service.cache.hits
-    assert body(server.completion(**KNOWN[what])) == first and first["usage"]["completion_tokens"]
-    assert server.pace.steps == steps and server.service.cache.hits - hits == len(first["choices"])
+    assert (
+        body(server.completion(**KNOWN[what])) == first
+        and first["usage"]["completion_tokens"]
+    )
+    assert server.pace.steps == steps and server.service.cache.hits - hits == len(
+        first["choices"]
+    )
 
 
-@pytest.mark.parametrize("fields", [{"temperature": 1}, {"temperature": 0.5, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 1}, {"temperature": 0.5, "top_p": 0.9}]
+)
 def test_what_draws_anew_is_never_kept(server, fields):
     server.completion(**fields)
     cache = server.service.cache
@@ -72,7 +89,9 @@ def test_a_request_that_differs_is_another(server, other):
     assert server.service.cache.hits == 0
 
 
-def test_a_conversation_and_a_stream_have_what_was_known_and_a_stream_is_kept_too(server):
+def test_a_conversation_and_a_stream_have_what_was_known_and_a_stream_is_kept_too(
+    server,
+):
     whole = server.completion(**PLAIN, max_tokens=8).json()
     streamed = events(
         server.completion(
@@ -80,7 +99,10 @@ def test_a_conversation_and_a_stream_have_what_was_known_and_a_stream_is_kept_to
         )
     )
     assert server.service.cache.hits == 1 and streamed[-1]["usage"] == whole["usage"]
-    assert "".join(e["choices"][0]["text"] for e in streamed[:-1]) == whole["choices"][0]["text"]
+    assert (
+        "".join(e["choices"][0]["text"] for e in streamed[:-1])
+        == whole["choices"][0]["text"]
+    )
     said = events(server.chat(temperature=0, stream=True))
     text = "".join(e["choices"][0]["delta"].get("content", "") for e in said)
     assert server.chat(temperature=0).json()["choices"][0]["message"]["content"] == text
@@ -140,7 +162,9 @@ def test_a_digest_is_of_all_that_decides_an_answer():
     assert len(
         {digest(weights, request) for request in requests for weights in ("a", "b")}
     ) == 2 * len(requests)
-    assert digest("a", requests[0]) == digest("a", Request(np.array([1, 2], np.int32), 3))
+    assert digest("a", requests[0]) == digest(
+        "a", Request(np.array([1, 2], np.int32), 3)
+    )
 
 
 def test_without_a_size_nothing_is_kept_and_hits_are_counted_on_the_page():
@@ -152,4 +176,7 @@ def test_without_a_size_nothing_is_kept_and_hits_are_counted_on_the_page():
         server.completion(**PLAIN)
         server.completion(**PLAIN)
         page = server.client.get("/metrics").text.splitlines()
-        assert f"{SERVE}cache_hits_total 1" in page and f"{SERVE}cache_misses_total 1" in page
+        assert (
+            f"{SERVE}cache_hits_total 1" in page
+            and f"{SERVE}cache_misses_total 1" in page
+        )

@@ -23,12 +23,15 @@ DOCUMENTS = {
 }
 ADAPTER = yaml.safe_load((SERVING / "prometheus-adapter.yaml").read_text())
 DEPLOYMENT, AUTOSCALER, MONITOR = (
-    DOCUMENTS[k]["spec"] for k in ("Deployment", "HorizontalPodAutoscaler", "PodMonitor")
+    DOCUMENTS[k]["spec"]
+    for k in ("Deployment", "HorizontalPodAutoscaler", "PodMonitor")
 )
 POD = DEPLOYMENT["template"]["spec"]
 (CONTAINER,) = POD["containers"]
 (PORT,) = CONTAINER["ports"]
-PROBES = {name: CONTAINER[f"{name}Probe"] for name in ("startup", "readiness", "liveness")}
+PROBES = {
+    name: CONTAINER[f"{name}Probe"] for name in ("startup", "readiness", "liveness")
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,9 @@ def options():
 @pytest.fixture(scope="module")
 def paths():
     return {
-        route.path for route in application(Service("model")).routes if isinstance(route, Route)
+        route.path
+        for route in application(Service("model")).routes
+        if isinstance(route, Route)
     }
 
 
@@ -55,7 +60,10 @@ def paths():
             models.IoK8sApimachineryPkgApisMetaV1LabelSelector,
             DOCUMENTS["PodDisruptionBudget"]["spec"]["selector"],
         ),
-        (models.IoK8sApiAutoscalingV2HorizontalPodAutoscaler, DOCUMENTS["HorizontalPodAutoscaler"]),
+        (
+            models.IoK8sApiAutoscalingV2HorizontalPodAutoscaler,
+            DOCUMENTS["HorizontalPodAutoscaler"],
+        ),
     ],
 )
 def test_every_field_is_one_of_the_api(model, document):
@@ -65,10 +73,21 @@ def test_every_field_is_one_of_the_api(model, document):
 
 def test_fields_that_no_model_has_are_those_of_the_api_reference():
     # apps/v1 and policy/v1 are not among Kubeflow's models.
-    assert DEPLOYMENT.keys() == {"selector", "strategy", "progressDeadlineSeconds", "template"}
+    assert DEPLOYMENT.keys() == {
+        "selector",
+        "strategy",
+        "progressDeadlineSeconds",
+        "template",
+    }
     assert DEPLOYMENT["strategy"].keys() == {"rollingUpdate"}
-    assert DEPLOYMENT["strategy"]["rollingUpdate"].keys() == {"maxUnavailable", "maxSurge"}
-    assert DOCUMENTS["PodDisruptionBudget"]["spec"].keys() == {"maxUnavailable", "selector"}
+    assert DEPLOYMENT["strategy"]["rollingUpdate"].keys() == {
+        "maxUnavailable",
+        "maxSurge",
+    }
+    assert DOCUMENTS["PodDisruptionBudget"]["spec"].keys() == {
+        "maxUnavailable",
+        "selector",
+    }
     versions = {kind: document["apiVersion"] for kind, document in DOCUMENTS.items()}
     assert versions == {
         "Deployment": "apps/v1",
@@ -109,9 +128,14 @@ def test_servers_take_the_nodes_of_runs_and_never_runs_those_of_servers():
         "description",
     }
     for one in classes.values():
-        assert (one["apiVersion"], one["kind"]) == ("scheduling.k8s.io/v1", "PriorityClass")
+        assert (one["apiVersion"], one["kind"]) == (
+            "scheduling.k8s.io/v1",
+            "PriorityClass",
+        )
         assert (
-            one.keys() == known and not one["globalDefault"] and 0 < one["value"] <= 1_000_000_000
+            one.keys() == known
+            and not one["globalDefault"]
+            and 0 < one["value"] <= 1_000_000_000
         )
     serve, train = classes["meshtrain-serve"], classes["meshtrain-train"]
     assert serve["value"] > train["value"]
@@ -145,31 +169,49 @@ def test_what_is_probed_and_scraped_is_a_route_that_needs_no_key(paths):
 
 def test_the_key_is_where_the_server_looks_for_it():
     (key,) = [one for one in CONTAINER["env"] if one["name"] == command.KEY]
-    assert "value" not in key and key["valueFrom"]["secretKeyRef"].keys() == {"name", "key"}
+    assert "value" not in key and key["valueFrom"]["secretKeyRef"].keys() == {
+        "name",
+        "key",
+    }
 
 
 def test_no_probe_ends_a_server_that_loads_or_drains(options):
     seconds = {
-        name: probe["periodSeconds"] * probe["failureThreshold"] for name, probe in PROBES.items()
+        name: probe["periodSeconds"] * probe["failureThreshold"]
+        for name, probe in PROBES.items()
     }
     # Liveness is asked only once startup has had its 200, and not once a pod is told to go.
     assert seconds["startup"] >= 1800 and seconds["liveness"] >= 60
     assert DEPLOYMENT["progressDeadlineSeconds"] > seconds["startup"]
     # It is out of the Service before it takes no more.
     assert seconds["readiness"] < options.notice
-    assert POD["terminationGracePeriodSeconds"] >= options.notice + options.drain + CLOSING
+    assert (
+        POD["terminationGracePeriodSeconds"] >= options.notice + options.drain + CLOSING
+    )
     assert options.drain >= options.request_timeout
 
 
 def test_the_pod_may_write_only_where_it_must():
     pod, security = POD["securityContext"], CONTAINER["securityContext"]
-    assert pod["runAsNonRoot"] and pod["runAsUser"] > 0 and not POD["automountServiceAccountToken"]
-    assert security["readOnlyRootFilesystem"] and not security["allowPrivilegeEscalation"]
+    assert (
+        pod["runAsNonRoot"]
+        and pod["runAsUser"] > 0
+        and not POD["automountServiceAccountToken"]
+    )
+    assert (
+        security["readOnlyRootFilesystem"] and not security["allowPrivilegeEscalation"]
+    )
     assert security["capabilities"] == {"drop": ["ALL"]}
     by_name = {mount["name"]: mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
-    written = {by_name[volume["name"]] for volume in POD["volumes"] if "emptyDir" in volume}
+    written = {
+        by_name[volume["name"]] for volume in POD["volumes"] if "emptyDir" in volume
+    }
     environment = {one["name"]: one.get("value") for one in CONTAINER["env"]}
-    assert written == {environment["HOME"], environment["JAX_COMPILATION_CACHE_DIR"], "/dev/shm"}
+    assert written == {
+        environment["HOME"],
+        environment["JAX_COMPILATION_CACHE_DIR"],
+        "/dev/shm",
+    }
     assert (
         CONTAINER["resources"]["limits"]["nvidia.com/gpu"]
         == CONTAINER["resources"]["requests"]["nvidia.com/gpu"]
@@ -177,16 +219,23 @@ def test_the_pod_may_write_only_where_it_must():
 
 
 def test_the_autoscaler_asks_for_what_the_adapter_makes_of_the_servers_metrics():
-    for rule, metric in zip(ADAPTER["rules"]["custom"], AUTOSCALER["metrics"], strict=True):
+    for rule, metric in zip(
+        ADAPTER["rules"]["custom"], AUTOSCALER["metrics"], strict=True
+    ):
         assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
-        named = set(re.findall(rf"{SERVE}\w+", rule["seriesQuery"] + rule["metricsQuery"]))
+        named = set(
+            re.findall(rf"{SERVE}\w+", rule["seriesQuery"] + rule["metricsQuery"])
+        )
         assert named - {f"{SERVE}ready"} == {
             f"{SERVE}{name}" for name in ("slots", "busy_slots", "waiting")
         }
         assert named <= {known.sample for known in METRICS}
         # Labels that a PodMonitor puts on each series; the adapter fills in <<...>>.
         assert rule["resources"]["overrides"].keys() == {"namespace", "pod"}
-        assert set(re.findall("<<(.*?)>>", rule["metricsQuery"])) == {".GroupBy", ".LabelMatchers"}
+        assert set(re.findall("<<(.*?)>>", rule["metricsQuery"])) == {
+            ".GroupBy",
+            ".LabelMatchers",
+        }
         # In thousandths: pods are added before all slots are in use.
         target = metric["pods"]["target"]
         assert (

@@ -45,7 +45,9 @@ def post(address, **fields):
 
 def later(address, **fields):
     found: list = []
-    thread = threading.Thread(target=lambda: found.append(post(address, **fields)), daemon=True)
+    thread = threading.Thread(
+        target=lambda: found.append(post(address, **fields)), daemon=True
+    )
     thread.start()
     return lambda: (thread.join(30), found[0])[1]
 
@@ -68,9 +70,13 @@ def test_a_client_that_takes_nothing_is_given_up_after_so_many_seconds():
         assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 7000
 
 
-@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "x" * 300, "\udcff"])
+@pytest.mark.parametrize(
+    "host", ["no.such.host.invalid", "192.0.2.1", "x" * 300, "\udcff"]
+)
 def test_an_address_that_is_not_this_machines_is_a_sentence(host):
-    with pytest.raises(ConfigError, match=r"not an address of this machine|cannot be listened"):
+    with pytest.raises(
+        ConfigError, match=r"not an address of this machine|cannot be listened"
+    ):
         listening(host, 0)
 
 
@@ -83,7 +89,10 @@ def test_all_addresses_are_no_loopback():
 
 
 def test_a_server_that_is_asked_to_end_says_so_finishes_and_then_closes(capsys):
-    with fake(slots=2) as made, on_a_port(made.service, notice=0.3) as (address, server):
+    with (
+        fake(slots=2) as made,
+        on_a_port(made.service, notice=0.3) as (address, server),
+    ):
         made.pace.hold()
         running = later(address)
         made.until(lambda status: status.busy == 1)
@@ -99,7 +108,10 @@ def test_a_server_that_is_asked_to_end_says_so_finishes_and_then_closes(capsys):
         made.pace.go()
         assert running()[0] == late()[0] == 200
         until(lambda: not server.server_state.connections and server.should_exit)
-    assert "ending: 1 request to finish; a second signal ends at once.\n" in capsys.readouterr().err
+    assert (
+        "ending: 1 request to finish; a second signal ends at once.\n"
+        in capsys.readouterr().err
+    )
 
 
 def test_what_takes_too_long_to_finish_is_told_and_the_server_ends():
@@ -111,7 +123,11 @@ def test_what_takes_too_long_to_finish_is_told_and_the_server_ends():
             server.handle_exit(signal.SIGINT, None)
             (code, said), (began, events) = whole(), streamed()
         assert code == 503 and json.loads(said)["error"]["code"] == "ended"
-        assert began == 200 and '"code":"ended"' in events and events.endswith("data: [DONE]\n\n")
+        assert (
+            began == 200
+            and '"code":"ended"' in events
+            and events.endswith("data: [DONE]\n\n")
+        )
         made.until(lambda status: status.busy == 0)
 
 
@@ -180,7 +196,9 @@ def test_a_client_that_reads_nothing_is_given_up_and_holds_nothing_for_ever():
         with connected(address, request(stream=True, max_tokens=39_000, logprobs=20)):
             made.until(lambda status: status.busy == 1)
             began = time.monotonic()
-            assert post(address, max_tokens=2)[0] == 200, "others are answered beside it"
+            assert post(address, max_tokens=2)[0] == 200, (
+                "others are answered beside it"
+            )
             until(lambda: not made.service.running, 60)
             assert (
                 time.monotonic() - began < 60
@@ -195,7 +213,10 @@ def test_an_engine_that_works_is_closed_and_what_it_had_ends():
         answer = server.later(max_tokens=60)
         server.until(lambda status: status.busy == 1)
         assert closed(server.service.served)
-        assert answer().status_code == 503 and answer().json()["error"]["code"] == "cancelled"
+        assert (
+            answer().status_code == 503
+            and answer().json()["error"]["code"] == "cancelled"
+        )
 
 
 def test_a_device_that_stands_still_keeps_no_server_from_ending():
@@ -243,7 +264,9 @@ ASKED = [
 
 
 @pytest.mark.thorough
-def test_whoever_asks_a_server_that_is_ready_waits_for_no_compiler(tmp_path, compilations):
+def test_whoever_asks_a_server_that_is_ready_waits_for_no_compiler(
+    tmp_path, compilations
+):
     options = Namespace(
         path=hugging_face(tmp_path / "tiny"),
         name=None,
@@ -263,7 +286,9 @@ def test_whoever_asks_a_server_that_is_ready_waits_for_no_compiler(tmp_path, com
         for body in ASKED:
             path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
             assert (
-                client.post(path, json={"model": "tiny", "max_tokens": 3, **body}).status_code
+                client.post(
+                    path, json={"model": "tiny", "max_tokens": 3, **body}
+                ).status_code
                 == 200
             )
     finally:

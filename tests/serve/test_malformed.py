@@ -28,7 +28,12 @@ def message(**fields):
 MALFORMED = {
     "no JSON": ((COMPLETION, b"{"), 400, None, "the body is not JSON"),
     "nothing": ((COMPLETION, b""), 400, None, "the body is not JSON"),
-    "no text": ((COMPLETION, b'{"prompt": "\xff\xfe"}'), 400, None, "the body is not JSON"),
+    "no text": (
+        (COMPLETION, b'{"prompt": "\xff\xfe"}'),
+        400,
+        None,
+        "the body is not JSON",
+    ),
     "too deep": ((COMPLETION, b"[" * 60_000), 400, None, "the body is not JSON"),
     "a number that is none": (
         (COMPLETION, b'{"temperature": NaN}'),
@@ -51,8 +56,18 @@ MALFORMED = {
     "no object": ((COMPLETION, b"[1]"), 400, None, "must be an object"),
     "null": ((COMPLETION, b"null"), 400, None, "must be an object"),
     "zeros": ((COMPLETION, bytes(64)), 400, None, "the body is not JSON"),
-    "gzip": ((COMPLETION, b"\x1f\x8b\x08\x00" + bytes(40)), 400, None, "the body is not JSON"),
-    "a body that is too large": ((COMPLETION, b" " * 70_000), 413, None, "larger than 65536 bytes"),
+    "gzip": (
+        (COMPLETION, b"\x1f\x8b\x08\x00" + bytes(40)),
+        400,
+        None,
+        "the body is not JSON",
+    ),
+    "a body that is too large": (
+        (COMPLETION, b" " * 70_000),
+        413,
+        None,
+        "larger than 65536 bytes",
+    ),
     "no model": ((COMPLETION, {"prompt": "a"}), 400, "model", "model is missing"),
     "a model that is none": (completion(model=7), 400, "model", "must be a string"),
     "another model": (
@@ -69,8 +84,18 @@ MALFORMED = {
         "prompt",
         "an empty list is none",
     ),
-    "a prompt that is a number": (completion(prompt=3), 400, "prompt", "must be a string"),
-    "a prompt of all kinds": (completion(prompt=["a", 1]), 400, "prompt", "must be a string"),
+    "a prompt that is a number": (
+        completion(prompt=3),
+        400,
+        "prompt",
+        "must be a string",
+    ),
+    "a prompt of all kinds": (
+        completion(prompt=["a", 1]),
+        400,
+        "prompt",
+        "must be a string",
+    ),
     "a token that there is not": (
         completion(prompt=[257]),
         400,
@@ -78,14 +103,24 @@ MALFORMED = {
         "the prompt has the token 257; the model has 257",
     ),
     "a token below 0": (completion(prompt=[3, -1]), 400, "prompt", "must be a string"),
-    "a token beyond all bounds": (completion(prompt=[[2**70]]), 400, "prompt", "must be a string"),
+    "a token beyond all bounds": (
+        completion(prompt=[[2**70]]),
+        400,
+        "prompt",
+        "must be a string",
+    ),
     "half a character": (
         (COMPLETION, b'{"model": "fake", "prompt": "\\ud800"}'),
         400,
         "prompt",
         "half a surrogate pair",
     ),
-    "too long a prompt": (completion(prompt="a" * 64), 400, "prompt", "more than the 64 positions"),
+    "too long a prompt": (
+        completion(prompt="a" * 64),
+        400,
+        "prompt",
+        "more than the 64 positions",
+    ),
     "too long a prompt and answer": (
         completion(prompt="a" * 60, max_tokens=5),
         400,
@@ -98,17 +133,52 @@ MALFORMED = {
         "n",
         "5 answers are asked for, but a request may have 4",
     ),
-    "too many answers to several": (completion(prompt=["a", "b", "c"], n=2), 400, "n", "6 answers"),
-    "a misspelt field": (completion(max_token=3), 400, "max_token", "did you mean max_tokens?"),
-    "a field of another kind": (completion(messages=HELLO), 400, "messages", "not known here"),
+    "too many answers to several": (
+        completion(prompt=["a", "b", "c"], n=2),
+        400,
+        "n",
+        "6 answers",
+    ),
+    "a misspelt field": (
+        completion(max_token=3),
+        400,
+        "max_token",
+        "did you mean max_tokens?",
+    ),
+    "a field of another kind": (
+        completion(messages=HELLO),
+        400,
+        "messages",
+        "not known here",
+    ),
     "no tokens": (completion(max_tokens=0), 400, "max_tokens", "at least 1"),
-    "tokens in words": (completion(max_tokens="3"), 400, "max_tokens", "a whole number"),
+    "tokens in words": (
+        completion(max_tokens="3"),
+        400,
+        "max_tokens",
+        "a whole number",
+    ),
     "half a token": (completion(max_tokens=2.5), 400, "max_tokens", "a whole number"),
     "true tokens": (completion(max_tokens=True), 400, "max_tokens", "a whole number"),
-    "too hot": (completion(temperature=2.1), 400, "temperature", "at least 0 and at most 2"),
-    "heat in words": (completion(temperature="hot"), 400, "temperature", "must be a number"),
+    "too hot": (
+        completion(temperature=2.1),
+        400,
+        "temperature",
+        "at least 0 and at most 2",
+    ),
+    "heat in words": (
+        completion(temperature="hot"),
+        400,
+        "temperature",
+        "must be a number",
+    ),
     "no nucleus": (completion(top_p=0), 400, "top_p", "above 0 and at most 1"),
-    "fewer than none of the likeliest": (completion(top_k=-1), 400, "top_k", "at least 0"),
+    "fewer than none of the likeliest": (
+        completion(top_k=-1),
+        400,
+        "top_k",
+        "at least 0",
+    ),
     "a seed of half a unit": (completion(seed=0.5), 400, "seed", "a whole number"),
     "an empty stop": (completion(stop=""), 400, "stop", "1 to 1000 characters"),
     "a stop that is a number": (completion(stop=[1]), 400, "stop", "a list of strings"),
@@ -132,16 +202,41 @@ MALFORMED = {
         "stream_options.include_usge",
         "did you mean include_usage?",
     ),
-    "too many log-probabilities": (completion(logprobs=21), 400, "logprobs", "at most 20"),
+    "too many log-probabilities": (
+        completion(logprobs=21),
+        400,
+        "logprobs",
+        "at most 20",
+    ),
     "an echo": (completion(echo=True), 400, "echo", "not built here"),
     "a suffix": (completion(suffix="b"), 400, "suffix", "not built here"),
     "the best of more": (completion(best_of=3), 400, "best_of", "must be n (1)"),
-    "a penalty": (completion(presence_penalty=0.5), 400, "presence_penalty", "not built here"),
+    "a penalty": (
+        completion(presence_penalty=0.5),
+        400,
+        "presence_penalty",
+        "not built here",
+    ),
     "a bias": (completion(logit_bias={"5": 3}), 400, "logit_bias", "not built here"),
     "no messages": ((CHAT, {"model": "fake"}), 400, "messages", "messages is missing"),
-    "an empty conversation": (chat(messages=[]), 400, "messages", "at least one message"),
-    "messages that are a text": (chat(messages="hello"), 400, "messages", "a list of messages"),
-    "a message that is a text": (chat(messages=["hello"]), 400, "messages[0]", "must be an object"),
+    "an empty conversation": (
+        chat(messages=[]),
+        400,
+        "messages",
+        "at least one message",
+    ),
+    "messages that are a text": (
+        chat(messages="hello"),
+        400,
+        "messages",
+        "a list of messages",
+    ),
+    "a message that is a text": (
+        chat(messages=["hello"]),
+        400,
+        "messages[0]",
+        "must be an object",
+    ),
     "an unknown speaker": (message(role="usr"), 400, "messages[0].role", '"user"'),
     "no speaker": (
         chat(messages=[{"content": "x"}]),
@@ -175,7 +270,10 @@ MALFORMED = {
         "did you mean content?",
     ),
     "half a character said": (
-        (CHAT, b'{"model": "fake", "messages": [{"role": "user", "content": "\\udfff"}]}'),
+        (
+            CHAT,
+            b'{"model": "fake", "messages": [{"role": "user", "content": "\\udfff"}]}',
+        ),
         400,
         "messages[0].content",
         "half a surrogate",
@@ -198,7 +296,12 @@ MALFORMED = {
         "top_logprobs",
         "unless logprobs is true",
     ),
-    "log-probabilities in numbers": (chat(logprobs=2), 400, "logprobs", "true or false"),
+    "log-probabilities in numbers": (
+        chat(logprobs=2),
+        400,
+        "logprobs",
+        "true or false",
+    ),
     "a form": (
         chat(response_format={"type": "json_object"}),
         400,
@@ -212,8 +315,18 @@ MALFORMED = {
         "no call can be promised",
     ),
     "tools that are none": (chat(tools={"a": 1}), 400, "tools", "a list of objects"),
-    "a voice": (chat(modalities=["text", "audio"]), 400, "modalities", "not built here"),
-    "the older functions": (chat(functions=[{"name": "f"}]), 400, "functions", "not built here"),
+    "a voice": (
+        chat(modalities=["text", "audio"]),
+        400,
+        "modalities",
+        "not built here",
+    ),
+    "the older functions": (
+        chat(functions=[{"name": "f"}]),
+        400,
+        "functions",
+        "not built here",
+    ),
 }
 
 
@@ -227,7 +340,9 @@ def server():
 def test_a_malformed_request_gets_its_own_4xx_and_the_server_goes_on(server, name):
     (path, body), status, field, says = MALFORMED[name]
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    answer = server.client.post(path, content=content, headers={"Content-Type": "application/json"})
+    answer = server.client.post(
+        path, content=content, headers={"Content-Type": "application/json"}
+    )
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (status, field)
     assert error["type"] == "invalid_request_error" and says in error["message"]
@@ -245,7 +360,9 @@ def test_after_all_of_them_requests_are_answered(server):
     assert server.client.get("/health").status_code == 200
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", ""]
+)
 def test_a_body_that_is_not_said_to_be_json_is_refused(server, kind):
     answer = server.client.post(
         COMPLETION, content=json.dumps(GOOD), headers={"Content-Type": kind}
@@ -286,8 +403,23 @@ def test_what_a_client_spells_out_without_wanting_it_is_taken(server):
 
 
 ODD = ("x" * 3000, [[1]], {"a": 1}, -1, 1.5, 2**70)
-FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "n", "stop", "stream", "ignore_eos")
-FIELDS += ("frequency_penalty", "logit_bias", "stream_options", "no_such_field", "\u202efield")
+FIELDS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "n",
+    "stop",
+    "stream",
+    "ignore_eos",
+)
+FIELDS += (
+    "frequency_penalty",
+    "logit_bias",
+    "stream_options",
+    "no_such_field",
+    "\u202efield",
+)
 
 
 @pytest.mark.thorough

@@ -20,11 +20,15 @@ def page(server, parser=openmetrics):
     found: dict = {}
     for family in parser.text_string_to_metric_families(answer.text):
         for sample in family.samples:
-            found.setdefault(sample.name, {})[tuple(sample.labels.values())] = sample.value
+            found.setdefault(sample.name, {})[tuple(sample.labels.values())] = (
+                sample.value
+            )
     return found
 
 
-@pytest.mark.parametrize("parser", [openmetrics, plain], ids=["OpenMetrics", "Prometheus"])
+@pytest.mark.parametrize(
+    "parser", [openmetrics, plain], ids=["OpenMetrics", "Prometheus"]
+)
 def test_every_metric_is_on_the_page_and_counts_what_was_done(parser):
     with fake() as server:
         for _ in range(2):
@@ -34,8 +38,14 @@ def test_every_metric_is_on_the_page_and_counts_what_was_done(parser):
         server.client.get("/nowhere")
         found = page(server, parser)
     for metric in METRICS:
-        assert metric.sample + ("_bucket" if metric.bounds else "") in found, metric.name
-    value = {name.removeprefix(SERVE): values[()] for name, values in found.items() if () in values}
+        assert metric.sample + ("_bucket" if metric.bounds else "") in found, (
+            metric.name
+        )
+    value = {
+        name.removeprefix(SERVE): values[()]
+        for name, values in found.items()
+        if () in values
+    }
     expected = {
         "ready": 1, "slots": 2, "busy_slots": 0, "queue": 4, "open_requests": 0, "tokens_total": 20, "prompt_tokens_total": 15,
         "first_token_seconds_count": 5, "token_seconds_count": 5, "request_seconds_count": 3,
@@ -57,7 +67,10 @@ def test_waiting_and_busy_are_those_of_the_moment():
         ]
         server.until(lambda status: status.busy == 1)
         found = page(server)
-        assert (found[f"{SERVE}busy_slots"], found[f"{SERVE}waiting"]) == ({(): 1}, {(): 2})
+        assert (found[f"{SERVE}busy_slots"], found[f"{SERVE}waiting"]) == (
+            {(): 1},
+            {(): 2},
+        )
         for ticket in tickets:
             ticket.cancel()
 

@@ -42,7 +42,9 @@ class Several:
         self.resident, self.loads, self.engines, self.problems = resident, [], [], {}
         self.loading = threading.Event()
         self.loading.set()
-        models = [NamedModel(name, lambda name=name: self._load(name)) for name in names]
+        models = [
+            NamedModel(name, lambda name=name: self._load(name)) for name in names
+        ]
         for model in models[:resident]:
             model.served = model.load()
         self.models = Models(models, resident, queue)
@@ -52,10 +54,14 @@ class Several:
         self.loading.wait(20)
         if problem := self.problems.get(name):
             raise problem
-        assert sum(not engine._decoding.freed for engine in self.engines) < self.resident
+        assert (
+            sum(not engine._decoding.freed for engine in self.engines) < self.resident
+        )
         self.loads.append(name)
         decoding = faked(choose=chooses(name), fails=self.paces[name])
-        self.engines.append(Engine(fake_opened(), 2, waiting=8, decoding=decoding).start())
+        self.engines.append(
+            Engine(fake_opened(), 2, waiting=8, decoding=decoding).start()
+        )
         return ServedModel(name, self.engines[-1])
 
     @contextlib.contextmanager
@@ -76,7 +82,13 @@ class Several:
 
     def ask(self, model, prompt="abc", timeout=30, **fields):
         """The HTTP status and the text, or the error's code."""
-        body = {"model": model, "prompt": prompt, "max_tokens": 6, "temperature": 0, **fields}
+        body = {
+            "model": model,
+            "prompt": prompt,
+            "max_tokens": 6,
+            "temperature": 0,
+            **fields,
+        }
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(
             f"{self.address}/v1/completions", json.dumps(body).encode(), headers
@@ -100,18 +112,26 @@ class Several:
 
 
 def right(model, prompt="abc", most=6):
-    return 200, bytes(continuation(prompt.encode(), most, choose=chooses(model))).decode()
+    return 200, bytes(
+        continuation(prompt.encode(), most, choose=chooses(model))
+    ).decode()
 
 
 @pytest.mark.parametrize("resident", [1, 2])
 def test_interleaved_requests_get_what_servers_of_one_model_say(resident):
-    with Several(resident=resident, queue=64).running() as server, ThreadPoolExecutor(8) as pool:
+    with (
+        Several(resident=resident, queue=64).running() as server,
+        ThreadPoolExecutor(8) as pool,
+    ):
         asked = [("abc"[7 * k // 3 % 3], f"prompt {k % 5}") for k in range(48)]
         answers = list(pool.map(lambda one: server.ask(*one), asked))
         assert answers == [right(*one) for one in asked]
         assert len(server.loads) > resident and len(server.service.loaded) <= resident
         loaded = {served.engine for served in server.service.loaded}
-        assert all(engine._decoding.freed == (engine not in loaded) for engine in server.engines)
+        assert all(
+            engine._decoding.freed == (engine not in loaded)
+            for engine in server.engines
+        )
         assert all(not model.users for model in server.models.by_name.values())
 
 
@@ -155,7 +175,10 @@ def test_the_one_used_least_lately_goes():
         assert [served.name for served in server.service.loaded] == ["a", "c"]
         server.ask("a")
         server.ask("b")
-        assert [served.name for served in server.service.loaded] == ["a", "b"] and server.loads == [
+        assert [served.name for served in server.service.loaded] == [
+            "a",
+            "b",
+        ] and server.loads == [
             "a",
             "b",
             "c",
@@ -181,14 +204,20 @@ def test_one_that_is_idle_goes_before_one_that_answers():
         RuntimeError("RESOURCE_EXHAUSTED: out of memory"),
     ],
 )
-def test_a_model_that_no_longer_loads_is_a_sentence_and_the_others_are_answered(problem, capsys):
+def test_a_model_that_no_longer_loads_is_a_sentence_and_the_others_are_answered(
+    problem, capsys
+):
     with Several().running() as server:
         server.problems["b"] = problem
         status, error = server.ask("b")
         assert (status, error["code"]) == (503, "not_loaded")
-        assert error["message"] == f"the model b cannot be loaded: {str(problem).rstrip('.')}."
         assert (
-            server.ask("a") == right("a") and json.loads(server.get("/health"))["status"] == "ready"
+            error["message"]
+            == f"the model b cannot be loaded: {str(problem).rstrip('.')}."
+        )
+        assert (
+            server.ask("a") == right("a")
+            and json.loads(server.get("/health"))["status"] == "ready"
         )
         server.problems.clear()
         assert server.ask("b") == right("b")
@@ -203,7 +232,10 @@ def test_who_goes_away_while_a_model_is_loaded_takes_it_from_nobody():
         others = [server.later("b") for _ in range(2)]
         server.waits_for("b")
         server.loading.set()
-        assert [answer() for answer in others] == [right("b")] * 2 and server.loads == ["a", "b"]
+        assert [answer() for answer in others] == [right("b")] * 2 and server.loads == [
+            "a",
+            "b",
+        ]
         until(lambda: not server.models.by_name["b"].users)
         assert server.ask("a") == right("a")
 
@@ -226,7 +258,11 @@ def test_all_models_are_listed_and_none_else_is_known():
         assert [model.get("max_model_len") for model in listed] == [64, None, None]
         assert json.loads(server.get("/v1/models/b"))["id"] == "b"
         status, error = server.ask("d")
-        assert status == 404 and error["code"] == "model_not_found" and server.loads == ["a"]
+        assert (
+            status == 404
+            and error["code"] == "model_not_found"
+            and server.loads == ["a"]
+        )
         assert json.loads(server.get("/health"))["loaded"] == ["a"]
 
 
@@ -245,7 +281,9 @@ def test_metrics_are_by_model_and_counts_do_not_fall_when_it_is_set_aside():
                     sample.labels.get("code"),
                 ] = sample.value
         by_model = lambda name: [found[name, model, None] for model in "abc"]
-        assert by_model("tokens_total") == [18, 12, 0] and by_model("prompt_tokens_total") == [
+        assert by_model("tokens_total") == [18, 12, 0] and by_model(
+            "prompt_tokens_total"
+        ) == [
             9,
             6,
             0,
@@ -253,12 +291,17 @@ def test_metrics_are_by_model_and_counts_do_not_fall_when_it_is_set_aside():
         assert by_model("loaded") == [0, 1, 0] and by_model("slots") == [0, 2, 0]
         assert by_model("first_token_seconds_count") == [3, 2, 0]
         assert [found["requests_total", model, "200"] for model in "ab"] == [3, 2]
-        assert found["requests_total", None, "404"] == 1 and found["ready", None, None] == 1
+        assert (
+            found["requests_total", None, "404"] == 1
+            and found["ready", None, None] == 1
+        )
 
 
 def test_answers_that_are_kept_are_of_one_model_and_one_loading():
     with Several(cache=AnswerCache(1 << 20)).running() as server:
-        assert [server.ask(model) for model in "aab"] == [right(model) for model in "aab"]
+        assert [server.ask(model) for model in "aab"] == [
+            right(model) for model in "aab"
+        ]
         assert server.service.cache.hits == 1
         assert server.ask("a") == right("a")
         assert server.service.cache.hits == 1
@@ -269,7 +312,10 @@ def test_what_does_not_fit_several_models_is_a_sentence(capsys, tmp_path):
     assert "--name is given 1 times for 2 models" in capsys.readouterr().err
     assert main(["x", "y", "--adapter", "z"]) == cli.USAGE
     assert "--adapter" in capsys.readouterr().err
-    assert main([str(tmp_path / "a/same"), str(tmp_path / "b/same"), "--port", "0"]) == cli.USAGE
+    assert (
+        main([str(tmp_path / "a/same"), str(tmp_path / "b/same"), "--port", "0"])
+        == cli.USAGE
+    )
     assert "two models are called same" in capsys.readouterr().err
 
 
@@ -290,15 +336,29 @@ def test_two_real_models_of_which_one_is_loaded_say_what_each_says_alone(tmp_pat
         weights=None,
     )
     bodies = [
-        {"prompt": [7, 8, 9], "max_tokens": 5, "temperature": 0, "ignore_eos": True, "logprobs": 2}
+        {
+            "prompt": [7, 8, 9],
+            "max_tokens": 5,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 2,
+        }
     ]
     bodies.append(
-        {"prompt": [9, 3], "max_tokens": 6, "temperature": 1, "seed": 4, "ignore_eos": True}
+        {
+            "prompt": [9, 3],
+            "max_tokens": 6,
+            "temperature": 1,
+            "seed": 4,
+            "ignore_eos": True,
+        }
     )
 
     def said(client, model):
         return [
-            client.post("/v1/completions", json={"model": model, **body}).json()["choices"]
+            client.post("/v1/completions", json={"model": model, **body}).json()[
+                "choices"
+            ]
             for body in bodies
         ]
 
@@ -316,11 +376,13 @@ def test_two_real_models_of_which_one_is_loaded_say_what_each_says_alone(tmp_pat
         for model in ("one", "two", "one", "two"):
             assert said(client, model) == alone[model]
         (served,) = service.loaded
-        weights = sum(x.nbytes for x in jax.tree.leaves(served.engine._decoding.weights))
+        weights = sum(
+            x.nbytes for x in jax.tree.leaves(served.engine._decoding.weights)
+        )
         cache = sum(x.nbytes for x in jax.tree.leaves(served.engine._state))
         assert served.engine.status.compiled == 0, "loaded again, it has its programs"
-        assert sum(x.nbytes for x in jax.live_arrays()) <= before + (weights + cache) * 1.2, (
-            "one is freed"
-        )
+        assert (
+            sum(x.nbytes for x in jax.live_arrays()) <= before + (weights + cache) * 1.2
+        ), "one is freed"
         served.close()
     assert sum(x.nbytes for x in jax.live_arrays()) <= before + 1000

@@ -71,9 +71,9 @@ def faked():
 
 def test_models_completions_and_conversations(real):
     api = client(real)
-    assert [model.id for model in api.models.list()] == ["tiny"] and api.models.retrieve(
+    assert [model.id for model in api.models.list()] == [
         "tiny"
-    ).object == "model"
+    ] and api.models.retrieve("tiny").object == "model"
     answer = api.completions.create(
         model="tiny", prompt="to be", max_tokens=6, temperature=0, logprobs=2
     )
@@ -88,8 +88,13 @@ def test_models_completions_and_conversations(real):
         top_logprobs=3,
     )
     assert [choice.message.role for choice in said.choices] == ["assistant"] * 2
-    assert said.usage.total_tokens == said.usage.prompt_tokens + said.usage.completion_tokens
-    assert all(len(token.top_logprobs) == 3 for token in said.choices[0].logprobs.content)
+    assert (
+        said.usage.total_tokens
+        == said.usage.prompt_tokens + said.usage.completion_tokens
+    )
+    assert all(
+        len(token.top_logprobs) == 3 for token in said.choices[0].logprobs.content
+    )
 
 
 def test_a_stream_is_the_whole_answer_and_ends_on_what_it_took(real):
@@ -102,17 +107,30 @@ def test_a_stream_is_the_whole_answer_and_ends_on_what_it_took(real):
     }
     whole = api.chat.completions.create(**asked)
     chunks = list(
-        api.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+        api.chat.completions.create(
+            **asked, stream=True, stream_options={"include_usage": True}
+        )
     )
-    assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].usage == whole.usage
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert (
+        chunks[0].choices[0].delta.role == "assistant"
+        and chunks[-1].usage == whole.usage
+    )
+    text = "".join(
+        chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices
+    )
     assert text == whole.choices[0].message.content
-    ends = [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason]
+    ends = [
+        c.choices[0].finish_reason
+        for c in chunks
+        if c.choices and c.choices[0].finish_reason
+    ]
     assert ends == [whole.choices[0].finish_reason]
     streamed = api.completions.create(
         model="tiny", prompt="to be", max_tokens=9, temperature=0, stream=True
     )
-    alone = api.completions.create(model="tiny", prompt="to be", max_tokens=9, temperature=0)
+    alone = api.completions.create(
+        model="tiny", prompt="to be", max_tokens=9, temperature=0
+    )
     assert "".join(chunk.choices[0].text for chunk in streamed) == alone.choices[0].text
 
 
@@ -126,7 +144,10 @@ def test_errors_are_the_clients_own_kinds(real):
         api.completions.create(model="tini", prompt="a")
     with pytest.raises(openai.BadRequestError) as refused:
         api.completions.create(model="tiny", prompt=[7] * 64)
-    assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "prompt")
+    assert (refused.value.code, refused.value.param) == (
+        "context_length_exceeded",
+        "prompt",
+    )
     with pytest.raises(openai.BadRequestError, match="not built here"):
         api.completions.create(model="tiny", prompt="a", suffix="b")
 
@@ -140,7 +161,9 @@ def test_200_requests_with_8_at_once_get_what_each_gets_alone(real):
             "seed": k % 50,
             "extra_body": {"ignore_eos": True, "top_k": 20},
         }
-        answer = api.completions.create(model="tiny", prompt=[7 + k % 25, 9], max_tokens=8, **how)
+        answer = api.completions.create(
+            model="tiny", prompt=[7 + k % 25, 9], max_tokens=8, **how
+        )
         assert answer.usage.completion_tokens == 8
         return answer.choices[0].text
 
@@ -156,21 +179,30 @@ def test_a_thousand_requests_leave_no_memory_behind(faked):
     api = client(address)
 
     def ask(k):
-        fields = {"model": "fake", "prompt": f"prompt {k}", "max_tokens": 20, "logprobs": 3}
+        fields = {
+            "model": "fake",
+            "prompt": f"prompt {k}",
+            "max_tokens": 20,
+            "logprobs": 3,
+        }
         if k % 3 == 0:
             list(api.completions.create(**fields, stream=True))
         elif k % 3 == 1:
             api.completions.create(**fields)
         else:
             # every third goes away
-            with api.completions.create(**fields | {"max_tokens": 500}, stream=True) as stream:
+            with api.completions.create(
+                **fields | {"max_tokens": 500}, stream=True
+            ) as stream:
                 next(iter(stream))
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(ask, range(500)))
         before = memory().rss
         list(pool.map(ask, range(500, 1500)))
-    until(lambda: metric(address, "busy_slots") == metric(address, "open_requests") == 0)
+    until(
+        lambda: metric(address, "busy_slots") == metric(address, "open_requests") == 0
+    )
     grown = memory().rss - before
     print(f"{grown / 1e6:.2f} MB over 1,000 requests, of {before / 1e6:.0f} MB")
     assert grown < MEMORY, f"{grown / 1e6:.1f} MB"

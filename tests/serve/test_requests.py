@@ -10,11 +10,15 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def completed(**fields) -> Asked:
-    return completion(Fields({"model": "m", "prompt": "a", **fields}, "the body"), 8, USUAL)
+    return completion(
+        Fields({"model": "m", "prompt": "a", **fields}, "the body"), 8, USUAL
+    )
 
 
 def chatted(**fields) -> Asked:
-    return chat(Fields({"model": "m", "messages": HELLO, **fields}, "the body"), 8, USUAL)
+    return chat(
+        Fields({"model": "m", "messages": HELLO, **fields}, "the body"), 8, USUAL
+    )
 
 
 def test_what_is_left_out_is_as_openai_has_it():
@@ -27,8 +31,16 @@ def test_what_is_left_out_is_as_openai_has_it():
         (),
     )
     assert (asked.stream, asked.usage, asked.ignore_ends) == (False, False, False)
-    assert (asked.sampling.temperature, asked.sampling.top_p, asked.sampling.top_k) == (1.0, 1.0, 0)
-    assert chatted().most is None and chatted().logprobs is None and chatted().tools is None
+    assert (asked.sampling.temperature, asked.sampling.top_p, asked.sampling.top_k) == (
+        1.0,
+        1.0,
+        0,
+    )
+    assert (
+        chatted().most is None
+        and chatted().logprobs is None
+        and chatted().tools is None
+    )
 
 
 def test_null_is_as_good_as_left_out():
@@ -50,7 +62,8 @@ def test_null_is_as_good_as_left_out():
 
 
 @pytest.mark.parametrize(
-    ("seed", "expected"), [(0, 0), (7, 7), (2**32 + 3, 3), (-1, 2**32 - 1), (-(2**63), 0)]
+    ("seed", "expected"),
+    [(0, 0), (7, 7), (2**32 + 3, 3), (-1, 2**32 - 1), (-(2**63), 0)],
 )
 def test_any_seed_of_64_bits_is_one_of_the_generators(seed, expected):
     asked = completed(seed=seed, temperature=0.5, top_p=0.9, top_k=4)
@@ -62,12 +75,18 @@ def test_what_a_request_leaves_out_is_as_the_models_makers_have_it():
 
     def how(**fields):
         found = completion(
-            Fields({"model": "m", "prompt": "a", "seed": 3, **fields}, "the body"), 8, usual
+            Fields({"model": "m", "prompt": "a", "seed": 3, **fields}, "the body"),
+            8,
+            usual,
         ).sampling
         return found.temperature, found.top_k, found.top_p
 
     assert how() == how(temperature=None) == (0.6, 20, 0.9)
-    assert how(temperature=1.5, top_p=1) == (1.5, 20, 1.0) and how(top_k=0) == (0.6, 0, 0.9)
+    assert how(temperature=1.5, top_p=1) == (1.5, 20, 1.0) and how(top_k=0) == (
+        0.6,
+        0,
+        0.9,
+    )
     assert how(temperature=0) == (0, 0, 1.0)
 
 
@@ -92,11 +111,20 @@ def test_a_prompt_has_openais_four_forms(prompt, expected):
 
 
 def test_stops_tokens_and_log_probabilities():
-    assert completed(stop="x").stop == ("x",) and completed(stop=["x", "y"]).stop == ("x", "y")
+    assert completed(stop="x").stop == ("x",) and completed(stop=["x", "y"]).stop == (
+        "x",
+        "y",
+    )
     assert chatted(max_tokens=3).most == chatted(max_completion_tokens=3).most == 3
     assert chatted(max_tokens=3, max_completion_tokens=3).most == 3
-    assert [chatted(logprobs=True, top_logprobs=n).logprobs for n in (None, 0, 5)] == [0, 0, 5]
-    assert chatted(logprobs=False).logprobs is None and completed(logprobs=0).logprobs == 0
+    assert [chatted(logprobs=True, top_logprobs=n).logprobs for n in (None, 0, 5)] == [
+        0,
+        0,
+        5,
+    ]
+    assert (
+        chatted(logprobs=False).logprobs is None and completed(logprobs=0).logprobs == 0
+    )
     streamed = completed(stream=True, stream_options={"include_usage": True})
     assert streamed.stream and streamed.usage
 
@@ -115,7 +143,9 @@ def test_messages_stand_as_they_are_asked():
         {"role": "tool", "content": "4", "tool_call_id": "1"},
     ]
     assert list(chatted(messages=messages).messages) == messages
-    assert chatted(messages=[{**messages[2], "refusal": None}]).messages == (messages[2],)
+    assert chatted(messages=[{**messages[2], "refusal": None}]).messages == (
+        messages[2],
+    )
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert (
         chatted(tools=tools).tools == tools

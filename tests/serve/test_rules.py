@@ -17,7 +17,8 @@ RULES = SERVING / "rules.yaml"
 ALERTS = yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
 ADAPTER = yaml.safe_load((SERVING / "prometheus-adapter.yaml").read_text())
 NEEDS_PROMTOOL = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool: not installed (Debian: prometheus)"
+    shutil.which("promtool") is None,
+    reason="promtool: not installed (Debian: prometheus)",
 )
 A = 'job="serve", instance="a"'
 ANSWERS = f'meshtrain_serve_requests_total{{{A}, route="/v1/completions", code="%s"}}'
@@ -46,7 +47,11 @@ ILL: dict[str, tuple[dict[str, str], int, int]] = {
         23,
         26,
     ),
-    "serve_stuck": ({f"meshtrain_serve_tokens_total{{{A}}}": "0+600x9 5400x50"}, 18, 22),
+    "serve_stuck": (
+        {f"meshtrain_serve_tokens_total{{{A}}}": "0+600x9 5400x50"},
+        18,
+        22,
+    ),
     "serve_fails": ({ANSWERS % 500: "0+2x60"}, 4, 8),
     "serve_refuses": ({ANSWERS % 429: "0+2x60"}, 4, 8),
     "serve_slow": ({FIRST % "0.5": "0+50x60", FIRST % "10.0": "0+55x60"}, 9, 13),
@@ -58,12 +63,19 @@ def test_each_alert_is_tried_below():
 
 
 def test_rules_name_metrics_of_the_server_only():
-    named = {name for alert in ALERTS for name in re.findall(rf"\b{SERVE}\w+", alert["expr"])}
+    named = {
+        name for alert in ALERTS for name in re.findall(rf"\b{SERVE}\w+", alert["expr"])
+    }
     known = {metric.sample for metric in METRICS} | {
         f"{metric.sample}_bucket" for metric in METRICS if metric.bounds
     }
     assert named and named <= known
-    labels = {label for metric in METRICS if metric.name == "requests" for label in metric.labels}
+    labels = {
+        label
+        for metric in METRICS
+        if metric.name == "requests"
+        for label in metric.labels
+    }
     assert labels == {"route", "code"}
 
 
@@ -81,7 +93,9 @@ def test_promtool_takes_them():
 def test_each_alert_fires_when_it_must_and_no_other_does(tmp_path):
     tests = []
     for rule, (more, quiet, firing) in ILL.items():
-        series = [{"series": name, "values": values} for name, values in (WELL | more).items()]
+        series = [
+            {"series": name, "values": values} for name, values in (WELL | more).items()
+        ]
         seen = {quiet: [], firing: [{"labels": f'{{rule="{rule}"}}', "value": 1}]}
         asked = [
             {
@@ -92,7 +106,12 @@ def test_each_alert_fires_when_it_must_and_no_other_does(tmp_path):
             for minute, samples in seen.items()
         ]
         tests.append(
-            {"name": rule, "interval": "1m", "input_series": series, "promql_expr_test": asked}
+            {
+                "name": rule,
+                "interval": "1m",
+                "input_series": series,
+                "promql_expr_test": asked,
+            }
         )
     path = tmp_path / "tests.yaml"
     path.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "tests": tests}))
@@ -100,7 +119,11 @@ def test_each_alert_fires_when_it_must_and_no_other_does(tmp_path):
 
 
 def _query(name: str) -> str:
-    (rule,) = (one for one in ADAPTER["rules"]["custom"] if one["name"]["as"] == f"{SERVE}{name}")
+    (rule,) = (
+        one
+        for one in ADAPTER["rules"]["custom"]
+        if one["name"]["as"] == f"{SERVE}{name}"
+    )
     return (
         rule["metricsQuery"]
         .replace("<<.GroupBy>>", "pod")
@@ -111,7 +134,10 @@ def _query(name: str) -> str:
 def _of_pods(pods: dict[str, tuple[str, str]]) -> list[dict[str, str]]:
     """Series of pods with 8 slots: a sample a minute, of their namespace and their requests."""
     return [
-        {"series": f'{SERVE}{name}{{namespace="{namespace}", pod="{pod}"}}', "values": values}
+        {
+            "series": f'{SERVE}{name}{{namespace="{namespace}", pod="{pod}"}}',
+            "values": values,
+        }
         for pod, (namespace, busy) in pods.items()
         for name, values in (
             ("slots", "8x60"),
@@ -132,19 +158,32 @@ def test_the_autoscaler_looks_five_minutes_ahead(tmp_path):
         "other": ("others", "0+1x60"),
     }
     series = _of_pods(pods) + [
-        {**one, "values": f"_x16 {one['values']}"} for one in _of_pods({"new": ("mine", "0+2x60")})
+        {**one, "values": f"_x16 {one['values']}"}
+        for one in _of_pods({"new": ("mine", "0+2x60")})
     ]
     soon = [
         {"labels": f'{{pod="{pod}"}}', "value": value}
         for pod, value in (("rises", 1.25), ("steady", 0.5), ("falls", 0))
     ]
     asked = [
-        {"expr": f"round({_query('load_soon')}, 0.05)", "eval_time": "20m", "exp_samples": soon}
+        {
+            "expr": f"round({_query('load_soon')}, 0.05)",
+            "eval_time": "20m",
+            "exp_samples": soon,
+        }
     ]
     path = tmp_path / "tests.yaml"
     path.write_text(
         yaml.safe_dump(
-            {"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": asked}]}
+            {
+                "tests": [
+                    {
+                        "interval": "1m",
+                        "input_series": series,
+                        "promql_expr_test": asked,
+                    }
+                ]
+            }
         )
     )
     _promtool("test", "rules", str(path))
@@ -155,18 +194,30 @@ def test_the_autoscalers_query_is_requests_over_slots_of_each_pod(tmp_path):
     query = _query("load")
     pods = {"a": ("mine", 8, 8, 4), "b": ("mine", 8, 2, 0), "c": ("others", 8, 8, 8)}
     series = [
-        {"series": f'{SERVE}{name}{{namespace="{namespace}", pod="{pod}"}}', "values": f"{value}x5"}
+        {
+            "series": f'{SERVE}{name}{{namespace="{namespace}", pod="{pod}"}}',
+            "values": f"{value}x5",
+        }
         for pod, (namespace, *values) in pods.items()
         for name, value in zip(("slots", "busy_slots", "waiting"), values, strict=True)
     ]
     loads = [
-        {"labels": f'{{pod="{pod}"}}', "value": value} for pod, value in (("a", 1.5), ("b", 0.25))
+        {"labels": f'{{pod="{pod}"}}', "value": value}
+        for pod, value in (("a", 1.5), ("b", 0.25))
     ]
     asked = [{"expr": query, "eval_time": "3m", "exp_samples": loads}]
     path = tmp_path / "tests.yaml"
     path.write_text(
         yaml.safe_dump(
-            {"tests": [{"interval": "1m", "input_series": series, "promql_expr_test": asked}]}
+            {
+                "tests": [
+                    {
+                        "interval": "1m",
+                        "input_series": series,
+                        "promql_expr_test": asked,
+                    }
+                ]
+            }
         )
     )
     _promtool("test", "rules", str(path))

@@ -35,13 +35,18 @@ def test_a_port_that_is_taken_ends_it_with_a_sentence(capsys):
 def test_the_port_is_open_before_jax_is_imported():
     program = "import sys, meshtrain.serve.listening; print({'jax', 'jaxlib', 'flax', 'orbax'} & set(sys.modules))"
     assert (
-        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True
+        ).stdout
         == "set()\n"
     )
 
 
 def test_a_model_that_cannot_be_loaded_ends_it_with_a_sentence(tmp_path, capsys):
-    assert main([str(tmp_path / "nothing"), "--port", "0", "--host", "0.0.0.0"]) == cli.USAGE
+    assert (
+        main([str(tmp_path / "nothing"), "--port", "0", "--host", "0.0.0.0"])
+        == cli.USAGE
+    )
     address, warning, sentence = capsys.readouterr().err.splitlines()
     assert re.search(r"nothing at http://0\.0\.0\.0:\d+/v1, as soon", address)
     assert re.match(r"meshtrain: warning: .*0\.0\.0\.0.* a key", warning)
@@ -55,7 +60,17 @@ def model(tmp_path_factory):
 
 @pytest.mark.thorough
 def test_a_process_says_where_it_is_answers_and_ends_on_a_signal(model):
-    words = ["-m", "meshtrain.serve", str(model), "--port", "0", "--slots", "2", "--notice", "0"]
+    words = [
+        "-m",
+        "meshtrain.serve",
+        str(model),
+        "--port",
+        "0",
+        "--slots",
+        "2",
+        "--notice",
+        "0",
+    ]
     with serving(words, {"MESHTRAIN_API_KEY": "s3cret"}) as (process, address):
         assert urllib.request.urlopen(f"{address}/metrics", timeout=20).status == 200, (
             "while it loads"
@@ -77,12 +92,17 @@ def test_a_process_says_where_it_is_answers_and_ends_on_a_signal(model):
         process.send_signal(signal.SIGTERM)
         said = process.stderr.read()
         assert process.wait(30) == cli.DONE
-    assert said == "meshtrain: ending: 0 requests to finish; a second signal ends at once.\n"
+    assert (
+        said
+        == "meshtrain: ending: 0 requests to finish; a second signal ends at once.\n"
+    )
 
 
 @pytest.mark.thorough
 def test_a_signal_while_it_loads_ends_it(model):
-    with serving(["-m", "meshtrain.serve", str(model), "--port", "0", "--notice", "60"]) as (
+    with serving(
+        ["-m", "meshtrain.serve", str(model), "--port", "0", "--notice", "60"]
+    ) as (
         process,
         address,
     ):

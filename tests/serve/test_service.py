@@ -28,14 +28,22 @@ def status(busy=1, waiting=0, **times):
         (status(last_step=5), 95, False, "ready"),  # and then something
         (status(last_step=95, turn_began=80), 50, False, "stuck"),
         (status(last_step=5, turn_began=80, compiling=True), 50, False, "ready"),
-        (status(busy=0, last_step=99, broken="the device's program failed."), 50, False, "broken"),
+        (
+            status(busy=0, last_step=99, broken="the device's program failed."),
+            50,
+            False,
+            "broken",
+        ),
         (status(last_step=80), 50, True, "draining"),
         (None, 0, True, "draining"),
     ],
 )
 def test_the_verdict_follows_from_the_last_step(status, begun, draining, expected):
     found = verdict(status, begun, draining, stuck_after=10, now=100)
-    assert (found.state, found.status) == (expected, 200 if expected == "ready" else 503)
+    assert (found.state, found.status) == (
+        expected,
+        200 if expected == "ready" else 503,
+    )
     assert found.why.endswith(".")
 
 
@@ -74,7 +82,10 @@ def test_a_device_that_fails_again_and_again_is_broken():
             assert server.completion().status_code == 500
         assert server.client.get("/health").json()["status"] == "broken"
         refused = server.completion()
-        assert refused.status_code == 503 and "on fire" in refused.json()["error"]["message"]
+        assert (
+            refused.status_code == 503
+            and "on fire" in refused.json()["error"]["message"]
+        )
 
 
 def test_a_text_that_the_tokenizer_cannot_read_is_the_requests_fault():

@@ -13,7 +13,13 @@ from meshtrain.generate.request import Request
 from meshtrain.serve.app import application
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
-BODY = {"model": "fake", "prompt": "abc", "max_tokens": 6, "temperature": 0, "stream": True}
+BODY = {
+    "model": "fake",
+    "prompt": "abc",
+    "max_tokens": 6,
+    "temperature": 0,
+    "stream": True,
+}
 
 
 def events(text: str) -> list:
@@ -34,12 +40,22 @@ def test_a_streamed_completion_is_the_whole_one_in_pieces():
         assert answer.headers["x-accel-buffering"] == "no"
         found = events(answer.text)
         assert len(found) > 2 and len({each["id"] for each in found}) == 1
-        assert all("usage" not in each and each["object"] == "text_completion" for each in found)
+        assert all(
+            "usage" not in each and each["object"] == "text_completion"
+            for each in found
+        )
         said = [each["choices"][0] for each in found]
-        assert "".join(each["text"] for each in said) == bytes(continuation(b"abc", 6)).decode()
-        assert [each["finish_reason"] for each in said] == [None] * (len(said) - 1) + ["length"]
+        assert (
+            "".join(each["text"] for each in said)
+            == bytes(continuation(b"abc", 6)).decode()
+        )
+        assert [each["finish_reason"] for each in said] == [None] * (len(said) - 1) + [
+            "length"
+        ]
         # offsets go on from chunk to chunk
-        assert [at for each in said for at in each["logprobs"]["text_offset"]] == list(range(6))
+        assert [at for each in said for at in each["logprobs"]["text_offset"]] == list(
+            range(6)
+        )
 
 
 def test_a_streamed_conversation_begins_with_the_role_of_each_answer_and_ends_with_what_it_took():
@@ -60,10 +76,18 @@ def test_a_streamed_conversation_begins_with_the_role_of_each_answer_and_ends_wi
             for each in found[:-1]
         )
         for index in (0, 1):
-            own = [each["choices"][0] for each in said if each["choices"][0]["index"] == index]
-            assert [each["finish_reason"] for each in own if each["finish_reason"]] == ["length"]
+            own = [
+                each["choices"][0]
+                for each in said
+                if each["choices"][0]["index"] == index
+            ]
+            assert [each["finish_reason"] for each in own if each["finish_reason"]] == [
+                "length"
+            ]
             text = "".join(each["delta"].get("content", "") for each in own)
-            tokens = [token["token"] for each in own for token in each["logprobs"]["content"]]
+            tokens = [
+                token["token"] for each in own for token in each["logprobs"]["content"]
+            ]
             assert len(text) == 4 and "".join(tokens) == text
 
 
@@ -79,7 +103,10 @@ def test_an_error_in_mid_stream_is_told_and_then_the_stream_ends():
     with fake() as server:
         server.pace.seconds = 0.005
         *_, last = events(asyncio.run(run(server)))
-        assert "on fire" in last["error"]["message"] and last["error"]["type"] == "server_error"
+        assert (
+            "on fire" in last["error"]["message"]
+            and last["error"]["type"] == "server_error"
+        )
         assert server.service.counted.requests["/v1/chat/completions", 500] == 1
         assert server.completion().status_code == 200
 
@@ -104,9 +131,14 @@ def test_a_stream_that_takes_too_long_is_told_so_and_ends():
 
 def test_what_goes_wrong_in_the_server_ends_a_stream_too(monkeypatch, capsys):
     with fake() as server:
-        monkeypatch.setattr("meshtrain.serve.answers.Completion.chunk", lambda *_: 1 / 0)
+        monkeypatch.setattr(
+            "meshtrain.serve.answers.Completion.chunk", lambda *_: 1 / 0
+        )
         (only,) = events(server.completion(**BODY).text)
-        assert only["error"]["code"] == "failed" and "division" not in only["error"]["message"]
+        assert (
+            only["error"]["code"] == "failed"
+            and "division" not in only["error"]["message"]
+        )
         assert "ZeroDivisionError" in capsys.readouterr().err
         server.until(lambda status: status.busy == 0)
 
@@ -116,9 +148,14 @@ def test_a_stream_that_has_no_room_is_an_error_and_no_stream():
         server.pace.hold()
         for busy, waiting in ((1, 0), (1, 1)):
             server.engine.submit(Request(np.array([1, 2]), 60), lambda piece: None)
-            server.until(lambda status, now=(busy, waiting): (status.busy, status.waiting) == now)
+            server.until(
+                lambda status, now=(busy, waiting): (status.busy, status.waiting) == now
+            )
         refused = server.completion(stream=True, n=1)
-        assert refused.status_code == 429 and refused.headers["content-type"] == "application/json"
+        assert (
+            refused.status_code == 429
+            and refused.headers["content-type"] == "application/json"
+        )
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -148,7 +185,9 @@ def test_a_client_that_goes_away_frees_its_slots_within_a_step(stream):
 
 def test_a_client_that_reads_slowly_holds_up_nobody_and_finds_the_rest_in_one_piece():
     async def run(server):
-        async with asking(application(server.service), CHAT, chat(max_tokens=50)) as asked:
+        async with asking(
+            application(server.service), CHAT, chat(max_tokens=50)
+        ) as asked:
             assert (await asked.read())["status"] == 200
             # the engine is through with it while the client has read one chunk
             while server.engine.status.tokens < 50 or server.engine.status.busy:

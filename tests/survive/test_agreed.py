@@ -19,7 +19,13 @@ def _plan(run: Path, number: int, **plan) -> None:
     path.write_bytes(
         encode(
             RestartPlan(
-                number, generation=1, leader="n0", wall=0.0, kind="start", reason="", **plan
+                number,
+                generation=1,
+                leader="n0",
+                wall=0.0,
+                kind="start",
+                reason="",
+                **plan,
             )
         )
     )
@@ -55,36 +61,54 @@ def test_a_damaged_plan_says_nothing(tmp_path, text):
     assert agreed.agreed(tmp_path, 0) is None
 
 
-@pytest.mark.parametrize("otherwise, code", [("0", 0), ("137", 1), ("2", 2), ("75", 75)])
+@pytest.mark.parametrize(
+    "otherwise, code", [("0", 0), ("137", 1), ("2", 2), ("75", 75)]
+)
 def test_the_command_falls_back_on_the_engines_code(tmp_path, otherwise, code):
-    assert agreed.main([str(tmp_path), "--after", "0", "--otherwise", otherwise]) == code
+    assert (
+        agreed.main([str(tmp_path), "--after", "0", "--otherwise", otherwise]) == code
+    )
     _plan(tmp_path, 1, state="over", code=3)
     assert agreed.main([str(tmp_path), "--after", "0", "--otherwise", otherwise]) == 3
-    assert agreed.main([str(tmp_path), "--after", "1", "--otherwise", otherwise]) == code
+    assert (
+        agreed.main([str(tmp_path), "--after", "1", "--otherwise", otherwise]) == code
+    )
 
 
 def test_the_command_prints_the_newest_number_alone(tmp_path):
     _plan(tmp_path, 12, state="running")
     words = [sys.executable, "-m", "meshtrain.survive.agreed", str(tmp_path)]
-    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == "12\n"
+    assert (
+        subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        == "12\n"
+    )
 
 
 # --- a run that was done before a supervisor began
 
 
 def done(run, step, kind="done", **sections):
-    return agreed.done_already([SimpleNamespace(kind=kind, step=step)], load(sections), run)
+    return agreed.done_already(
+        [SimpleNamespace(kind=kind, step=step)], load(sections), run
+    )
 
 
 @pytest.mark.parametrize(("patience", "is_done"), [(2, True), (3, False), (0, False)])
-def test_a_run_that_patience_ended_is_done_until_it_is_raised(tmp_path, patience, is_done):
+def test_a_run_that_patience_ended_is_done_until_it_is_raised(
+    tmp_path, patience, is_done
+):
     losses = "".join(
-        f'{{"step": {k}, "eval_loss": {loss}}}\n' for k, loss in ((1, 2.0), (2, 2.5), (3, 2.0))
+        f'{{"step": {k}, "eval_loss": {loss}}}\n'
+        for k, loss in ((1, 2.0), (2, 2.5), (3, 2.0))
     )
     (tmp_path / "metrics.jsonl").write_text(losses)
-    said = done(tmp_path, 3, eval={"every": 1, "patience": patience}, train={"steps": 9})
+    said = done(
+        tmp_path, 3, eval={"every": 1, "patience": patience}, train={"steps": 9}
+    )
     if is_done:
-        assert re.match(r".*step 3 by eval\.patience: .* 2 in a row .* 2\.0000, .*step 1$", said)
+        assert re.match(
+            r".*step 3 by eval\.patience: .* 2 in a row .* 2\.0000, .*step 1$", said
+        )
     else:
         assert said is None
 

@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from meshtrain.survive.child import MOST_SHOWN, TrainingProcess, _sweep, kill_left_behind
+from meshtrain.survive.child import (
+    MOST_SHOWN,
+    TrainingProcess,
+    _sweep,
+    kill_left_behind,
+)
 from meshtrain.survive.records import Node, Rank
 from tests.helpers.nodes import until
 
@@ -40,7 +45,9 @@ def child(tmp_path):
         one.close()
 
 
-def test_what_killed_supervisors_have_left_in_memory_is_removed_and_nothing_else(tmp_path):
+def test_what_killed_supervisors_have_left_in_memory_is_removed_and_nothing_else(
+    tmp_path,
+):
     for name in ("meshtrain-left", "meshtrain-held", "meshtrain-new", "others"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "lease").touch()
@@ -64,7 +71,11 @@ print(child.local, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     killed = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     local = Path(killed.stdout.strip())
     assert killed.returncode == -9 and (local / "lease").is_file()
@@ -90,22 +101,29 @@ def _swept(local):
 
 
 def test_a_lease_is_held_as_long_as_its_supervisor_lives(child):
-    with open(child("time.sleep(60)").local / "lease") as lease, pytest.raises(BlockingIOError):
+    with (
+        open(child("time.sleep(60)").local / "lease") as lease,
+        pytest.raises(BlockingIOError),
+    ):
         fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_the_process_of_a_silent_node_is_ended_if_it_is_the_one_of_its_record(child, tmp_path):
+def test_the_process_of_a_silent_node_is_ended_if_it_is_the_one_of_its_record(
+    child, tmp_path
+):
     one = child("os.kill(os.getpid(), signal.SIGSTOP)")
     until(lambda: one.look().proc == "T", "its stop")
     left = Node("n1", generation=3, rank=one.rank)
     assert not kill_left_behind(replace(left, generation=4), tmp_path.parent), (
         "a later one has its number"
     )
-    assert not kill_left_behind(replace(left, rank=Rank(1, one.process.pid)), tmp_path.parent)
-    assert not kill_left_behind(left, tmp_path), "of another run"
-    assert not kill_left_behind(replace(left, rank=Rank(0, os.getpid())), tmp_path.parent), (
-        "no training process"
+    assert not kill_left_behind(
+        replace(left, rank=Rank(1, one.process.pid)), tmp_path.parent
     )
+    assert not kill_left_behind(left, tmp_path), "of another run"
+    assert not kill_left_behind(
+        replace(left, rank=Rank(0, os.getpid())), tmp_path.parent
+    ), "no training process"
     assert not kill_left_behind(replace(left, rank=None), tmp_path.parent)
     assert one.ended() is None
     assert kill_left_behind(left, tmp_path.parent)
@@ -139,7 +157,8 @@ def test_who_ignores_sigterm_dies_with_all_that_it_has_started(child, tmp_path):
     one.kill()
     assert end_of(one).kind == "ended_by_us"
     until(
-        lambda: not any(is_alive(pid) for pid in group(one.process.pid)), "the end of its children"
+        lambda: not any(is_alive(pid) for pid in group(one.process.pid)),
+        "the end of its children",
     )
 
 
@@ -163,7 +182,9 @@ def test_children_of_one_that_ended_by_itself_are_ended_and_nobody_else_under_it
     assert len(group(one.process.pid)) == 1
     one.kill()
     until(lambda: not group(one.process.pid), "the end of its child")
-    monkeypatch.setattr(os, "killpg", lambda *_: pytest.fail("its number may be another's"))
+    monkeypatch.setattr(
+        os, "killpg", lambda *_: pytest.fail("its number may be another's")
+    )
     one.kill()
     monkeypatch.undo()
 
@@ -251,7 +272,11 @@ def test_much_output_and_lines_without_end_are_shown_as_they_come(child):
 def test_a_line_without_end_does_not_stop_what_is_shown(child):
     one = child("os.write(1, b'x' * 150_000 + b'\\nafter')")
     end_of(one)
-    assert [len(one.new_output()) for _ in range(3)] == [65536, 65536, 150_001 - 131_072]
+    assert [len(one.new_output()) for _ in range(3)] == [
+        65536,
+        65536,
+        150_001 - 131_072,
+    ]
     assert one.new_output(to_the_end=True) == b"after"
 
 
@@ -270,7 +295,10 @@ def test_the_run_directory_may_go_meanwhile(child, tmp_path):
 
 
 def test_what_cannot_be_started_leaves_nothing(tmp_path):
-    before, descriptors = set(Path("/dev/shm").iterdir()), len(os.listdir("/proc/self/fd"))
+    before, descriptors = (
+        set(Path("/dev/shm").iterdir()),
+        len(os.listdir("/proc/self/fd")),
+    )
     for command, files in (
         (["/no/such/program"], tmp_path),
         ([sys.executable], tmp_path / "missing"),
@@ -286,7 +314,12 @@ def test_it_dies_with_its_supervisor_even_if_that_went_first(tmp_path, monkeypat
     real = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: real + 1)
     one = TrainingProcess(
-        [sys.executable, "-ISc", "import time; time.sleep(1000)"], {}, tmp_path, 1, 0, 60.0
+        [sys.executable, "-ISc", "import time; time.sleep(1000)"],
+        {},
+        tmp_path,
+        1,
+        0,
+        60.0,
     )
     monkeypatch.undo()
     assert one.process.wait() == 1

@@ -70,13 +70,28 @@ def test_a_host_whose_name_is_its_own_alone_is_told(monkeypatch, capsys, address
 @pytest.mark.parametrize(
     ("option", "values"),
     [
-        ("--node", ["../x", "x" * 65, ".hidden", "-x", "a b", "ä", "a\nb", "n0\0", "$(reboot)"]),
+        (
+            "--node",
+            [
+                "../x",
+                "x" * 65,
+                ".hidden",
+                "-x",
+                "a b",
+                "ä",
+                "a\nb",
+                "n0\0",
+                "$(reboot)",
+            ],
+        ),
         ("--address", ["a b", "h\nx", "x" * 256, "h;reboot", "http://h", "ä"]),
     ],
 )
 def test_a_name_or_an_address_that_is_none(config, tmp_path, capsys, option, values):
     for value in values:
-        assert f"{option} is" in refused(capsys, "--config", str(config), f"{option}={value}")
+        assert f"{option} is" in refused(
+            capsys, "--config", str(config), f"{option}={value}"
+        )
     refused(capsys, "--config", str(config), "--node=")
     assert not (tmp_path / "run").exists()
 
@@ -122,7 +137,9 @@ def test_a_record_that_cannot_be_written_is_told_at_once(config, tmp_path, capsy
     run = tmp_path / "run"
     run.mkdir()
     (Store(run, "n0").root / "nodes" / "n0.json").mkdir()
-    assert "this node's record" in refused(capsys, "--config", str(config), "--node", "n0")
+    assert "this node's record" in refused(
+        capsys, "--config", str(config), "--node", "n0"
+    )
 
 
 # --- inject
@@ -152,10 +169,14 @@ def test_a_run_that_is_none_to_inject_into(run, tmp_path, capsys):
     Store(run.with_name("other"), "n0")
     assert "there are 2 supervised runs" in refused(capsys, "inject", "kill@3:0")
     run.chmod(0o777)
-    assert "can be written by everybody" in refused(capsys, "inject", "kill@3:0", str(run))
+    assert "can be written by everybody" in refused(
+        capsys, "inject", "kill@3:0", str(run)
+    )
     run.chmod(0o755)
     (run / "survive" / "inject").chmod(0o777)
-    assert "can be written by everybody" in refused(capsys, "inject", "kill@3:0", str(run))
+    assert "can be written by everybody" in refused(
+        capsys, "inject", "kill@3:0", str(run)
+    )
 
 
 def test_no_run_at_all(tmp_path, monkeypatch, capsys):
@@ -169,7 +190,9 @@ def test_a_fault_is_asked_for_once_more_under_a_name_of_its_own(run, capsys):
     assert main(["inject", "kill@3:0"]) == main(["inject", "kill@3:0", str(run)]) == 0
     assert main(["inject", "kill@3:0.2"]) == 0
     asked = sorted(os.listdir(run / "survive" / "inject"))
-    assert asked == ["kill@3:0", "kill@3:0.2", "kill@3:0.3"] and all(parse(name) for name in asked)
+    assert asked == ["kill@3:0", "kill@3:0.2", "kill@3:0.3"] and all(
+        parse(name) for name in asked
+    )
     capsys.readouterr()
     assert main(["inject", "--list"]) == 0
     assert capsys.readouterr().out.count("\n") == len(KINDS) == 32
@@ -179,7 +202,9 @@ def test_a_fault_is_asked_for_once_more_under_a_name_of_its_own(run, capsys):
 
 @pytest.mark.thorough
 def test_a_supervisor_without_an_output_is_none_the_worse(config, tmp_path):
-    command = f"exec {sys.executable} -m meshtrain.survive --config {config} --node ../x"
+    command = (
+        f"exec {sys.executable} -m meshtrain.survive --config {config} --node ../x"
+    )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     found = subprocess.run(
         ["sh", "-c", f"{command} >&- 2>&-"], env=environment, capture_output=True
@@ -187,7 +212,9 @@ def test_a_supervisor_without_an_output_is_none_the_worse(config, tmp_path):
     assert (found.returncode, found.stdout, found.stderr) == (2, b"", b"")
 
 
-def test_flags_of_the_cluster_are_set_where_the_node_has_none_of_its_own(monkeypatch, capsys):
+def test_flags_of_the_cluster_are_set_where_the_node_has_none_of_its_own(
+    monkeypatch, capsys
+):
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=/x")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     _set_flags(load({"mesh": {"tensor": 4, "pipeline": 4}}), "h100")

@@ -8,11 +8,21 @@ import pytest
 
 from meshtrain.survive.decide import DAY, LOCKED, QUARANTINE, STEADY, decide
 from meshtrain.survive.detectors import ORDER
-from meshtrain.survive.records import Node, ProcessEnd, Rank, RestartPlan, SupervisorOptions
+from meshtrain.survive.records import (
+    Node,
+    ProcessEnd,
+    Rank,
+    RestartPlan,
+    SupervisorOptions,
+)
 
 NAMES = ["n0", "n1", "n2", "n3"]
 OPTIONS = SupervisorOptions(
-    used=lambda n: n if n else None, wanted=4, least=2, step_timeout=8.0, node_timeout=6.0
+    used=lambda n: n if n else None,
+    wanted=4,
+    least=2,
+    step_timeout=8.0,
+    node_timeout=6.0,
 )
 NOW = 1e9
 
@@ -45,7 +55,10 @@ def node(number: int, **what) -> Node:
         "host": f"h{number}",
     }
     return Node(
-        f"n{number}", incarnation=f"i{number}", rank=rank(number, **of_rank), **given | what
+        f"n{number}",
+        incarnation=f"i{number}",
+        rank=rank(number, **of_rank),
+        **given | what,
     )
 
 
@@ -56,7 +69,10 @@ def ended(number: int, exit: int, kind: str, **what) -> Node:
         "ranks": what.pop("ranks", []),
     }
     return node(
-        number, state="ended", end=ProcessEnd(exit, kind, **words), **{"ended_for": 100.0} | what
+        number,
+        state="ended",
+        end=ProcessEnd(exit, kind, **words),
+        **{"ended_for": 100.0} | what,
     )
 
 
@@ -77,7 +93,9 @@ def plan(state: str = "running", **what) -> RestartPlan:
     return RestartPlan(state=state, **given | what)
 
 
-def fault(kind: str, *blamed: str, step: int = 10, wall: float = NOW - 60) -> RestartPlan:
+def fault(
+    kind: str, *blamed: str, step: int = 10, wall: float = NOW - 60
+) -> RestartPlan:
     """A plan of the past: a generation that formed because of a fault."""
     return plan("forming", kind=kind, blamed=list(blamed), step=step, wall=wall)
 
@@ -88,9 +106,13 @@ def decided(
     history: tuple[RestartPlan, ...] | list[RestartPlan] = (),
     **options,
 ):
-    nodes = {n.name: n for n in [node(k) for k in range(4)]} | {n.name: n for n in changed}
+    nodes = {n.name: n for n in [node(k) for k in range(4)]} | {
+        n.name: n for n in changed
+    }
     ordered = sorted(nodes.values(), key=lambda n: n.name)
-    return decide(NOW, ordered, of or plan(), history, dataclasses.replace(OPTIONS, **options))
+    return decide(
+        NOW, ordered, of or plan(), history, dataclasses.replace(OPTIONS, **options)
+    )
 
 
 def test_nodes_that_differ_are_refused_when_a_run_begins_and_left_out_when_it_goes_on():
@@ -101,13 +123,17 @@ def test_nodes_that_differ_are_refused_when_a_run_begins_and_left_out_when_it_go
     found = decided(stranger, *others, of=start)
     assert (found.verdict, found.code, found.kind) == ("over", 2, "refused")
     assert "jax is 2 on n3" in found.reason
-    assert decided(stranger, *others, of=plan("forming", kind="lost", age=1.0)).members == (
+    assert decided(
+        stranger, *others, of=plan("forming", kind="lost", age=1.0)
+    ).members == (
         "n0",
         "n1",
         "n2",
     )
     for age in (1.0, OPTIONS.join_timeout):
-        found = decided(stranger, *others, of=plan("forming", kind="lost", age=age), least=4)
+        found = decided(
+            stranger, *others, of=plan("forming", kind="lost", age=age), least=4
+        )
         assert found.verdict in ("wait", "over")
         assert f"4 are needed; {differs}" in found.reason
     three = plan(members=NAMES[:3], incarnations=["i0", "i1", "i2"])
@@ -119,14 +145,26 @@ def test_nodes_that_differ_are_refused_when_a_run_begins_and_left_out_when_it_go
     ("changed", "kind", "blamed"),
     [
         ([ended(3, -9, "signal")], "signal", ("n3",)),
-        ([ended(3, -9, "signal"), ended(0, 73, "peer"), ended(1, -6, "peer")], "signal", ("n3",)),
+        (
+            [ended(3, -9, "signal"), ended(0, 73, "peer"), ended(1, -6, "peer")],
+            "signal",
+            ("n3",),
+        ),
         ([ended(3, -9, "signal"), ended(1, -11, "signal")], "signal", ("n1", "n3")),
-        ([node(2, age=7.0), ended(0, 73, "peer"), ended(1, 73, "peer")], "lost", ("n2",)),
+        (
+            [node(2, age=7.0), ended(0, 73, "peer"), ended(1, 73, "peer")],
+            "lost",
+            ("n2",),
+        ),
         ([node(0, age=7.0)], "lost", ("n0",)),
         ([dataclasses.replace(node(1), incarnation="another")], "lost", ("n1",)),
         ([node(2, phase="data", phase_age=9.0, proc="T")], "frozen", ("n2",)),
         ([node(2, phase="data", phase_age=9.0, proc="D")], "uninterruptible", ("n2",)),
-        ([node(2, phase="log", step=9, phase_age=9.0, alive_age=8.0, proc="R")], "gil", ("n2",)),
+        (
+            [node(2, phase="log", step=9, phase_age=9.0, alive_age=8.0, proc="R")],
+            "gil",
+            ("n2",),
+        ),
         ([node(2, phase="data", phase_age=9.0)], "stuck", ("n2",)),
         ([node(2, phase="log", step=9, phase_age=9.0)], "stuck", ("n2",)),
         ([node(k, phase_age=9.0) for k in range(4)], "collective", ()),
@@ -142,7 +180,9 @@ def test_nodes_that_differ_are_refused_when_a_run_begins_and_left_out_when_it_go
         ([ended(0, 1, "port"), ended(1, 73, "peer")], "port", ()),
     ],
 )
-def test_the_cause_is_found_among_its_effects_and_the_right_nodes_are_blamed(changed, kind, blamed):
+def test_the_cause_is_found_among_its_effects_and_the_right_nodes_are_blamed(
+    changed, kind, blamed
+):
     found = decided(*changed)
     assert (found.verdict, found.kind, found.blamed) == ("form", kind, blamed)
     assert found.kind in ORDER and found.reason
@@ -159,7 +199,9 @@ def test_effects_alone_wait_for_their_cause_to_show():
     found = decided(*effects)
     assert (found.verdict, found.kind, found.blamed) == ("form", "peer", ())
     # Nobody is left to be the cause.
-    assert decided(*[ended(k, 73, "peer", ended_for=0.2) for k in range(4)]).kind == "peer"
+    assert (
+        decided(*[ended(k, 73, "peer", ended_for=0.2) for k in range(4)]).kind == "peer"
+    )
 
 
 def test_who_was_killed_at_the_same_moment_is_named_too():
@@ -175,16 +217,27 @@ def test_who_was_killed_at_the_same_moment_is_named_too():
 def test_a_phase_has_its_own_time():
     # The others wait for it, rightly.
     assert decided(node(0, phase="save", step=10, phase_age=100.0)).verdict == "go on"
-    assert decided(*[node(k, phase="save", phase_age=601.0) for k in range(4)]).kind == "collective"
     assert (
-        decided(*[node(k, phase="compile", step=0, phase_age=3000.0) for k in range(4)]).verdict
+        decided(*[node(k, phase="save", phase_age=601.0) for k in range(4)]).kind
+        == "collective"
+    )
+    assert (
+        decided(
+            *[node(k, phase="compile", step=0, phase_age=3000.0) for k in range(4)]
+        ).verdict
         == "go on"
     )
     assert (
-        decided(*[node(k, phase="wait", step=0, phase_age=500.0) for k in range(4)]).verdict
+        decided(
+            *[node(k, phase="wait", step=0, phase_age=500.0) for k in range(4)]
+        ).verdict
         == "go on"
     )
-    for age, pace, verdict in ((70.0, 10.0, "go on"), (101.0, 10.0, "form"), (59.0, 0.1, "go on")):
+    for age, pace, verdict in (
+        (70.0, 10.0, "go on"),
+        (101.0, 10.0, "form"),
+        (59.0, 0.1, "go on"),
+    ):
         assert (
             decided(
                 *[node(k, phase_age=age, pace=pace) for k in range(4)], step_timeout=0.0
@@ -214,8 +267,14 @@ def test_a_hang_is_named_with_rank_host_step_phase_stack_and_collectives():
     [
         ([ended(k, 0, "ok") for k in range(4)], ("over", "done", 0)),
         ([ended(k, 0, "ok") for k in range(3)], ("go on", "", 0)),
-        ([ended(k, 75, "stopped", leaving=True) for k in range(4)], ("over", "stopped", 75)),
-        ([ended(k, 75, "stopped", leaving=k == 1) for k in range(4)], ("form", "preempted", 0)),
+        (
+            [ended(k, 75, "stopped", leaving=True) for k in range(4)],
+            ("over", "stopped", 75),
+        ),
+        (
+            [ended(k, 75, "stopped", leaving=k == 1) for k in range(4)],
+            ("form", "preempted", 0),
+        ),
         ([ended(0, 2, "config"), ended(1, 73, "peer")], ("over", "refused", 2)),
     ],
 )
@@ -238,11 +297,17 @@ def test_a_loop_is_given_up_at_the_third_time_and_progress_forgives():
     twice = [fault("signal", "n1", step=10), fault("error", "n2", step=10)]
     assert decided(ended(3, -9, "signal"), history=twice).code == 3
     assert (
-        decided(ended(3, -9, "signal", step=11), node(0, step=11), history=twice).verdict == "form"
+        decided(
+            ended(3, -9, "signal", step=11), node(0, step=11), history=twice
+        ).verdict
+        == "form"
     )
     assert decided(ended(3, -9, "signal"), history=twice[:1]).verdict == "form"
     # However far the others have come.
-    assert decided(ended(3, -9, "signal", step=10), node(0, step=11), history=twice).code == 3
+    assert (
+        decided(ended(3, -9, "signal", step=10), node(0, step=11), history=twice).code
+        == 3
+    )
 
 
 def test_restarts_are_counted_for_a_day():
@@ -250,13 +315,17 @@ def test_restarts_are_counted_for_a_day():
     assert decided(ended(3, -9, "signal"), history=past, restarts=3).code == 3
     for change in ({"wall": NOW - DAY - 1}, {"kind": "preempted"}):
         other = [dataclasses.replace(p, **change) for p in past]
-        assert decided(ended(3, -9, "signal"), history=other, restarts=3).verdict == "form"
+        assert (
+            decided(ended(3, -9, "signal"), history=other, restarts=3).verdict == "form"
+        )
 
 
 def test_a_first_generation_that_cannot_begin_is_not_tried_again_unless_it_was_killed():
     def first(exit: int, kind: str, history: list[RestartPlan]) -> tuple[str, int]:
         others = [node(k, step=0, phase="init") for k in (0, 2, 3)]
-        found = decided(ended(1, exit, kind, step=0, start=None), *others, history=history)
+        found = decided(
+            ended(1, exit, kind, step=0, start=None), *others, history=history
+        )
         return found.verdict, found.code
 
     assert first(1, "error", []) == ("over", 3)
@@ -291,7 +360,9 @@ def test_a_node_is_quarantined_at_its_second_strike_and_a_sick_one_at_the_first(
     twice = [fault("stuck", "n3", step=1), fault("error", "n3", step=2)]
     third = decided(ended(3, -9, "signal", step=12), history=twice)
     assert third.quarantined == {"n3": NOW + 2 * QUARANTINE}
-    assert decided(ended(1, 71, "sick", ranks=[2])).quarantined == {"n2": NOW + QUARANTINE}
+    assert decided(ended(1, 71, "sick", ranks=[2])).quarantined == {
+        "n2": NOW + QUARANTINE
+    }
     assert not decided(ended(0, 73, "lock"), history=[fault("lock")]).quarantined
 
 
@@ -301,10 +372,16 @@ def test_the_lock_of_a_run_is_tried_again_soon_and_for_nothing_but_not_without_e
     assert (found.verdict, found.delay, found.quarantined) == ("form", LOCKED, None)
     # Neither a restart nor a step towards a loop.
     assert (
-        decided(ended(3, -9, "signal", step=12), history=[fault("lock", step=10)] * 30).delay == 0.0
+        decided(
+            ended(3, -9, "signal", step=12), history=[fault("lock", step=10)] * 30
+        ).delay
+        == 0.0
     )
     found = decided(locked, history=[*others, *[fault("lock", step=10)] * 61])
-    assert (found.verdict, found.code) == ("over", 75) and "run again to go on" in found.reason
+    assert (found.verdict, found.code) == (
+        "over",
+        75,
+    ) and "run again to go on" in found.reason
     assert decided(locked, history=[fault("lock", step=3)] * 61).verdict == "form"
 
 
@@ -316,7 +393,9 @@ def forming(*, kind: str = "signal", age: float = 1.0, **what) -> RestartPlan:
 
 
 def idle(number: int, acked: int = 2, **what) -> Node:
-    return dataclasses.replace(node(number, state="idle", acked=acked, **what), rank=None)
+    return dataclasses.replace(
+        node(number, state="idle", acked=acked, **what), rank=None
+    )
 
 
 def four(**what) -> list[Node]:
@@ -352,15 +431,22 @@ def test_a_generation_forms_only_once_no_live_node_has_a_process_of_the_one_befo
 def test_the_quarantined_stand_back_as_long_as_the_others_are_enough():
     q = {"n1": NOW + 10}
     assert decided(*four(), of=forming(quarantined=q)).members == ("n0", "n2", "n3")
-    assert decided(*four(), of=forming(quarantined={"n1": NOW - 1})).members == tuple(NAMES)
+    assert decided(*four(), of=forming(quarantined={"n1": NOW - 1})).members == tuple(
+        NAMES
+    )
     assert decided(*four(), of=forming(quarantined=q), least=4).members == tuple(NAMES)
 
 
 def test_a_run_begins_when_all_are_there_or_after_a_time_with_fewer_but_not_with_too_few():
     three = [*four()[:3], idle(3, age=float("inf"))]
     assert decided(*three, of=forming(kind="start")).verdict == "wait"
-    assert decided(*three, of=forming(kind="start", age=301.0)).members == ("n0", "n1", "n2")
-    assert decided(*three, of=forming()).members == ("n0", "n1", "n2")  # after a fault nobody waits
+    assert decided(*three, of=forming(kind="start", age=301.0)).members == (
+        "n0",
+        "n1",
+        "n2",
+    )
+    # After a fault nobody waits
+    assert decided(*three, of=forming()).members == ("n0", "n1", "n2")
     one = [idle(0), *[idle(k, age=float("inf")) for k in (1, 2, 3)]]
     assert decided(*one, of=forming()).verdict == "wait"
     found = decided(*one, of=forming(age=301.0))
@@ -370,7 +456,9 @@ def test_a_run_begins_when_all_are_there_or_after_a_time_with_fewer_but_not_with
 def test_spares_take_the_place_of_the_lost_and_numbers_are_computed_elsewhere():
     def members(*nodes: Node, **what) -> tuple[str, ...]:
         return decided(
-            *nodes, of=forming(members=NAMES[:3], **what), used=lambda n: min(n, 3) or None
+            *nodes,
+            of=forming(members=NAMES[:3], **what),
+            used=lambda n: min(n, 3) or None,
         ).members
 
     assert members(*four()) == ("n0", "n1", "n2")
@@ -382,7 +470,9 @@ def test_spares_take_the_place_of_the_lost_and_numbers_are_computed_elsewhere():
         and "n3" in turned
     )
     same = decided(*four(), of=forming(kind="numbers")).members
-    assert sorted(same) == NAMES and all(a != b for a, b in zip(same, NAMES, strict=True))
+    assert sorted(same) == NAMES and all(
+        a != b for a, b in zip(same, NAMES, strict=True)
+    )
 
 
 def test_a_node_that_returns_is_taken_in_once_it_is_steady_and_of_use():
@@ -392,7 +482,9 @@ def test_a_node_that_returns_is_taken_in_once_it_is_steady_and_of_use():
     assert (found.verdict, found.kind) == ("stop", "grow")
     assert decided(idle(3), of=smaller, used=lambda n: min(n, 3)).verdict == "go on"
     assert (
-        decided(idle(3), of=dataclasses.replace(smaller, quarantined={"n3": NOW + 5})).verdict
+        decided(
+            idle(3), of=dataclasses.replace(smaller, quarantined={"n3": NOW + 5})
+        ).verdict
         == "go on"
     )
     stopping = dataclasses.replace(smaller, state="stopping", kind="grow")
@@ -425,12 +517,17 @@ def test_an_end_that_the_plan_asked_for_is_no_finding(end):
         [ended(k, **end) for k in (0, 2, 3)],
     ):
         found = decided(ended(1, **end), *others, of=stopping, history=past)
-        assert (found.verdict, found.kind, found.reason) == ("form", "grow", "n4 can take part")
+        assert (found.verdict, found.kind, found.reason) == (
+            "form",
+            "grow",
+            "n4 can take part",
+        )
         assert (found.blamed, found.delay, found.quarantined) == ((), 0.0, None)
 
 
 @pytest.mark.parametrize(
-    ("exit", "kind"), [(-9, "signal"), (-11, "signal"), (1, "error"), (71, "sick"), (70, "numbers")]
+    ("exit", "kind"),
+    [(-9, "signal"), (-11, "signal"), (1, "error"), (71, "sick"), (70, "numbers")],
 )
 def test_a_fault_while_the_plan_stops_all_is_one(exit, kind):
     stopping = plan("stopping", kind="grow", reason="n4 can take part")
@@ -464,19 +561,31 @@ def test_who_leaves_is_not_waited_for_but_its_process_is():
     leaving = idle(3, acked=1, leaving=True)
     assert decided(*four()[:3], leaving, of=forming()).members == ("n0", "n1", "n2")
     found = decided(
-        *four()[:3], dataclasses.replace(leaving, state="running", generation=1), of=forming()
+        *four()[:3],
+        dataclasses.replace(leaving, state="running", generation=1),
+        of=forming(),
     )
     assert found.verdict == "wait" and "n3" in found.reason
 
 
 def test_a_run_whose_nodes_are_all_asked_to_go_while_it_forms_is_over():
     found = decided(*four(leaving=True), of=forming(step=7))
-    assert (found.verdict, found.code, found.kind, found.step) == ("over", 75, "stopped", 7)
-    assert decided(*four(leaving=True)[:3], idle(3, age=9.0), of=forming()).verdict == "over"
+    assert (found.verdict, found.code, found.kind, found.step) == (
+        "over",
+        75,
+        "stopped",
+        7,
+    )
+    assert (
+        decided(*four(leaving=True)[:3], idle(3, age=9.0), of=forming()).verdict
+        == "over"
+    )
     assert decided(*four(leaving=True)[:3], idle(3), of=forming()).verdict == "wait"
     gone = [node(k, state="ended", leaving=True) for k in range(4)]
     assert decided(*gone, of=forming(age=0.0)).code == 75
-    assert decided(*gone[:3], node(3, leaving=True), of=forming(age=0.0)).verdict == "wait"
+    assert (
+        decided(*gone[:3], node(3, leaving=True), of=forming(age=0.0)).verdict == "wait"
+    )
 
 
 @pytest.mark.parametrize(
@@ -516,6 +625,11 @@ def test_it_is_a_pure_function_of_what_it_is_given():
     random.seed(1)
     nodes = [ended(3, -9, "signal"), node(0), node(2, phase_age=9.0), node(1)]
     assert (
-        len({repr(decide(NOW, random.sample(nodes, 4), plan(), [], OPTIONS)) for _ in range(24)})
+        len(
+            {
+                repr(decide(NOW, random.sample(nodes, 4), plan(), [], OPTIONS))
+                for _ in range(24)
+            }
+        )
         == 1
     )

@@ -6,9 +6,17 @@ import random
 import pytest
 
 from meshtrain.survive.detectors import PHASES, TIMEOUTS, hung, timeout
-from meshtrain.survive.records import Node, ProcessEnd, Rank, RestartPlan, SupervisorOptions
+from meshtrain.survive.records import (
+    Node,
+    ProcessEnd,
+    Rank,
+    RestartPlan,
+    SupervisorOptions,
+)
 
-OPTIONS = SupervisorOptions(used=lambda n: n, wanted=4, step_timeout=8.0, node_timeout=6.0)
+OPTIONS = SupervisorOptions(
+    used=lambda n: n, wanted=4, step_timeout=8.0, node_timeout=6.0
+)
 PLAN = RestartPlan(
     2,
     1,
@@ -23,7 +31,14 @@ PLAN = RestartPlan(
 
 
 def node(number: int, **what) -> Node:
-    given = {"proc": "S", "step": 10, "phase": "wait", "phase_age": 1.0, "pace": 0.5, "start": 0}
+    given = {
+        "proc": "S",
+        "step": 10,
+        "phase": "wait",
+        "phase_age": 1.0,
+        "pace": 0.5,
+        "start": 0,
+    }
     return Node(
         f"n{number}",
         "i",
@@ -40,15 +55,22 @@ def four(**what) -> list[Node]:
 
 def ended(number: int, exit: int) -> Node:
     return dataclasses.replace(
-        node(number, phase="end"), state="ended", end=ProcessEnd(exit, "ok", "ended", 10)
+        node(number, phase="end"),
+        state="ended",
+        end=ProcessEnd(exit, "ok", "ended", 10),
     )
 
 
 @pytest.mark.parametrize("exit", [0, 75])
 def test_who_does_not_end_while_the_others_have_is_found(exit):
     late = node(2, phase="end", phase_age=TIMEOUTS["end"] + 1)
-    (found,) = hung([ended(0, exit), ended(1, exit), late, ended(3, exit)], PLAN, OPTIONS)
-    assert (found.kind, found.blamed) == ("stuck", ("n2",)) and "rank 2" in found.sentence
+    (found,) = hung(
+        [ended(0, exit), ended(1, exit), late, ended(3, exit)], PLAN, OPTIONS
+    )
+    assert (found.kind, found.blamed) == (
+        "stuck",
+        ("n2",),
+    ) and "rank 2" in found.sentence
     assert not hung([ended(0, exit), node(1), node(2), node(3)], PLAN, OPTIONS)
 
 
@@ -57,7 +79,9 @@ def test_nobody_is_judged_while_a_member_has_not_begun():
     assert hung(late, PLAN, OPTIONS)
     assert not hung([*late[:3], None], PLAN, OPTIONS)
     assert not hung([*late[:3], dataclasses.replace(late[3], rank=None)], PLAN, OPTIONS)
-    assert not hung([*late[:3], dataclasses.replace(late[3], generation=0)], PLAN, OPTIONS)
+    assert not hung(
+        [*late[:3], dataclasses.replace(late[3], generation=0)], PLAN, OPTIONS
+    )
 
 
 def test_the_phases_of_a_step_follow_the_option_and_the_others_have_their_own():
@@ -77,7 +101,9 @@ def test_the_phases_of_a_step_follow_the_option_and_the_others_have_their_own():
 def test_the_age_of_a_record_counts_up_to_a_beat_since_silence_is_the_supervisors():
     def found(phase_age: float, age: float):
         return hung(
-            [dataclasses.replace(n, age=age) for n in four(phase_age=phase_age)], PLAN, OPTIONS
+            [dataclasses.replace(n, age=age) for n in four(phase_age=phase_age)],
+            PLAN,
+            OPTIONS,
         )
 
     beat = OPTIONS.heartbeat
@@ -89,12 +115,16 @@ def test_the_age_of_a_record_counts_up_to_a_beat_since_silence_is_the_supervisor
 def test_of_many_late_ranks_the_one_that_is_behind_is_named():
     dice = random.Random(0)
     for _ in range(300):
-        places = sorted((dice.randrange(8, 11), dice.choice(PHASES[5:-1])) for _ in range(3))
+        places = sorted(
+            (dice.randrange(8, 11), dice.choice(PHASES[5:-1])) for _ in range(3)
+        )
         places.append((7, dice.choice(("log", "data", "dispatch", "wait"))))
         ranks = [{"step": step, "phase": phase} for step, phase in places]
         dice.shuffle(ranks)
         behind = next(k for k, r in enumerate(ranks) if r["step"] == 7)
-        faults = hung([node(k, phase_age=700.0, **r) for k, r in enumerate(ranks)], PLAN, OPTIONS)
+        faults = hung(
+            [node(k, phase_age=700.0, **r) for k, r in enumerate(ranks)], PLAN, OPTIONS
+        )
         assert [f.blamed for f in faults] == [(f"n{behind}",)]
 
 
@@ -107,12 +137,15 @@ def test_a_frozen_rank_is_named_within_the_time_of_a_silent_node_in_every_phase(
             node(2),
             node(3),
         ]
-        return hung([*nodes[:3], dataclasses.replace(nodes[3], generation=0)], PLAN, OPTIONS)
+        return hung(
+            [*nodes[:3], dataclasses.replace(nodes[3], generation=0)], PLAN, OPTIONS
+        )
 
     (fault,) = found(6.5)
     assert (fault.kind, fault.blamed) == ("frozen", ("n1",))
     assert (
-        f"is frozen (SIGSTOP) (phase {phase})" in fault.sentence and "for 6.5 s" in fault.sentence
+        f"is frozen (SIGSTOP) (phase {phase})" in fault.sentence
+        and "for 6.5 s" in fault.sentence
     )
     assert found(0.0), "stopped before its first heartbeat"
     # Stopped and let go in turns it lives, as one does that is at work.

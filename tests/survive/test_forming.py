@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from meshtrain.config import Config, ConfigError, SurviveConfig, check, load, resolve, to_yaml
+from meshtrain.config import (
+    Config,
+    ConfigError,
+    SurviveConfig,
+    check,
+    load,
+    resolve,
+    to_yaml,
+)
 from meshtrain.config.follow import microbatch_rows, padded_batch_size, put
 from meshtrain.config.mesh import MeshConfig
 from meshtrain.plan import named, plan
@@ -30,7 +38,10 @@ def run_of(mesh: dict[str, int], batch: int, wanted: int, **others: Any) -> Conf
         "survive": {"wanted": wanted},
     }
     return load(
-        {name: {**values.get(name, {}), **others.get(name, {})} for name in {**values, **others}}
+        {
+            name: {**values.get(name, {}), **others.get(name, {})}
+            for name in {**values, **others}
+        }
     )
 
 
@@ -51,9 +62,14 @@ def apart_from_survive(config: Config) -> Config:
     ("cut", "rows", "more", "microbatches"),
     [(16, 1035, "1.1%", 23), (64, 1035, "1.1%", 69), (32, 1050, "2.5%", 35)],
 )
-def test_one_node_of_128_costs_8_nodes_and_hardly_any_rows(cut, rows, more, microbatches):
+def test_one_node_of_128_costs_8_nodes_and_hardly_any_rows(
+    cut, rows, more, microbatches
+):
     config = run_of(
-        {"data": 16, "tensor": 8, "pipeline": 8}, 1024, 128, parallel={"microbatches": cut}
+        {"data": 16, "tensor": 8, "pipeline": 8},
+        1024,
+        128,
+        parallel={"microbatches": cut},
     )
     found = on(config, 127)
     idle, padding, cuts = found.sentence.split(", ")
@@ -63,7 +79,10 @@ def test_one_node_of_128_costs_8_nodes_and_hardly_any_rows(cut, rows, more, micr
         f"microbatches {microbatches} in place of {cut}",
     )
     assert (found.config.mesh.devices, padded_batch_size(found.config)) == (960, rows)
-    assert found.config.train.uneven_batch == "pad" and found.config.train.global_batch_size == 1024
+    assert (
+        found.config.train.uneven_batch == "pad"
+        and found.config.train.global_batch_size == 1024
+    )
 
 
 def shapes(count: int) -> Iterator[tuple[Config, int, int]]:
@@ -78,18 +97,34 @@ def shapes(count: int) -> Iterator[tuple[Config, int, int]]:
         )
         each, islands = draw.choice([1, 2, 4, 8]), draw.choice([1, 1, 2, 3, 4])
         wanted, left = divmod(data * tensor * stages, each)
-        name = draw.choice([name for name in SCHEDULES if SCHEDULES[name].chunks in (None, 1, 2)])
+        name = draw.choice(
+            [name for name in SCHEDULES if SCHEDULES[name].chunks in (None, 1, 2)]
+        )
         cut, pads = draw.randint(1, 12), draw.random() < 0.3
-        batch = draw.randint(data, 40 * data) if pads else data * cut * draw.randint(1, 9)
+        batch = (
+            draw.randint(data, 40 * data) if pads else data * cut * draw.randint(1, 9)
+        )
         batching = draw.choice(["window", "budget"])
         fewest = -(-tensor * stages // each)
         if left or wanted < fewest or data % islands:
             continue
         chosen = put(
             base,
-            mesh={"data": data, "tensor": tensor, "pipeline": stages, "islands": islands},
-            parallel={"microbatches": cut, "schedule": name, "zero_stage": draw.randint(0, 3)},
-            train={"global_batch_size": batch, "uneven_batch": "pad" if pads else "refuse"},
+            mesh={
+                "data": data,
+                "tensor": tensor,
+                "pipeline": stages,
+                "islands": islands,
+            },
+            parallel={
+                "microbatches": cut,
+                "schedule": name,
+                "zero_stage": draw.randint(0, 3),
+            },
+            train={
+                "global_batch_size": batch,
+                "uneven_batch": "pad" if pads else "refuse",
+            },
             data={"batching": batching},
             survive={"wanted": wanted, "most": wanted + draw.randint(0, 3)},
         )
@@ -118,7 +153,11 @@ def test_thousands_of_shapes_are_legal_fit_and_never_grow_a_microbatch():
     shrunk = grown = 0
     for config, nodes, each in shapes(1500):
         found = on(config, nodes)
-        mesh, before, most = found.config.mesh, config.mesh, min(nodes, config.survive.most)
+        mesh, before, most = (
+            found.config.mesh,
+            config.mesh,
+            min(nodes, config.survive.most),
+        )
         assert (mesh.tensor, mesh.pipeline) == (before.tensor, before.pipeline)
         assert (
             mesh.devices <= found.nodes * each <= most * each
@@ -135,9 +174,14 @@ def test_thousands_of_shapes_are_legal_fit_and_never_grow_a_microbatch():
         parallel = dataclasses.replace(
             found.config.parallel, microbatches=config.parallel.microbatches
         )
-        back = dataclasses.replace(found.config, mesh=before, parallel=parallel, train=config.train)
+        back = dataclasses.replace(
+            found.config, mesh=before, parallel=parallel, train=config.train
+        )
         assert back == apart_from_survive(config)
-        shrunk, grown = shrunk + (mesh.data < before.data), grown + (mesh.data > before.data)
+        shrunk, grown = (
+            shrunk + (mesh.data < before.data),
+            grown + (mesh.data > before.data),
+        )
     assert shrunk > 500 and grown > 40
 
 
@@ -178,7 +222,14 @@ def test_islands_stay_equally_large_and_keep_the_most_ranks(
             9,
             (8, 2),
         ),
-        ({"data": 4, "islands": 2}, 64, 4, {"survive": {"wanted": 4, "most": 7}}, 7, (6, 2)),
+        (
+            {"data": 4, "islands": 2},
+            64,
+            4,
+            {"survive": {"wanted": 4, "most": 7}},
+            7,
+            (6, 2),
+        ),
     ],
     ids=["local steps need two islands", "more nodes than were wanted"],
 )
@@ -189,7 +240,11 @@ def test_islands_become(mesh, batch, wanted, others, left, becomes):
 
 def test_with_all_its_nodes_a_run_is_as_it_was_written():
     config = run_of(
-        {"data": 5, "tensor": 2}, 17, 5, train={"uneven_batch": "pad"}, parallel={"microbatches": 3}
+        {"data": 5, "tensor": 2},
+        17,
+        5,
+        train={"uneven_batch": "pad"},
+        parallel={"microbatches": 3},
     )
     found = on(config, 5)
     assert found.config == apart_from_survive(config) and found.nodes == 5
@@ -202,9 +257,14 @@ def test_with_all_its_nodes_a_run_is_as_it_was_written():
     assert on(config, 8).sentence.startswith("data 5 of 5: 3 of 8 nodes idle")
 
 
-def test_a_generation_keeps_what_is_to_be_injected_and_can_be_written_and_read(tmp_path):
+def test_a_generation_keeps_what_is_to_be_injected_and_can_be_written_and_read(
+    tmp_path,
+):
     config = run_of(
-        {"data": 4}, 8, 4, survive={"inject": ["kill@3:1"], "node_timeout": 5.0, "least": 2}
+        {"data": 4},
+        8,
+        4,
+        survive={"inject": ["kill@3:1"], "node_timeout": 5.0, "least": 2},
     )
     found = on(config, 3)
     assert found.config.survive == SurviveConfig(most=1, inject=("kill@3:1",))
@@ -213,7 +273,9 @@ def test_a_generation_keeps_what_is_to_be_injected_and_can_be_written_and_read(t
 
 
 def test_devices_beside_the_last_data_rank_are_told():
-    config = run_of({"data": 4, "tensor": 2, "pipeline": 3}, 12, 3, parallel={"microbatches": 3})
+    config = run_of(
+        {"data": 4, "tensor": 2, "pipeline": 3}, 12, 3, parallel={"microbatches": 3}
+    )
     found = on(config, 2)
     assert (found.config.mesh.data, found.nodes) == (2, 2)
     assert re.match("data 2 of 4: none of 2 .*, 4 devices", found.sentence)
@@ -235,7 +297,9 @@ def test_devices_beside_the_last_data_rank_are_told():
 def test_microbatches_are_the_fewest_that_waste_little(rows, most, first):
     counts = list(microbatches(rows, most))
     assert counts[0] == first
-    assert all(-(-rows // count) <= most for count in counts) and len(set(counts)) == len(counts)
+    assert all(-(-rows // count) <= most for count in counts) and len(
+        set(counts)
+    ) == len(counts)
 
 
 def test_a_table_of_ones_own_keeps_its_microbatches_and_says_so(tmp_path):
@@ -244,7 +308,9 @@ def test_a_table_of_ones_own_keeps_its_microbatches_and_says_so(tmp_path):
     parallel = {"microbatches": 4, "schedule": str(path)}
     found = on(run_of({"data": 3, "pipeline": 2}, 12, 3, parallel=parallel), 2)
     assert (found.config.parallel.microbatches, found.config.mesh.data) == (4, 2)
-    assert re.search(f"of 2 rows in place of 1 .*{re.escape(str(path))} is for 4", found.sentence)
+    assert re.search(
+        f"of 2 rows in place of 1 .*{re.escape(str(path))} is for 4", found.sentence
+    )
 
 
 def test_a_schedule_from_outside_gets_a_number_of_microbatches_that_it_takes(request):
@@ -256,34 +322,46 @@ def test_a_schedule_from_outside_gets_a_number_of_microbatches_that_it_takes(req
     SCHEDULES.register(Schedule("fours", in_fours))
     request.addfinalizer(lambda: SCHEDULES.forget("fours"))
     config = run_of(
-        {"data": 4, "pipeline": 2}, 64, 4, parallel={"microbatches": 16, "schedule": "fours"}
+        {"data": 4, "pipeline": 2},
+        64,
+        4,
+        parallel={"microbatches": 16, "schedule": "fours"},
     )
-    assert on(config, 3).config.parallel.microbatches == 24  # 22 rows a rank, of one each
+    # 22 rows a rank, of one each
+    assert on(config, 3).config.parallel.microbatches == 24
 
 
 def test_where_the_cell_has_no_place_the_planner_proposes_what_fits():
     config = run_of(
-        {"tensor": 4, "pipeline": 2}, 10, 4, parallel={"microbatches": 2, "sequence_parallel": True}
+        {"tensor": 4, "pipeline": 2},
+        10,
+        4,
+        parallel={"microbatches": 2, "sequence_parallel": True},
     )
     found = on(config, 3, cluster="h100")
     mesh = found.config.mesh
     assert mesh.devices in (4, 6) and found.config.train.global_batch_size == 10
     assert plan(found.config, named("h100", mesh.devices)).fits
     proposed = f"data {mesh.data} x tensor {mesh.tensor} x pipeline {mesh.pipeline}"
-    assert re.match(f"tensor 4 x pipeline 2 .*3 nodes of 2 devices, {proposed}", found.sentence)
+    assert re.match(
+        f"tensor 4 x pipeline 2 .*3 nodes of 2 devices, {proposed}", found.sentence
+    )
 
 
 def test_on_a_number_of_devices_that_no_layout_has_fewer_are_used():
     """7 devices would be 7 heads, layers or rows, of which there are 4, 2 and 2."""
     model = {**MODEL, "layers": 2, "heads": 4}
-    found = on(run_of({"tensor": 4, "pipeline": 2}, 2, 8, model=model), 7, cluster="h100")
+    found = on(
+        run_of({"tensor": 4, "pipeline": 2}, 2, 8, model=model), 7, cluster="h100"
+    )
     assert found.nodes == 4 and "3 of 7 nodes idle" in found.sentence
 
 
 def test_where_nothing_fits_nothing_is_formed():
     config, h100 = run_of({"tensor": 4}, 8, 4), named("h100", 8)
     tiny = dataclasses.replace(
-        h100, accelerator=dataclasses.replace(h100.accelerator, memory=2.001, reserved=2.0)
+        h100,
+        accelerator=dataclasses.replace(h100.accelerator, memory=2.001, reserved=2.0),
     )
     assert formed(config, 3, cluster=h100) is not None
     assert formed(config, 3, cluster=tiny) is None
@@ -303,21 +381,35 @@ def test_the_gpu_that_is_here_names_the_cluster(model, name, tmp_path, monkeypat
     monkeypatch.setattr(forming, "GPUS", tmp_path)
     assert forming.cluster_here(load({})) == "cpu"
     (tmp_path / "0000:01:00.0").mkdir()
-    (tmp_path / "0000:01:00.0" / "information").write_text(f"Model: \t\t {model}\nIRQ:   42\n")
+    (tmp_path / "0000:01:00.0" / "information").write_text(
+        f"Model: \t\t {model}\nIRQ:   42\n"
+    )
     assert forming.cluster_here(load({})) == name
 
 
 def test_a_thousand_nodes_are_no_more_work_than_a_few():
-    config = run_of({"data": 1000, "tensor": 8}, 8000, 1000, parallel={"microbatches": 2})
+    config = run_of(
+        {"data": 1000, "tensor": 8}, 8000, 1000, parallel={"microbatches": 2}
+    )
     assert max(_calls(config, nodes) for nodes in (999, 998, 701)) < 15_000
 
 
 @pytest.mark.thorough
 def test_a_search_for_another_mesh_keeps_no_supervisor_silent():
     """2.6 million calls take about a second and a half, and a node counts as lost after 20."""
-    model = {"layers": 80, "d_model": 8192, "heads": 64, "kv_heads": 8, "vocab_size": 128256}
+    model = {
+        "layers": 80,
+        "d_model": 8192,
+        "heads": 64,
+        "kv_heads": 8,
+        "vocab_size": 128256,
+    }
     config = run_of(
-        {"tensor": 8, "pipeline": 8}, 1024, 8, model=model, parallel={"microbatches": 16}
+        {"tensor": 8, "pipeline": 8},
+        1024,
+        8,
+        model=model,
+        parallel={"microbatches": 16},
     )
     assert _calls(config, 7) < 3_500_000
 
@@ -329,7 +421,9 @@ def _calls(config: Config, nodes: int) -> int:
     return sum(entry.callcount for entry in profile.getstats())
 
 
-@pytest.mark.parametrize(("batching", "becomes"), [("window", "refuse"), ("budget", "pad")])
+@pytest.mark.parametrize(
+    ("batching", "becomes"), [("window", "refuse"), ("budget", "pad")]
+)
 def test_a_budget_s_rows_have_to_divide_too_or_the_batch_is_padded(batching, becomes):
     config = put(
         Config(),
@@ -338,5 +432,6 @@ def test_a_budget_s_rows_have_to_divide_too_or_the_batch_is_padded(batching, bec
         data={"batching": batching, "rows_multiple": 6},
     )
     assert (
-        forming._even(put(config, train={"uneven_batch": "refuse"})).train.uneven_batch == becomes
+        forming._even(put(config, train={"uneven_batch": "refuse"})).train.uneven_batch
+        == becomes
     )

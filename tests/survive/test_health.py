@@ -73,7 +73,10 @@ def test_a_bit_that_flips_in_what_several_devices_hold_is_found(tmp_path, mesh, 
         ({"data": 2}, {"lora": {"rank": 2}, "precision": {"compute": "bfloat16"}}),
         (
             {"data": 2},
-            {"parallel": {"offload_optimizer": True}, "precision": {"compute": "float16"}},
+            {
+                "parallel": {"offload_optimizer": True},
+                "precision": {"compute": "float16"},
+            },
         ),
     ],
 )
@@ -85,16 +88,22 @@ def test_all_of_a_state_is_compared_but_what_is_in_host_memory(mesh, sections):
     groups = [groups for groups, _ in health._copied.values()]
     for number, leaf in enumerate(leaves := jax.tree.leaves(state)):
         if number not in health._copied:
-            alone = len({str(shard.index) for shard in leaf.addressable_shards}) == built.mesh.size
+            alone = (
+                len({str(shard.index) for shard in leaf.addressable_shards})
+                == built.mesh.size
+            )
             assert alone or leaf.sharding.memory_kind == HOST
             continue
         shards = [shard.data for shard in leaf.addressable_shards]
         shards[-1] = shards[-1] + 1
-        other = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards)
+        other = jax.make_array_from_single_device_arrays(
+            leaf.shape, leaf.sharding, shards
+        )
         with pytest.raises(SickDevice, match="bits of "):
             health.check_copies(
                 jax.tree.unflatten(
-                    jax.tree.structure(state), [*leaves[:number], other, *leaves[number + 1 :]]
+                    jax.tree.structure(state),
+                    [*leaves[:number], other, *leaves[number + 1 :]],
                 )
             )
     assert groups
@@ -113,15 +122,31 @@ def test_all_of_a_state_is_compared_but_what_is_in_host_memory(mesh, sections):
             "ranks 0 and 1 and 2 and 3 hold different",
             None,
         ),
-        ([0, 1, 2, 3, 4], [7, 8, 7, 9, 7], [0, 1, 2, 3, 4], "ranks 1, 3 hold other bits", [1, 3]),
+        (
+            [0, 1, 2, 3, 4],
+            [7, 8, 7, 9, 7],
+            [0, 1, 2, 3, 4],
+            "ranks 1, 3 hold other bits",
+            [1, 3],
+        ),
         ([0, 1], [7, 8], [0, 1], r"ranks 0 and 1 .*embedding", None),
-        ([0, 1], [7, 8], [3, 3], "rank 3 holds other bits", [3]),  # whichever device of it
-        ([0, 1, 2, 3], [7, 7, 8, 8], [0, 0, 1, 1], "ranks 0 and 1 hold different", None),
+        # Whichever device of it
+        ([0, 1], [7, 8], [3, 3], "rank 3 holds other bits", [3]),
+        (
+            [0, 1, 2, 3],
+            [7, 7, 8, 8],
+            [0, 0, 1, 1],
+            "ranks 0 and 1 hold different",
+            None,
+        ),
     ],
 )
 def test_the_majority_names_who_is_wrong(group, sums, ranks, says, blamed):
     found = differing(
-        [[group], []], {place: [value, place] for place, value in enumerate(sums)}, NAMES, ranks
+        [[group], []],
+        {place: [value, place] for place, value in enumerate(sums)},
+        NAMES,
+        ranks,
     )
     if says is None:
         assert found is None

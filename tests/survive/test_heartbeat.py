@@ -13,7 +13,12 @@ from supervised import Rank, supervised, variable
 from meshtrain.config import ConfigError
 from meshtrain.survive import begun
 from meshtrain.survive.heartbeat import KIND_OF, KINDS, VARIABLE, Heartbeat
-from meshtrain.survive.supervised import ALIVE_EVERY, SIZE, SupervisedHeartbeat, read_settings
+from meshtrain.survive.supervised import (
+    ALIVE_EVERY,
+    SIZE,
+    SupervisedHeartbeat,
+    read_settings,
+)
 
 
 def walk(beat: Heartbeat, steps: int) -> None:
@@ -62,7 +67,9 @@ def clock(monkeypatch):
     return clock
 
 
-def test_a_pace_is_a_median_and_phases_are_sums_without_evaluations_saves_and_compiling(clock):
+def test_a_pace_is_a_median_and_phases_are_sums_without_evaluations_saves_and_compiling(
+    clock,
+):
     beat = Heartbeat()
     for step in range(1, 30):
         for name, seconds in (
@@ -118,12 +125,22 @@ def test_a_supervisor_reads_where_the_process_is(tmp_path):
     later = rank.beat
     rank.kill()
     assert (tmp_path / "local-0" / "beat").stat().st_size == SIZE
-    assert (later["phase"], later["step"], later["n"], later["start"]) == ("save", 3, found["n"], 0)
+    assert (later["phase"], later["step"], later["n"], later["start"]) == (
+        "save",
+        3,
+        found["n"],
+        0,
+    )
     assert (
-        0.014 <= later["pace"] <= sum(later["phases"].values()) and later["phases"]["wait"] >= 0.03
+        0.014 <= later["pace"] <= sum(later["phases"].values())
+        and later["phases"]["wait"] >= 0.03
     )
     assert later["at_save"]["step"] == 3
-    assert sum(later["seconds"].values()) > sum(later["at_save"]["seconds"].values()) >= 0.05
+    assert (
+        sum(later["seconds"].values())
+        > sum(later["at_save"]["seconds"].values())
+        >= 0.05
+    )
     # The time of the phase that goes on counts.
     assert later["seconds"]["checkpoint"] >= ALIVE_EVERY
 
@@ -131,13 +148,20 @@ def test_a_supervisor_reads_where_the_process_is(tmp_path):
 @pytest.mark.thorough
 @pytest.mark.parametrize("in_phases", [False, True])
 def test_a_process_whose_supervisor_is_gone_ends_itself(tmp_path, in_phases):
-    rank = Rank(supervised(tmp_path, fence=1.5), phases_for_ever if in_phases else work_and_wait, 1)
+    rank = Rank(
+        supervised(tmp_path, fence=1.5),
+        phases_for_ever if in_phases else work_and_wait,
+        1,
+    )
     rank.until(lambda: rank.beat.get("alive", 0) >= 4)  # longer than the fence
     rank.renewing = False
     began = time.monotonic()
     assert rank.end() == 72
     assert time.monotonic() - began < 6
-    assert rank.fault["kind"] == "lock" and "has not been heard for" in rank.fault["sentence"]
+    assert (
+        rank.fault["kind"] == "lock"
+        and "has not been heard for" in rank.fault["sentence"]
+    )
 
 
 def phases_for_ever(steps: int) -> None:
@@ -183,7 +207,8 @@ def fail(kind: str) -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("kind", "code"), [("numbers", 70), ("sick", 71), ("peer", 73), ("port", 1), ("config", 2)]
+    ("kind", "code"),
+    [("numbers", 70), ("sick", 71), ("peer", 73), ("port", 1), ("config", 2)],
 )
 def test_what_ended_a_process_is_told_by_code_and_sentence(tmp_path, kind, code):
     rank = Rank(supervised(tmp_path), fail, kind)
@@ -193,7 +218,8 @@ def test_what_ended_a_process_is_told_by_code_and_sentence(tmp_path, kind, code)
 
 
 def test_ranks_to_blame_are_noted_where_they_are_known(tmp_path):
-    beat = SupervisedHeartbeat.__new__(SupervisedHeartbeat)  # files and a thread are not needed
+    # Files and a thread are not needed
+    beat = SupervisedHeartbeat.__new__(SupervisedHeartbeat)
     beat.supervised, beat.step = supervised(tmp_path), 0
     beat.note("sick", "wrong bits.", [2])
     assert '"ranks": [2]' in beat.supervised.own("fault.json").read_text()
@@ -201,7 +227,9 @@ def test_ranks_to_blame_are_noted_where_they_are_known(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"local": 1}', "{" * 3000])
 def test_a_variable_that_no_supervisor_has_set_is_one_sentence(text):
-    with pytest.raises(ConfigError, match=f"^{VARIABLE} is .*supervisor only, so unset it.$"):
+    with pytest.raises(
+        ConfigError, match=f"^{VARIABLE} is .*supervisor only, so unset it.$"
+    ):
         read_settings(text)
 
 
@@ -214,11 +242,16 @@ def test_the_variable_is_read_back_as_it_was_told_and_children_have_none(tmp_pat
     )
     environment = os.environ | {VARIABLE: variable(told)}
     assert (
-        subprocess.check_output([sys.executable, "-c", code], env=environment, text=True) == "0 0\n"
+        subprocess.check_output(
+            [sys.executable, "-c", code], env=environment, text=True
+        )
+        == "0 0\n"
     )
 
 
-def test_a_pause_is_taken_from_the_waiting_in_which_it_fell_and_from_nothing_else(clock):
+def test_a_pause_is_taken_from_the_waiting_in_which_it_fell_and_from_nothing_else(
+    clock,
+):
     beat = Heartbeat()
     for name in ("data", "wait"):
         beat.phase(name)

@@ -29,7 +29,9 @@ def test_the_catalogue_has_32_kinds_in_order_and_each_of_a_trainer_is_done_at_a_
     assert [kind.number for kind in KINDS.values()] == list(range(1, 33))
     of_trainer = [kind for kind in KINDS.values() if kind.where == "trainer"]
     assert {kind.name for kind in of_trainer} == set(_FAULTS)
-    assert all((kind.moment is not None) == (kind in of_trainer) for kind in KINDS.values())
+    assert all(
+        (kind.moment is not None) == (kind in of_trainer) for kind in KINDS.values()
+    )
 
 
 def test_a_fault_is_asked_for_by_kind_step_and_rank():
@@ -139,7 +141,9 @@ def hurt(directory: Path, asked: str, rank: int = 0) -> Rank:
 def test_a_process_ends_at_the_step_in_the_way_that_was_asked_for(tmp_path, kind, code):
     rank = hurt(tmp_path, f"{kind}@{STEP}:0")
     ended = rank.end()
-    assert (ended, rank.beat.get("step")) == (code, STEP), f"{rank.beat} {rank.output.read_text()}"
+    assert (ended, rank.beat.get("step")) == (code, STEP), (
+        f"{rank.beat} {rank.output.read_text()}"
+    )
     said = rank.output.read_text()
     assert (
         f"meshtrain: {kind}@{STEP}:0: {KINDS[kind].does}, injected into rank 0 after step {STEP}."
@@ -213,7 +217,8 @@ def test_a_process_hangs_in_the_way_that_was_asked_for(
         time.sleep(0.2)
         assert rank.beat["n"] == before["n"]  # to be asked does not wake it
     rank.kill()
-    rank.until(lambda: not processes_of(tmp_path))  # what the fault had started ends with it
+    # What the fault had started ends with it
+    rank.until(lambda: not processes_of(tmp_path))
 
 
 def processes_of(directory: Path) -> list[str]:
@@ -234,8 +239,13 @@ def test_a_byte_of_the_newest_checkpoint_is_flipped_once_there_is_one(tmp_path):
     assert hurt(tmp_path, "damage@1:0").end() == 0
     old, new = checkpoint(tmp_path, 2), checkpoint(tmp_path, 10)
     assert hurt(tmp_path, "damage@1:0").end() == -9
-    assert sum((new / "large").read_bytes()) == 1 and len((new / "large").read_bytes()) == 1000
-    assert not any((old / "large").read_bytes()) and (new / "small").read_bytes() == b"ab"
+    assert (
+        sum((new / "large").read_bytes()) == 1
+        and len((new / "large").read_bytes()) == 1000
+    )
+    assert (
+        not any((old / "large").read_bytes()) and (new / "small").read_bytes() == b"ab"
+    )
 
 
 @pytest.mark.thorough
@@ -282,7 +292,9 @@ def run_for_ever() -> None:
 # --- the state that a step is given
 
 
-def injected(directory: Path, kind: str, params: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def injected(
+    directory: Path, kind: str, params: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
     beat = Heartbeat()
     beat.supervised = supervised(directory)
     state, batch = Injector(beat, [f"{kind}@{STEP}:0"]).at(
@@ -294,14 +306,17 @@ def injected(directory: Path, kind: str, params: dict[str, jax.Array]) -> dict[s
 
 def placed(shape: tuple[int, ...], *axes: str | None) -> jax.Array:
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
-    return jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, PartitionSpec(*axes)))
+    return jax.device_put(
+        np.ones(shape, np.float32), NamedSharding(mesh, PartitionSpec(*axes))
+    )
 
 
 def changed(before: jax.Array, after: jax.Array) -> list[tuple[int, int]]:
     """(device, how many numbers changed there)."""
     pairs = zip(before.addressable_shards, after.addressable_shards, strict=True)
     counts = [
-        (a.device.id, int((np.asarray(a.data) != np.asarray(b.data)).sum())) for a, b in pairs
+        (a.device.id, int((np.asarray(a.data) != np.asarray(b.data)).sum()))
+        for a, b in pairs
     ]
     return [found for found in counts if found[1]]
 
@@ -324,22 +339,28 @@ def test_one_number_of_a_matrix_is_no_number_on_one_device(tmp_path, kind):
 
 
 def test_one_bit_of_what_most_devices_hold_flips_on_one_device(tmp_path):
-    params = {"a": placed((8, 4), "data"), "b": placed((8, 4), "data", "tensor"), "c": placed((4,))}
+    params = {
+        "a": placed((8, 4), "data"),
+        "b": placed((8, 4), "data", "tensor"),
+        "c": placed((4,)),
+    }
     after = injected(tmp_path, "bit-flip", params)
     assert {name: changed(params[name], after[name]) for name in params} == {
         "a": [],
         "b": [],
         "c": [(jax.devices()[0].id, 1)],
     }
-    found = np.asarray(after["c"].addressable_shards[0].data).view(np.uint32) ^ np.float32(1).view(
+    found = np.asarray(after["c"].addressable_shards[0].data).view(
         np.uint32
-    )
+    ) ^ np.float32(1).view(np.uint32)
     assert [bin(x).count("1") for x in found] == [1, 0, 0, 0]
 
 
 def test_nothing_is_injected_without_a_supervisor(tmp_path):
     state = State({"w": jnp.ones(3)})
-    given = Injector(Heartbeat(), ["kill@0:0", "nan@0:0"]).at("dispatch", 5, (state, None))
+    given = Injector(Heartbeat(), ["kill@0:0", "nan@0:0"]).at(
+        "dispatch", 5, (state, None)
+    )
     assert given == (state, None)
 
 
@@ -347,7 +368,9 @@ def test_a_slow_process_naps_for_half_a_step(tmp_path, monkeypatch):
     naps: list[float] = []
     sleep = time.sleep
     here = threading.get_ident()  # threads of other tests sleep too
-    nap = lambda seconds: naps.append(seconds) if threading.get_ident() == here else sleep(seconds)
+    nap = lambda seconds: (
+        naps.append(seconds) if threading.get_ident() == here else sleep(seconds)
+    )
     monkeypatch.setattr(Injector, "_look", lambda self, looked: looked.set())
     heartbeat = Heartbeat()
     heartbeat.supervised = supervised(tmp_path)

@@ -32,10 +32,21 @@ def judged(run) -> list[list[str]]:
     (run.path / "metrics.jsonl").write_text(text)
     for generation, steps in run.batches.items():
         for rank in (0, 1):
-            path = run.path / "survive" / f"gen-{generation}" / f"rank-{rank}.batches.jsonl"
+            path = (
+                run.path
+                / "survive"
+                / f"gen-{generation}"
+                / f"rank-{rank}.batches.jsonl"
+            )
             path.parent.mkdir(parents=True, exist_ok=True)
-            read = {step: run.changed.get((generation, step), ROWS[step])[rank] for step in steps}
-            lines = [{"step": step + 1, "first": rank, "rows": [row]} for step, row in read.items()]
+            read = {
+                step: run.changed.get((generation, step), ROWS[step])[rank]
+                for step in steps
+            }
+            lines = [
+                {"step": step + 1, "first": rank, "rows": [row]}
+                for step, row in read.items()
+            ]
             path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     going = [
         {"event": "going", "generation": 1, "start": 0},
@@ -45,7 +56,9 @@ def judged(run) -> list[list[str]]:
         {"survive": {"wanted": 2}},
         lambda generation: ["n0", "n1"][: run.members[generation]],
     )
-    cluster = SimpleNamespace(run=run.path, values=survive, of=lambda name: going, members=members)
+    cluster = SimpleNamespace(
+        run=run.path, values=survive, of=lambda name: going, members=members
+    )
     found = [Judged("kill", 2, 0, since=0), Judged("kill", 2, 0, since=10)]
     judge_training(cluster, found, REFERENCE)
     return [one.problems for one in found]

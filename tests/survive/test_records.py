@@ -6,10 +6,32 @@ import random
 
 import pytest
 
-from meshtrain.survive.records import Node, ProcessEnd, Rank, RestartPlan, decode, encode
+from meshtrain.survive.records import (
+    Node,
+    ProcessEnd,
+    Rank,
+    RestartPlan,
+    decode,
+    encode,
+)
 
 RANK = Rank(1, 8, "S", 0.5, 0.1, step=4, pace=0.2)
-NODE = Node("n0", "ab", "host", "boot", 7, "10.0.0.1", 4711, 9, 1e9, "running", 3, 3, False, RANK)
+NODE = Node(
+    "n0",
+    "ab",
+    "host",
+    "boot",
+    7,
+    "10.0.0.1",
+    4711,
+    9,
+    1e9,
+    "running",
+    3,
+    3,
+    False,
+    RANK,
+)
 PLAN = RestartPlan(
     4,
     2,
@@ -73,16 +95,32 @@ def test_a_record_cut_anywhere_is_none_or_whole():
     ids=lambda value: repr(value)[:30],
 )
 def test_a_field_of_another_type_makes_no_record(field, wrong):
-    assert decode(Node, json.dumps(dataclasses.asdict(NODE) | {field: wrong}).encode()) is None
+    assert (
+        decode(Node, json.dumps(dataclasses.asdict(NODE) | {field: wrong}).encode())
+        is None
+    )
 
 
 def test_fields_of_a_later_version_are_left_out():
-    assert decode(Node, json.dumps(dataclasses.asdict(NODE) | {"moon": 1}).encode()) == NODE
+    assert (
+        decode(Node, json.dumps(dataclasses.asdict(NODE) | {"moon": 1}).encode())
+        == NODE
+    )
     assert decode(Node, b'{"name": "n0"}') == Node("n0")
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"null", b"3", b'"n0"', b"[" * 100_000, b'{"name":' * 5000, b"\xff", b"1" * 5000]
+    "text",
+    [
+        b"",
+        b"null",
+        b"3",
+        b'"n0"',
+        b"[" * 100_000,
+        b'{"name":' * 5000,
+        b"\xff",
+        b"1" * 5000,
+    ],
 )
 def test_what_is_no_record_is_none(text):
     assert decode(Node, text) is None and decode(RestartPlan, text) is None
@@ -94,7 +132,12 @@ def test_whatever_is_said_fits_and_is_read():
         for length in (10, 300, 2000, 20_000):
             text = letter * length
             rank = Rank(
-                1, 2, stack=text, collectives=text, phase=text, matmul={"seconds": 1.0, "bits": 0}
+                1,
+                2,
+                stack=text,
+                collectives=text,
+                phase=text,
+                matmul={"seconds": 1.0, "bits": 0},
             )
             ranks = [dice.randrange(60_000) for _ in range(length)]
             node = Node(

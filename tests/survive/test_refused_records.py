@@ -29,7 +29,8 @@ def run(tmp_path):
 def test_a_record_that_cannot_be_read_ages_nobody(number, tmp_path):
     (tmp_path / "run").mkdir()
     view = View(
-        Store(tmp_path / "run", "n0"), SupervisorOptions(lambda nodes: nodes, node_timeout=6.0)
+        Store(tmp_path / "run", "n0"),
+        SupervisorOptions(lambda nodes: nodes, node_timeout=6.0),
     )
     other = Store(tmp_path / "run", "n1")
     own = Node("n0", "own")
@@ -46,7 +47,8 @@ def test_a_record_that_cannot_be_read_ages_nobody(number, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("call", "name"), [("list", "plans"), ("open", "000001.json"), ("read", "000001.json")]
+    ("call", "name"),
+    [("list", "plans"), ("open", "000001.json"), ("read", "000001.json")],
 )
 def test_what_a_run_came_to_is_not_forgotten_for_an_error_of_reading(call, name, run):
     with refusing(call, name, errno.EIO, times=1):

@@ -18,7 +18,11 @@ from meshtrain.survive.stats import timeline
 
 
 def run(tmp_path, seed=1, nodes=4, faults=8):
-    return Synthetic(random.Random(seed), nodes=nodes, faults=faults).play().write(tmp_path / "run")
+    return (
+        Synthetic(random.Random(seed), nodes=nodes, faults=faults)
+        .play()
+        .write(tmp_path / "run")
+    )
 
 
 def of_two_generations(first_exit, plans=()):
@@ -47,7 +51,12 @@ def of_two_generations(first_exit, plans=()):
                 }
             )
         spent = spent | {"checkpoint": float(k)}
-        end = {"exit": exit, "step": start + 9 * k, "seconds": spent, "phase_seconds": 3.0}
+        end = {
+            "exit": exit,
+            "step": start + 9 * k,
+            "seconds": spent,
+            "phase_seconds": 3.0,
+        }
         lines.append({"wall": ended, "event": "ended", **at, **end})
     history = told({"n0": lines}, plans)
     return (times := ledger(history)), reliability(history, times)
@@ -67,11 +76,19 @@ def test_the_formulas_are_given_what_a_history_says_of_a_failure():
         for k, wall in ((1, 505.0), (2, 1000.0))
     ]
     times, said = of_two_generations(-9, faults)
-    assert (by_kind(said.failures), by_node(said.failures)) == ([("signal", 2)], [("n0", 2)])
-    assert said.between_least < said.between == said.exposed / 2 == 500 < said.between_most
+    assert (by_kind(said.failures), by_node(said.failures)) == (
+        [("signal", 2)],
+        [("n0", 2)],
+    )
+    assert (
+        said.between_least < said.between == said.exposed / 2 == 500 < said.between_most
+    )
     # From the last sign of progress, 3 s before a process ended, to the verdict, and from there to the first step after
     # it.
-    assert (said.noticed, said.restart) == (pytest.approx((8 + 3) / 2), pytest.approx(195.0))
+    assert (said.noticed, said.restart) == (
+        pytest.approx((8 + 3) / 2),
+        pytest.approx(195.0),
+    )
     assert (said.interval, said.interval_steps, said.write, said.step) == pytest.approx(
         (9.0, 9.0, 1.0, 1.0)
     )
@@ -96,13 +113,34 @@ def test_a_run_that_was_given_up_counts_its_last_fault_and_time_when_nobody_want
         {"wall": 10 * day + 100, "event": "left"}
     ]
     plans = [
-        {"number": 1, "generation": 1, "state": "forming", "kind": "start", "wall": 1.0},
-        {"number": 2, "generation": 1, "state": "over", "kind": "error", "code": 3, "wall": 50.0},
-        {"number": 3, "generation": 2, "state": "forming", "kind": "start", "wall": 10 * day},
+        {
+            "number": 1,
+            "generation": 1,
+            "state": "forming",
+            "kind": "start",
+            "wall": 1.0,
+        },
+        {
+            "number": 2,
+            "generation": 1,
+            "state": "over",
+            "kind": "error",
+            "code": 3,
+            "wall": 50.0,
+        },
+        {
+            "number": 3,
+            "generation": 2,
+            "state": "forming",
+            "kind": "start",
+            "wall": 10 * day,
+        },
     ]
     found = told({"n0": lines}, plans)
     said = reliability(found, ledger(found))
-    assert [(f.kind, f.generation, f.restart) for f in said.failures] == [("error", 1, None)]
+    assert [(f.kind, f.generation, f.restart) for f in said.failures] == [
+        ("error", 1, None)
+    ]
     assert said.exposed == said.between == pytest.approx(150.0)
 
 
@@ -125,8 +163,12 @@ def test_a_run_of_which_nothing_is_known_has_tables_and_a_picture(tmp_path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("nodes", "faults", "width"), [(1, 0, 960), (4, 6, 360), (64, 40, 960)])
-def test_the_picture_is_a_drawing_with_every_node_and_fault(tmp_path, nodes, faults, width):
+@pytest.mark.parametrize(
+    ("nodes", "faults", "width"), [(1, 0, 960), (4, 6, 360), (64, 40, 960)]
+)
+def test_the_picture_is_a_drawing_with_every_node_and_fault(
+    tmp_path, nodes, faults, width
+):
     at = run(tmp_path, nodes=max(nodes, 2), faults=faults)
     drawing = picture.svg(at, width)
     root = ElementTree.fromstring(drawing)
@@ -150,13 +192,18 @@ def test_the_picture_is_a_drawing_with_every_node_and_fault(tmp_path, nodes, fau
     )
     assert "Infinity" not in drawing and "NaN" not in drawing and len(drawing) < 3e6
     plan = sorted((at / "survive" / "plans").iterdir())[-1]
-    plan.write_text(plan.read_text().replace("done of nobody", "<script>alert(1)</script>"))
+    plan.write_text(
+        plan.read_text().replace("done of nobody", "<script>alert(1)</script>")
+    )
     assert "<script>" not in picture.svg(at) and "&lt;script&gt;" in picture.svg(at)
 
 
 def test_a_legend_begins_a_line_where_it_would_be_too_wide(tmp_path):
     times = ledger(read(run(tmp_path)))
-    (wide, low), (narrow, high) = picture._legend(times, 10_000), picture._legend(times, 100)
+    (wide, low), (narrow, high) = (
+        picture._legend(times, 10_000),
+        picture._legend(times, 100),
+    )
     assert low == 18 and high == 18 * len(narrow) and len(wide) == len(narrow) > 1
 
 
@@ -167,7 +214,9 @@ def test_the_line_for_a_terminal_is_as_wide_as_asked_and_marks_every_fault():
     letters, faults, legend = timeline(found, times, 300)
     assert len(letters) == 300
     assert len(faults.replace(" ", "")) == sum(made.kinds.values())
-    assert letters.count("x") / 300 == pytest.approx(times.seconds["lost"] / times.wall, abs=0.05)
+    assert letters.count("x") / 300 == pytest.approx(
+        times.seconds["lost"] / times.wall, abs=0.05
+    )
     assert all(letter in legend for letter in set(letters))
 
 
@@ -198,7 +247,8 @@ def test_whatever_stands_in_the_files_there_are_tables_and_a_picture(tmp_path):
         }
         made.records = {"n1": spoilt(record, dice)}
         made.lines = {
-            node: [spoilt(event, dice) for event in lines] for node, lines in made.lines.items()
+            node: [spoilt(event, dice) for event in lines]
+            for node, lines in made.lines.items()
         }
         made.plans = [spoilt(plan, dice) for plan in made.plans]
         at = made.write(tmp_path / str(seed))
@@ -222,6 +272,6 @@ def test_who_supervises_and_who_looks_at_a_run_has_no_jax(tmp_path):
 def test_a_fault_by_itself_has_its_kind_and_several_too_near_their_number(tmp_path):
     root = ElementTree.fromstring(picture.svg(run(tmp_path, nodes=2, faults=60), 960))
     labels = [text.text or "" for text in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert {label[0] for label in labels if " × " in label} & set("23456789") and not any(
-        "1 × " in s for s in labels
-    )
+    assert {label[0] for label in labels if " × " in label} & set(
+        "23456789"
+    ) and not any("1 × " in s for s in labels)

@@ -72,7 +72,9 @@ def going(tmp_path):
 
 
 def write(at, name, record):
-    (at / "nodes" / f"{name}.json").write_text(json.dumps({"name": name} | record).ljust(4096))
+    (at / "nodes" / f"{name}.json").write_text(
+        json.dumps({"name": name} | record).ljust(4096)
+    )
 
 
 def row(text, name):
@@ -97,28 +99,42 @@ def test_status_says_what_goes_on(going):
 
 def test_a_program_gets_the_newest_decision_and_every_node(going):
     status = stats.status_json(going, watch=0.0)
-    assert (status["over"], status["decision"]["generation"], status["torn"]) == (False, 3, 0)
+    assert (status["over"], status["decision"]["generation"], status["torn"]) == (
+        False,
+        3,
+        0,
+    )
     assert [(node["name"], node["alive"]) for node in status["nodes"]] == [
         ("n0", False),
         ("n1", False),
         ("n3", False),
     ]
-    assert status["nodes"][1]["rank"]["step"] == 120 and status["nodes"][2]["rank"] is None
+    assert (
+        status["nodes"][1]["rank"]["step"] == 120 and status["nodes"][2]["rank"] is None
+    )
 
 
 def test_who_writes_lives_and_who_does_not_is_told_of_with_its_last_word(going):
     def goes_on(seconds):
-        write(going / "survive", "n1", NODE | {"wall": 1e6, "sequence": 8, "rank": RANK})
+        write(
+            going / "survive", "n1", NODE | {"wall": 1e6, "sequence": 8, "rank": RANK}
+        )
         time.sleep(0.02)
 
     text = stats.show_status(going, watch=0.1, sleep=goes_on)
     assert row(text, "n1").endswith("  now")
-    assert re.search(r"none in \d+ ms; the last says 1970-01-01 00:16:42 UTC$", row(text, "n0"))
+    assert re.search(
+        r"none in \d+ ms; the last says 1970-01-01 00:16:42 UTC$", row(text, "n0")
+    )
     sequence = iter(range(9, 100))
 
     def all_write(seconds):
         for name in ("n0", "n1", "n3"):
-            write(going / "survive", name, NODE | {"wall": 1e3, "sequence": next(sequence)})
+            write(
+                going / "survive",
+                name,
+                NODE | {"wall": 1e3, "sequence": next(sequence)},
+            )
 
     began = time.monotonic()
     stats.show_status(going, watch=30.0, sleep=all_write)
@@ -126,9 +142,17 @@ def test_who_writes_lives_and_who_does_not_is_told_of_with_its_last_word(going):
 
 
 def test_a_process_that_ended_says_how(going):
-    end = {"exit": -9, "kind": "signal", "sentence": "killed by signal 9", "step": 120, "ranks": []}
+    end = {
+        "exit": -9,
+        "kind": "signal",
+        "sentence": "killed by signal 9",
+        "step": 120,
+        "ranks": [],
+    }
     write(
-        going / "survive", "n1", NODE | {"wall": 1002.0, "state": "ended", "rank": RANK, "end": end}
+        going / "survive",
+        "n1",
+        NODE | {"wall": 1002.0, "state": "ended", "rank": RANK, "end": end},
     )
     assert "ended: killed by signal 9" in row(stats.show_status(going, watch=0.0), "n1")
 
@@ -147,7 +171,9 @@ def test_a_finished_run_is_not_waited_for(tmp_path, capsys):
 
 
 def test_a_directory_that_is_no_run_is_a_sentence(tmp_path):
-    with pytest.raises(ConfigError, match=rf"{tmp_path} is not a run .* no directory survive/\.$"):
+    with pytest.raises(
+        ConfigError, match=rf"{tmp_path} is not a run .* no directory survive/\.$"
+    ):
         stats.show_status(tmp_path)
     with pytest.raises(ConfigError, match=r"^there is no run directory .*nowhere\.$"):
         stats.show_status(tmp_path / "nowhere")
@@ -182,7 +208,9 @@ def test_what_is_cut_or_strange_is_left_out_and_counted(going):
     assert "9 torn lines were left out" in stats.show_status(going, watch=0.0)
 
 
-def test_a_record_of_wrong_types_is_no_traceback_and_words_cannot_move_the_cursor(going):
+def test_a_record_of_wrong_types_is_no_traceback_and_words_cannot_move_the_cursor(
+    going,
+):
     at = going / "survive"
     escape = {"host": "\x1b[2J\nfake", "rank": RANK | {"phase": "\x1b[2J"}}
     write(at, "n1", NODE | {"wall": 1002.0} | escape)
@@ -190,6 +218,10 @@ def test_a_record_of_wrong_types_is_no_traceback_and_words_cannot_move_the_curso
     assert "\x1b" not in text and "\\x1b[2J\\nfake" in text
     for value in (None, 3, "x", [], {}, {"a": {}}):
         write(at, "n1", dict.fromkeys((*NODE, "wall", "rank"), value))
-        plan = dict.fromkeys(PLAN, value) | {"number": 7, "generation": 3, "wall": 1003.0}
+        plan = dict.fromkeys(PLAN, value) | {
+            "number": 7,
+            "generation": 3,
+            "wall": 1003.0,
+        }
         (at / "plans" / "000007.json").write_text(json.dumps(plan))
         assert "n1" in stats.show_status(going, watch=0.0)

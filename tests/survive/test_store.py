@@ -67,7 +67,9 @@ def test_its_own_record_is_not_written_into_something_else(store, what):
     store.log("join")
 
 
-def test_a_run_that_has_taken_the_directorys_name_gets_neither_record_nor_plan(tmp_path):
+def test_a_run_that_has_taken_the_directorys_name_gets_neither_record_nor_plan(
+    tmp_path,
+):
     run = tmp_path / "run"
     run.mkdir()
     first = Store(run, "n0")
@@ -75,7 +77,11 @@ def test_a_run_that_has_taken_the_directorys_name_gets_neither_record_nor_plan(t
     run.rename(tmp_path / "away")
     run.mkdir()
     second = Store(run, "n0")
-    for use in (lambda: first.publish(Node("n0", "first", "host")), first.nodes, first.plans):
+    for use in (
+        lambda: first.publish(Node("n0", "first", "host")),
+        first.nodes,
+        first.plans,
+    ):
         with pytest.raises(OSError, match="Stale"):
             use()
     assert second.nodes() == {}
@@ -91,7 +97,13 @@ def test_a_run_that_has_taken_the_directorys_name_gets_neither_record_nor_plan(t
 def test_names_that_are_no_records_names(store):
     for name in ("x", ".hidden.json", "-x.json", "a b.json", "x" * 65 + ".json"):
         (store.root / "nodes" / name).write_bytes(b"{}")
-    for name in ("1.json", "000001.json.json", "٣٣٣٣٣٣.json", "9" * 250 + ".json", ".n1.abc"):
+    for name in (
+        "1.json",
+        "000001.json.json",
+        "٣٣٣٣٣٣.json",
+        "9" * 250 + ".json",
+        ".n1.abc",
+    ):
         (store.root / "plans" / name).write_bytes(b"{}")
     assert store.nodes() == {} and store.plans() == []
     assert store.next_number == 1
@@ -102,7 +114,10 @@ def test_a_plan_under_another_number_is_none(store):
     os.link(store.root / "plans" / "000001.json", store.root / "plans" / "999999.json")
     assert [p.number for p in store.plans()] == [1]
     assert store.next_number == 1_000_000
-    assert store.propose(plan(1_000_000)) and [p.number for p in store.plans()] == [1, 1_000_000]
+    assert store.propose(plan(1_000_000)) and [p.number for p in store.plans()] == [
+        1,
+        1_000_000,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +125,12 @@ def test_a_plan_under_another_number_is_none(store):
     [
         {"state": "dancing"},
         {"state": "running"},
-        {"state": "running", "members": ["n0", "n1"], "incarnations": ["a"], "coordinator": "h:1"},
+        {
+            "state": "running",
+            "members": ["n0", "n1"],
+            "incarnations": ["a"],
+            "coordinator": "h:1",
+        },
         {
             "state": "running",
             "members": ["n0", "n0"],
@@ -138,12 +158,20 @@ def test_of_many_leaders_one_takes_a_number(tmp_path):
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(propose, range(8)))
-    assert sorted(won) == [(p.number, p.leader) for p in stores[0].plans()] and len(won) == 20
+    assert (
+        sorted(won) == [(p.number, p.leader) for p in stores[0].plans()]
+        and len(won) == 20
+    )
     assert not list((tmp_path / "survive" / "plans").glob(".*"))
 
 
 @pytest.mark.parametrize(
-    "where", ["", "survive", *(f"survive/{n}" for n in ("plans", "nodes", "inject", "injected"))]
+    "where",
+    [
+        "",
+        "survive",
+        *(f"survive/{n}" for n in ("plans", "nodes", "inject", "injected")),
+    ],
 )
 def test_a_directory_that_others_could_put_decisions_into_is_refused(tmp_path, where):
     run = tmp_path / "run"
@@ -172,7 +200,10 @@ def test_a_run_may_be_a_link_and_what_is_made_is_private(tmp_path):
     store.generation(1)
     store.publish(Node("n0"))
     store.log("join")
-    for path in (tmp_path / "run" / "survive", *(tmp_path / "run" / "survive").rglob("*")):
+    for path in (
+        tmp_path / "run" / "survive",
+        *(tmp_path / "run" / "survive").rglob("*"),
+    ):
         assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
 
 
@@ -191,7 +222,10 @@ def test_events_that_a_disk_refuses_are_written_later(store, monkeypatch):
         store.log("more", k=k)
     monkeypatch.undo()
     store.log("last")
-    lines = [json.loads(line) for line in (store.root / "events.n0.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (store.root / "events.n0.jsonl").read_text().splitlines()
+    ]
     assert [line["event"] for line in lines] == ["join", *["more"] * 20, "last"]
 
 

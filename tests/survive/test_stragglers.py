@@ -11,7 +11,15 @@ from meshtrain.survive.records import Node, Rank, RestartPlan
 from meshtrain.survive.stragglers import SPAN, TIMES, Stragglers, judge
 
 PLAN = RestartPlan(
-    2, 1, "running", "n0", 0.0, "start", "", members=["n0", "n1", "n2"], incarnations=["i"] * 3
+    2,
+    1,
+    "running",
+    "n0",
+    0.0,
+    "start",
+    "",
+    members=["n0", "n1", "n2"],
+    incarnations=["i"] * 3,
 )
 
 
@@ -20,14 +28,25 @@ def spent(share: float, seconds: float, phase: str = "data") -> dict[str, float]
 
 
 def nodes(
-    look: int, shares=(None,) * 3, products=(None,) * 3, span: float = SPAN, phase: str = "data"
+    look: int,
+    shares=(None,) * 3,
+    products=(None,) * 3,
+    span: float = SPAN,
+    phase: str = "data",
 ) -> list[Node]:
     """At look number `look`: of each, the share of its steps in which it waited for nobody."""
-    matmul = [None if p is None else {"seconds": p, "bits": 0, "times": look} for p in products]
-    phases = [
-        None if share is None else spent(share, look * 1.01 * span, phase) for share in shares
+    matmul = [
+        None if p is None else {"seconds": p, "bits": 0, "times": look}
+        for p in products
     ]
-    ranks = [Rank(k, 9, step=look, pace=1.0, phases=phases[k], matmul=matmul[k]) for k in range(3)]
+    phases = [
+        None if share is None else spent(share, look * 1.01 * span, phase)
+        for share in shares
+    ]
+    ranks = [
+        Rank(k, 9, step=look, pace=1.0, phases=phases[k], matmul=matmul[k])
+        for k in range(3)
+    ]
     return [
         Node(f"n{k}", "i", f"h{k}", generation=1, state="running", rank=rank)
         for k, rank in enumerate(ranks)
@@ -36,7 +55,11 @@ def nodes(
 
 def told(looks, plan: RestartPlan = PLAN) -> list[tuple[str, float]]:
     stragglers = Stragglers(plan.generation)
-    return [(node, score) for look in looks for node, score, _ in stragglers.look(look, plan)]
+    return [
+        (node, score)
+        for look in looks
+        for node, score, _ in stragglers.look(look, plan)
+    ]
 
 
 def test_the_rank_that_waits_least_is_told_once():
@@ -50,19 +73,23 @@ def test_the_rank_that_waits_least_is_told_once():
 
 
 def test_the_rank_whose_device_is_slower_is_told():
-    assert told([nodes(look, products=(0.010, 0.010, 0.020)) for look in range(4)]) == [("n2", 0.5)]
+    assert told([nodes(look, products=(0.010, 0.010, 0.020)) for look in range(4)]) == [
+        ("n2", 0.5)
+    ]
 
 
 @pytest.mark.parametrize(
     "looks",
     [
         [nodes(look, shares=(0.5, 0.5, 0.5)) for look in range(9)],  # all alike
-        [nodes(look, shares=(0.1, 0.34, 0.1)) for look in range(9)],  # a quarter slower is not
+        # A quarter slower is not
+        [nodes(look, shares=(0.1, 0.34, 0.1)) for look in range(9)],
         [nodes(5, shares=(0.1, 0.5, 0.1))] * 9,  # one figure, seen nine times
         [
             nodes(look, shares=(0.1, 0.5, 0.1), span=SPAN / 9) for look in range(27)
         ],  # not for long enough
-        [nodes(look, shares=(None, 0.5, None)) for look in range(9)],  # nobody to compare with
+        # Nobody to compare with
+        [nodes(look, shares=(None, 0.5, None)) for look in range(9)],
         [
             nodes(look, shares=(0.0, 0.0, 0.0), products=(0.0, 0.0, 0.0), span=0.0)
             for look in range(9)
@@ -79,9 +106,19 @@ def test_one_slow_look_now_and_then_is_not_told():
     for look in range(30):
         for rank, sums in enumerate(phases):
             share = 0.6 if rank == 1 and look % TIMES else 0.1
-            sums["data"], sums["wait"] = sums["data"] + share * 4, sums["wait"] + (1 - share) * 4
-        ranks = [Rank(k, 9, step=look, phases=dict(sums)) for k, sums in enumerate(phases)]
-        looks.append([Node(f"n{k}", "i", generation=1, rank=rank) for k, rank in enumerate(ranks)])
+            sums["data"], sums["wait"] = (
+                sums["data"] + share * 4,
+                sums["wait"] + (1 - share) * 4,
+            )
+        ranks = [
+            Rank(k, 9, step=look, phases=dict(sums)) for k, sums in enumerate(phases)
+        ]
+        looks.append(
+            [
+                Node(f"n{k}", "i", generation=1, rank=rank)
+                for k, rank in enumerate(ranks)
+            ]
+        )
     assert told(looks) == []
 
 
@@ -89,7 +126,9 @@ def test_who_takes_no_part_is_not_compared():
     def with_spare(look: int) -> list[Node]:
         return [
             *nodes(look, shares=(0.1, 0.1, None))[:2],
-            Node("n9", "i", generation=1, rank=Rank(0, 9, phases=spent(0.9, look * SPAN))),
+            Node(
+                "n9", "i", generation=1, rank=Rank(0, 9, phases=spent(0.9, look * SPAN))
+            ),
         ]
 
     assert told(map(with_spare, range(9))) == []

@@ -19,7 +19,8 @@ import pytest
 from tests.helpers.mounts import exit_code_of, may_mount, mount, own_mounts
 from tests.helpers.nodes import Nodes, Server, until
 
-STEADY = {"constants": {"decide.STEADY": 0.5}}  # seconds before a node that returns is taken in
+# Seconds before a node that returns is taken in
+STEADY = {"constants": {"decide.STEADY": 0.5}}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,8 @@ def test_a_rank_and_a_leader_are_killed_and_clocks_an_hour_apart_change_nothing_
 ):
     with Nodes(server, tmp_path, steps=60) as nodes:
         n0, n1, n2 = (
-            nodes.start(f"n{k}", clock=hours * 3600.0)[0] for k, hours in enumerate((0, 1, -1))
+            nodes.start(f"n{k}", clock=hours * 3600.0)[0]
+            for k, hours in enumerate((0, 1, -1))
         )
         nodes.until_step(3)
         nodes.do(1, "kill")
@@ -46,7 +48,10 @@ def test_a_rank_and_a_leader_are_killed_and_clocks_an_hour_apart_change_nothing_
         assert [n0.end(), n1.end(), n2.end()] == [-signal.SIGKILL, 0, 0], nodes.told()
         assert nodes.faults() == [("signal", ["n1"]), ("lost", ["n0"])], nodes.told()
         nodes.check(60)
-        told = {(line["node"], round(line["ahead"] / 3600)) for line in nodes.events("clock")}
+        told = {
+            (line["node"], round(line["ahead"] / 3600))
+            for line in nodes.events("clock")
+        }
         assert told >= {("n1", 1), ("n2", -1)}
         assert "the clock of n1 is 3600 s ahead" in n0.said
 
@@ -77,7 +82,9 @@ def test_a_run_whose_lock_another_process_holds_waits_for_it(server, tmp_path):
             "print('held', flush=True); input()"
         )
         command = [sys.executable, "-c", holds]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as holder:
             assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
             (node,) = nodes.start("n0")
             until(lambda: "which has the run's lock" in node.said, "a word")
@@ -91,7 +98,9 @@ def test_a_run_whose_lock_another_process_holds_waits_for_it(server, tmp_path):
     "moment",
     ["running", "joining", "saving"],
 )
-def test_all_asked_to_stop_end_with_75_and_go_on_when_started_again(server, tmp_path, moment):
+def test_all_asked_to_stop_end_with_75_and_go_on_when_started_again(
+    server, tmp_path, moment
+):
     with Nodes(server, tmp_path, nodes=2, steps=60) as nodes:
         if moment == "saving":
             nodes.run.mkdir()
@@ -115,7 +124,9 @@ def test_all_asked_to_stop_end_with_75_and_go_on_when_started_again(server, tmp_
 
 
 @pytest.mark.thorough
-def test_one_that_is_asked_to_go_leaves_the_others_go_on_and_it_is_taken_back(server, tmp_path):
+def test_one_that_is_asked_to_go_leaves_the_others_go_on_and_it_is_taken_back(
+    server, tmp_path
+):
     with Nodes(server, tmp_path, steps=200) as nodes:
         started = nodes.start("n0", "n1", "n2", **STEADY)
         nodes.until_step(15)
@@ -139,11 +150,16 @@ def test_a_spare_takes_the_place_of_a_lost_node(server, tmp_path):
         n0, n1 = nodes.start("n0", "n1")
         nodes.until_step(3)
         (spare,) = nodes.start("n2")
-        until(lambda: nodes.events("join")[-1:] and len(nodes.events("join")) == 3, "the spare")
+        until(
+            lambda: nodes.events("join")[-1:] and len(nodes.events("join")) == 3,
+            "the spare",
+        )
         n1.kill()
         plan = nodes.until_plan("running", 2)
         assert (plan["members"], plan["mesh"]["data"]) == (["n0", "n2"], 2)
-        assert [n0.end(), n1.end(), spare.end()] == [0, -signal.SIGKILL, 0], nodes.told()
+        assert [n0.end(), n1.end(), spare.end()] == [0, -signal.SIGKILL, 0], (
+            nodes.told()
+        )
         nodes.check(100)
 
 
@@ -181,12 +197,19 @@ def test_what_fails_before_the_first_step_is_not_tried_again(server, tmp_path):
         nodes.do(1, "exit 2 config", ".start")
         started = nodes.start("n0", "n1")
         assert [node.end() for node in started] == [2, 2], nodes.told()
-        assert nodes.plans()[-1]["generation"] == 1 and "as asked" in nodes.plans()[-1]["reason"]
+        assert (
+            nodes.plans()[-1]["generation"] == 1
+            and "as asked" in nodes.plans()[-1]["reason"]
+        )
         assert not nodes.living()
 
 
-@pytest.mark.parametrize(("address", "shown"), [("::1", "[::1]"), ("127.0.0.1", "127.0.0.1")])
-def test_the_coordinator_is_named_as_its_clients_take_it(server, tmp_path, address, shown):
+@pytest.mark.parametrize(
+    ("address", "shown"), [("::1", "[::1]"), ("127.0.0.1", "127.0.0.1")]
+)
+def test_the_coordinator_is_named_as_its_clients_take_it(
+    server, tmp_path, address, shown
+):
     with Nodes(server, tmp_path, nodes=1, steps=2) as nodes:
         (node,) = nodes.start("n0", address=address)
         assert node.end() == 0
@@ -203,7 +226,9 @@ def test_too_few_nodes_end_with_75(server, tmp_path):
 
 
 @pytest.mark.thorough
-def test_who_is_deaf_to_sigterm_and_has_children_is_ended_by_a_second_one(server, tmp_path):
+def test_who_is_deaf_to_sigterm_and_has_children_is_ended_by_a_second_one(
+    server, tmp_path
+):
     with Nodes(server, tmp_path, nodes=1, steps=5000) as nodes:
         nodes.run.mkdir()
         nodes.do(0, "fork", ".start")
@@ -238,9 +263,12 @@ def test_a_node_that_fails_twice_stands_back_for_a_spare(server, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("restarts", "reason"), [(20, "a loop"), (1, "restarts of survive.restarts are spent")]
+    ("restarts", "reason"),
+    [(20, "a loop"), (1, "restarts of survive.restarts are spent")],
 )
-def test_a_fault_that_comes_again_and_again_ends_the_run_with_3(server, tmp_path, restarts, reason):
+def test_a_fault_that_comes_again_and_again_ends_the_run_with_3(
+    server, tmp_path, restarts, reason
+):
     with Nodes(server, tmp_path, nodes=2, least=2, restarts=restarts) as nodes:
         nodes.run.mkdir()
         nodes.do(1, "kill always")
@@ -280,7 +308,8 @@ def test_a_run_directory_that_is_removed_ends_with_75(server, tmp_path, then):
         assert [node.end() for node in started] == [75, 75], nodes.told()
         for node in started:
             assert (
-                "the run directory cannot be used" in node.said and "supervisor.py" not in node.said
+                "the run directory cannot be used" in node.said
+                and "supervisor.py" not in node.said
             )
         assert not nodes.living()
 
@@ -333,12 +362,16 @@ def test_a_disk_that_is_full_while_a_rank_is_killed(tmp_path):
         with Nodes(server, disk, nodes=2, steps=80) as nodes:
             started = nodes.start("n0", "n1", output=tmp_path / "said")
             nodes.until_step(15)
-            with contextlib.suppress(OSError), open(disk / "ballast", "wb", buffering=0) as file:
+            with (
+                contextlib.suppress(OSError),
+                open(disk / "ballast", "wb", buffering=0) as file,
+            ):
                 while True:
                     file.write(b"x" * 4096)
             generation = nodes.plans()[-1]["generation"]
             os.kill(
-                next(p["pid"] for p in nodes.events("started") if p["rank"] == 1), signal.SIGKILL
+                next(p["pid"] for p in nodes.events("started") if p["rank"] == 1),
+                signal.SIGKILL,
             )
             time.sleep(3.0)
             assert [node.code for node in started] == [None, None], nodes.told()
@@ -352,7 +385,9 @@ def test_a_disk_that_is_full_while_a_rank_is_killed(tmp_path):
 
 
 @pytest.mark.thorough
-def test_supervisors_killed_frozen_and_asked_to_go_at_random_moments(server, tmp_path, seed=0):
+def test_supervisors_killed_frozen_and_asked_to_go_at_random_moments(
+    server, tmp_path, seed=0
+):
     dice = random.Random(seed)
     how = {"constants": {"decide.STEADY": 0.5, "decide.LONGEST_DELAY": 0.5}}
     with Nodes(server, tmp_path, steps=200, restarts=1000, join_timeout=30) as nodes:
@@ -382,14 +417,21 @@ def test_supervisors_killed_frozen_and_asked_to_go_at_random_moments(server, tmp
             return all(one.code is not None for one in nodes.nodes.values())
 
         until(done, "the end", nodes.told)
-        assert {one.code for one in nodes.nodes.values()} <= {0, -signal.SIGKILL}, nodes.told()
+        assert {one.code for one in nodes.nodes.values()} <= {0, -signal.SIGKILL}, (
+            nodes.told()
+        )
         nodes.check(200)
 
 
 @pytest.mark.thorough
-def test_nodes_with_different_configs_are_refused_before_anything_is_trained(server, tmp_path):
+def test_nodes_with_different_configs_are_refused_before_anything_is_trained(
+    server, tmp_path
+):
     with Nodes(server, tmp_path, nodes=2) as nodes:
-        n0, n1 = nodes.start("n0")[0], nodes.start("n1", set=["optimizer.learning_rate=0.02"])[0]
+        n0, n1 = (
+            nodes.start("n0")[0],
+            nodes.start("n1", set=["optimizer.learning_rate=0.02"])[0],
+        )
         assert [n0.end(), n1.end()] == [2, 2], nodes.told()
         key = "learning_rate is 0.02 on n1 and 0.001 on n0"
         for node in (n0, n1):
@@ -398,13 +440,19 @@ def test_nodes_with_different_configs_are_refused_before_anything_is_trained(ser
                 and ") does not fit node n0 (" in node.said
                 and key in node.said
             )
-            assert node.said.count("the same config") == 1 and "Traceback" not in node.said
+            assert (
+                node.said.count("the same config") == 1 and "Traceback" not in node.said
+            )
         assert not nodes.events("started") and not nodes.living()
 
 
 @pytest.mark.thorough
-def test_a_node_with_another_config_that_comes_to_a_run_is_refused_alone(server, tmp_path):
-    with Nodes(server, tmp_path, nodes=2, steps=400, node_timeout=10, step_timeout=60) as nodes:
+def test_a_node_with_another_config_that_comes_to_a_run_is_refused_alone(
+    server, tmp_path
+):
+    with Nodes(
+        server, tmp_path, nodes=2, steps=400, node_timeout=10, step_timeout=60
+    ) as nodes:
         n1, n2 = nodes.start("n1", "n2")
         nodes.until_step(5)
         # Of the lowest name: it would lead.

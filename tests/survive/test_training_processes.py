@@ -125,16 +125,21 @@ def test_patience_ends_all_processes_after_the_same_step(tmp_path):
         pytest.param("3x1x1", 3, marks=pytest.mark.slow),
     ],
 )
-def test_the_losses_and_the_batches_are_those_of_one_process(alone, tmp_path, mesh, processes):
+def test_the_losses_and_the_batches_are_those_of_one_process(
+    alone, tmp_path, mesh, processes
+):
     ranks = start(tmp_path, processes, mesh)
     assert codes(ranks) == [0] * processes, [rank.output.read_text() for rank in ranks]
     expected = {row["step"]: row["loss"] for row in rows(alone(mesh))}
-    assert {row["step"]: row["loss"] for row in rows(tmp_path / "run")} == pytest.approx(
-        expected, rel=2e-6
-    )
+    assert {
+        row["step"]: row["loss"] for row in rows(tmp_path / "run")
+    } == pytest.approx(expected, rel=2e-6)
     assert len(expected) == STEPS
     read = batches(alone("2x2x2"))
-    assert batches(tmp_path / "run") == read and [len(read[step]) for step in read] == [8] * STEPS
+    assert (
+        batches(tmp_path / "run") == read
+        and [len(read[step]) for step in read] == [8] * STEPS
+    )
     assert len({row for batch in read.values() for row in batch.values()}) == 8 * STEPS
 
 
@@ -142,13 +147,17 @@ def test_the_losses_and_the_batches_are_those_of_one_process(alone, tmp_path, me
     ("fault", "ends", "kinds"),
     [
         ("bit-flip@3:1", [71, 71], ["sick", "sick"]),
-        pytest.param("nan@3:1", [70, 70], ["numbers", "numbers"], marks=pytest.mark.slow),
+        pytest.param(
+            "nan@3:1", [70, 70], ["numbers", "numbers"], marks=pytest.mark.slow
+        ),
         ("kill@3:1", [73, -9], ["peer", None]),
         ("out-of-memory@3:0", [1, 73], ["memory", "peer"]),
         pytest.param("error@3:0", [1, 73], ["error", "peer"], marks=pytest.mark.slow),
     ],
 )
-def test_the_end_of_each_process_tells_the_cause_from_its_effects(tmp_path, fault, ends, kinds):
+def test_the_end_of_each_process_tells_the_cause_from_its_effects(
+    tmp_path, fault, ends, kinds
+):
     ranks = start(tmp_path, 2, inject=(fault,))
     found = codes(ranks)
     # Rank 0 holds the coordinator: a peer that hears of its end before a collective fails is aborted by JAX's client,
@@ -159,7 +168,9 @@ def test_the_end_of_each_process_tells_the_cause_from_its_effects(tmp_path, faul
     assert found == ends, [rank.output.read_text() for rank in ranks]
     for rank, kind in zip(ranks, kinds, strict=True):
         assert (
-            not rank.told.own("fault.json").exists() if kind is None else rank.fault["kind"] == kind
+            not rank.told.own("fault.json").exists()
+            if kind is None
+            else rank.fault["kind"] == kind
         )
     assert [row["step"] for row in rows(tmp_path / "run")] in ([1, 2, 3], [1, 2, 3, 4])
     if fault.startswith("bit-flip"):
@@ -197,7 +208,9 @@ IMAGES: dict[str, dict] = {
 
 
 @pytest.mark.slow
-def test_a_run_on_images_goes_on_behind_a_killed_process_as_if_nothing_had_been(tmp_path):
+def test_a_run_on_images_goes_on_behind_a_killed_process_as_if_nothing_had_been(
+    tmp_path,
+):
     (whole,) = start(tmp_path / "whole", 1, **IMAGES)
     assert codes([whole]) == [0], whole.output.read_text()
     hurt = start(tmp_path / "hurt", 2, inject=("kill@5:1",), **IMAGES)
@@ -219,7 +232,9 @@ def test_a_run_on_images_goes_on_behind_a_killed_process_as_if_nothing_had_been(
     assert len({row for batch in read.values() for row in batch.values()}) == 8 * STEPS
 
 
-def test_a_rank_that_is_stopped_most_of_the_time_is_the_slow_one_and_of_two_alike_none_is(tmp_path):
+def test_a_rank_that_is_stopped_most_of_the_time_is_the_slow_one_and_of_two_alike_none_is(
+    tmp_path,
+):
     ranks = start(tmp_path, 2, "4x2x1", steps=10**6, checkpoint={"every": 10**6})
     try:
         for rank in ranks:
@@ -244,7 +259,9 @@ def test_a_rank_that_is_stopped_most_of_the_time_is_the_slow_one_and_of_two_alik
         assert not any(pace.is_slow for pace in judge(alike).values()), alike
         stopped = over_a_while(ranks[1].process.pid)
         paces = judge(stopped)
-        assert paces[1].is_slow and not paces[0].is_slow and paces[1].phase == "stopped", (
+        assert (
+            paces[1].is_slow and not paces[0].is_slow and paces[1].phase == "stopped"
+        ), (
             alike,
             stopped,
         )

@@ -20,7 +20,8 @@ def view(tmp_path: Path) -> View:
     """Of node n0, that has seen n1 change."""
     (tmp_path / "run").mkdir()
     found = View(
-        Store(tmp_path / "run", "n0"), SupervisorOptions(lambda nodes: nodes, node_timeout=6.0)
+        Store(tmp_path / "run", "n0"),
+        SupervisorOptions(lambda nodes: nodes, node_timeout=6.0),
     )
     other = Store(tmp_path / "run", "n1")
     for sequence in (1, 2):
@@ -69,11 +70,17 @@ def test_how_long_a_process_has_ended_counts_on_while_its_node_gives_signs_of_li
     other = Store(view.store.root.parent, "n1")
     end = ProcessEnd(73, "peer", "ended")
     for tick in range(20):
-        other.publish(Node("n1", "first", sequence=10 + tick, generation=1, state="ended", end=end))
+        other.publish(
+            Node(
+                "n1", "first", sequence=10 + tick, generation=1, state="ended", end=end
+            )
+        )
         view.look(2.5 + tick / 2, Node("n0", "own"))
     assert of(view, "n1").age < 1.0
     assert of(view, "n1").ended_for > 9.0
-    other.publish(Node("n1", "first", sequence=50, generation=2, state="ended", end=end))
+    other.publish(
+        Node("n1", "first", sequence=50, generation=2, state="ended", end=end)
+    )
     view.look(12.5, Node("n0", "own"))
     assert of(view, "n1").ended_for == 0.0
 
@@ -97,19 +104,27 @@ def leads(view: View, since: float, **plan) -> bool:
     return view.is_leader(own, since)
 
 
-def test_who_has_just_come_does_not_lead_before_it_knows_who_is_alive(view: View) -> None:
+def test_who_has_just_come_does_not_lead_before_it_knows_who_is_alive(
+    view: View,
+) -> None:
     """n2 has a record that was not seen to change: it is gone, or slow."""
     Store(view.store.root.parent, "n2").publish(Node("n2", "other"))
     assert not leads(view, 2.4 * view.options.heartbeat)
     assert leads(view, 2.6 * view.options.heartbeat)
     # A member of the run is given as much time as others give it.
-    running = {"state": "running", "members": ["n1", "n2"], "incarnations": ["first", "other"]}
+    running = {
+        "state": "running",
+        "members": ["n1", "n2"],
+        "incarnations": ["first", "other"],
+    }
     assert not leads(view, 0.9 * view.options.node_timeout, **running)
     assert leads(view, 1.1 * view.options.node_timeout)
     assert leads(view, 2.6 * view.options.heartbeat, **running | {"state": "over"})
 
 
-def test_who_knows_all_leads_at_once_if_it_has_the_lowest_name_and_stays(view: View) -> None:
+def test_who_knows_all_leads_at_once_if_it_has_the_lowest_name_and_stays(
+    view: View,
+) -> None:
     assert leads(view, 0.0)
     assert not view.is_leader(Node("n5", "own"), 100.0)
     own = Node("n0", "own", leaving=True)
@@ -124,7 +139,9 @@ def test_who_knows_all_leads_at_once_if_it_has_the_lowest_name_and_stays(view: V
 def test_a_name_is_free_if_its_process_is_gone_or_silent_and_not_if_it_speaks(
     tmp_path: Path,
 ) -> None:
-    own = View(Store(tmp_path, "n0"), SupervisorOptions(lambda nodes: nodes, node_timeout=1.0))
+    own = View(
+        Store(tmp_path, "n0"), SupervisorOptions(lambda nodes: nodes, node_timeout=1.0)
+    )
     own.refuse_twin("n0")
     other = Store(tmp_path, "n0")
     other.publish(Node("n0", "other", machine=this_machine(), pid=2**22 + 1))
@@ -138,7 +155,8 @@ def test_a_name_is_free_if_its_process_is_gone_or_silent_and_not_if_it_speaks(
         own.refuse_twin("n0")
         assert waits <= time.monotonic() - began < waits + 0.5
     speak = threading.Timer(
-        0.3, lambda: other.publish(Node("n0", "other", host="elsewhere", pid=7, sequence=2))
+        0.3,
+        lambda: other.publish(Node("n0", "other", host="elsewhere", pid=7, sequence=2)),
     )
     speak.start()
     with pytest.raises(ConfigError, match=r"another supervisor .* is at work as n0"):
@@ -166,9 +184,13 @@ def test_a_clock_that_is_wrong_is_told_once_and_again_when_it_jumps(view: View) 
     assert found == [("n1", 2), ("n1", -2)]
 
 
-def test_what_an_editor_leaves_beside_the_source_is_no_other_code(tmp_path, monkeypatch):
+def test_what_an_editor_leaves_beside_the_source_is_no_other_code(
+    tmp_path, monkeypatch
+):
     digests = []
-    monkeypatch.setattr(versions, "__file__", str(tmp_path / "meshtrain" / "run" / "versions.py"))
+    monkeypatch.setattr(
+        versions, "__file__", str(tmp_path / "meshtrain" / "run" / "versions.py")
+    )
     (tmp_path / "meshtrain").mkdir()
     for name in (
         "run/versions.py",
@@ -195,12 +217,16 @@ def test_what_differs_between_nodes_is_named(monkeypatch):
 
     def said(config, **changed: str) -> str:
         texts = [config_text(c).encode() for c in (config, one)]
-        return difference(Node("n1", host="h1", digests=digests(config) | changed), own, *texts)
+        return difference(
+            Node("n1", host="h1", digests=digests(config) | changed), own, *texts
+        )
 
     assert said(one) == "" == said(load(base, ["run.directory=/b"]))
     # a checkout beside an installed package: its source says what it is
     monkeypatch.setattr(
-        metadata, "version", lambda name: "9.9" if name == "meshtrain" else version(name)
+        metadata,
+        "version",
+        lambda name: "9.9" if name == "meshtrain" else version(name),
     )
     assert said(one) == ""
     sentence = said(other, jaxlib="9.9", code="feed")
@@ -209,8 +235,12 @@ def test_what_differs_between_nodes_is_named(monkeypatch):
         "learning_rate is 0.02 on n1 and 0.01 on n0",
         "run.seed is 5 on n1 and 0 on n0",
     )
-    assert all(part in sentence for part in (*keys, "jaxlib is 9.9 on n1", "source code"))
+    assert all(
+        part in sentence for part in (*keys, "jaxlib is 9.9 on n1", "source code")
+    )
     assert "run.directory" not in sentence and "python" not in sentence
     # What cannot be read names no key; a record of an earlier version has no digests.
-    assert "its config is another" in difference(Node("n1", digests=digests(other)), own, b"", b"{")
+    assert "its config is another" in difference(
+        Node("n1", digests=digests(other)), own, b"", b"{"
+    )
     assert "source code" in difference(Node("n1"), own, b"", b"")

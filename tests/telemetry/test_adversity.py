@@ -16,7 +16,8 @@ from training_processes import Trainer, rows, settings
 from meshtrain.data.token_rows import SyntheticRows
 
 STEPS = 1500
-LEAST = 0.012  # seconds of a step, so that on the fastest machine too the run is longer than the disk is full
+# Seconds of a step, so that on the fastest machine too the run is longer than the disk is full
+LEAST = 0.012
 FULL = 4.0  # seconds
 
 
@@ -60,7 +61,8 @@ def test_a_run_goes_on_with_a_port_taken_a_disk_full_a_tracker_raising_and_webho
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         hangs, refuses = (
-            f"webhook:http://127.0.0.1:{one.getsockname()[1]}/" for one in (silent, nobody)
+            f"webhook:http://127.0.0.1:{one.getsockname()[1]}/"
+            for one in (silent, nobody)
         )
         telemetry = {
             "every": 0.5,
@@ -70,7 +72,9 @@ def test_a_run_goes_on_with_a_port_taken_a_disk_full_a_tracker_raising_and_webho
         }
         config = settings(tmp_path, STEPS, 0, telemetry=telemetry)
         trainer = Trainer(
-            config, before=partial(hostile_disk, run), after=partial(shutil.copytree, run, left)
+            config,
+            before=partial(hostile_disk, run),
+            after=partial(shutil.copytree, run, left),
         )
         code = trainer.end()
         ended = time.time()
@@ -79,7 +83,9 @@ def test_a_run_goes_on_with_a_port_taken_a_disk_full_a_tracker_raising_and_webho
     found = rows(left)
     assert [row["step"] for row in found] == list(range(1, STEPS + 1))
     assert ended - found[-1]["time"] < 20, "the end waits for nobody"
-    assert max(b["time"] - a["time"] for a, b in pairwise(found)) < 5, "no step waits for anybody"
+    assert max(b["time"] - a["time"] for a, b in pairwise(found)) < 5, (
+        "no step waits for anybody"
+    )
     for sentence in (
         "metrics cannot be served on 127.0.0.1",
         "the tracker tensorboard is left out",
@@ -89,9 +95,14 @@ def test_a_run_goes_on_with_a_port_taken_a_disk_full_a_tracker_raising_and_webho
         assert said.count(sentence) == 1, said
     assert said.count("not delivered by webhook to 127.0.0.1") == 2, said
     assert said.count("delivered by command:false: it ended with 1") == 1, said
-    alerts = [json.loads(line) for line in (left / "alerts.jsonl").read_text().splitlines()]
+    alerts = [
+        json.loads(line) for line in (left / "alerts.jsonl").read_text().splitlines()
+    ]
     assert (alerts[0]["rule"], alerts[0]["state"]) == ("disk_space", "firing")
     lines = (left / "resources/0.jsonl").read_text().splitlines()
     times = [json.loads(line)["time"] for line in lines if line.endswith("}}")]
     assert len(lines) - len(times) <= 1, "the full disk tears one line"
-    assert max(b - a for a, b in pairwise(times)) > FULL / 2 and times[-1] > found[-1]["time"] - 2
+    assert (
+        max(b - a for a, b in pairwise(times)) > FULL / 2
+        and times[-1] > found[-1]["time"] - 2
+    )

@@ -20,9 +20,15 @@ def lines(directory):
 
 def test_rows_of_steps_and_of_all_processes_become_lines(tmp_path, capsys):
     alerts = Alerts(config("log", "file"), tmp_path)
-    alerts.on_row({"step": 5, "time": 1000.0, "loss": math.nan, "tokens_per_second": 1.0}, "step")
-    alerts.on_row({"rank": 3, "host": "n3", "time": 1.0, "disk_free_bytes": 1}, "process")
-    alerts.on_row({"rank": 0, "host": "n0", "time": 1.0, "disk_free_bytes": 1}, "process")
+    alerts.on_row(
+        {"step": 5, "time": 1000.0, "loss": math.nan, "tokens_per_second": 1.0}, "step"
+    )
+    alerts.on_row(
+        {"rank": 3, "host": "n3", "time": 1.0, "disk_free_bytes": 1}, "process"
+    )
+    alerts.on_row(
+        {"rank": 0, "host": "n0", "time": 1.0, "disk_free_bytes": 1}, "process"
+    )
     alerts.on_tick(2000.0)
     alerts.close()
     nan, disk = lines(tmp_path)
@@ -57,7 +63,9 @@ def test_what_an_earlier_process_left_firing_is_over_when_the_next_one_begins(tm
     assert (tmp_path / ALERTS).read_text().count("\n") == 3
 
 
-def test_a_file_that_cannot_be_written_is_said_and_the_others_are_told(tmp_path, capsys):
+def test_a_file_that_cannot_be_written_is_said_and_the_others_are_told(
+    tmp_path, capsys
+):
     (tmp_path / ALERTS).mkdir()
     alerts = Alerts(config("file", "log"), tmp_path)
     alerts.on_row({"step": 5, "loss": math.nan}, "step")

@@ -19,18 +19,33 @@ def served():
 
     def serve(rank=0, processes=0):
         board = Board(rank, f"host{rank}", "runs/x", {"tokens": 300.0}, 10)
-        board({"step": 2, "loss": 2.5, "eval_loss": 3.0, "tokens": 100, "time": 1.0}, "step")
         board(
-            {"step": 3, "loss": None, "tokens": 100, "data_wait_seconds": 0.5, "time": 2.0}, "step"
+            {"step": 2, "loss": 2.5, "eval_loss": 3.0, "tokens": 100, "time": 1.0},
+            "step",
+        )
+        board(
+            {
+                "step": 3,
+                "loss": None,
+                "tokens": 100,
+                "data_wait_seconds": 0.5,
+                "time": 2.0,
+            },
+            "step",
         )
         power = {"device_power_watts": {"0": 700.0, "1": 500.0}}
         for seconds in (1.0, 2.0):
             board(
-                {"rank": rank, "cpu_ratio": 0.5, "phase_seconds": {"wait": seconds}} | power,
+                {"rank": rank, "cpu_ratio": 0.5, "phase_seconds": {"wait": seconds}}
+                | power,
                 "process",
             )
         for other in range(1, processes):
-            row = {"rank": other, "cpu_ratio": 0.5 + other / 10, "device_power_watts": {"0": 600.0}}
+            row = {
+                "rank": other,
+                "cpu_ratio": 0.5 + other / 10,
+                "device_power_watts": {"0": 600.0},
+            }
             board(row | {"phase_seconds": {"wait": other}}, "process")
         endpoints.append(Endpoint("127.0.0.1", 0, board))
         return endpoints[-1]
@@ -91,13 +106,17 @@ def test_the_first_process_serves_the_least_the_middle_and_the_greatest_of_all_w
         ("device_power_watts", "min", 500.0, 0),
     ):
         assert values[f"meshtrain_processes_{name}", f"over={over}"] == value
-        assert values["meshtrain_processes_rank", f"metric={name}", f"over={over}"] == rank
+        assert (
+            values["meshtrain_processes_rank", f"metric={name}", f"over={over}"] == rank
+        )
     assert values["meshtrain_processes_phase_seconds", "phase=wait", "over=max"] == 3
 
 
 def test_other_processes_leave_the_steps_metrics_to_the_first(served):
     values = series(served(rank=3))
-    assert ("meshtrain_step",) not in values and ("meshtrain_tokens_total",) not in values
+    assert ("meshtrain_step",) not in values and (
+        "meshtrain_tokens_total",
+    ) not in values
     assert values["meshtrain_cpu_ratio",] == 0.5
 
 
@@ -129,7 +148,10 @@ def test_a_port_that_cannot_be_had_is_a_sentence(port, capsys):
         )
     assert not endpoint.url
     (said,) = capsys.readouterr().err.splitlines()
-    assert said.endswith("training goes on without.") and "cannot be served on 127.0.0.1:" in said
+    assert (
+        said.endswith("training goes on without.")
+        and "cannot be served on 127.0.0.1:" in said
+    )
     endpoint.close()
 
 

@@ -17,7 +17,10 @@ plain = pytest.importorskip("prometheus_client.parser")
 
 FAMILIES = [
     MetricFamily(
-        "mt_process", "info", "what it is", samples=[((("run", 'a "b"\\c\nd'), ("rank", "0")), 1)]
+        "mt_process",
+        "info",
+        "what it is",
+        samples=[((("run", 'a "b"\\c\nd'), ("rank", "0")), 1)],
     ),
     MetricFamily("mt_loss", "gauge", 'a loss\nof "two" lines\\', samples=[((), 2.25)]),
     MetricFamily(
@@ -25,7 +28,8 @@ FAMILIES = [
         "gauge",
         "x",
         samples=[
-            ((("k", str(k)),), v) for k, v in enumerate([math.nan, math.inf, -math.inf, 1e-300, 7])
+            ((("k", str(k)),), v)
+            for k, v in enumerate([math.nan, math.inf, -math.inf, 1e-300, 7])
         ],
     ),
     MetricFamily(
@@ -51,14 +55,20 @@ def read(parser, text):
 def written():
     endings = {"info": "_info", "counter": "_total", "gauge": ""}
     return {
-        (f.name + endings[f.kind], labels): value for f in FAMILIES for labels, value in f.samples
+        (f.name + endings[f.kind], labels): value
+        for f in FAMILIES
+        for labels, value in f.samples
     }
 
 
-@pytest.mark.parametrize("parser", [openmetrics, plain], ids=["OpenMetrics", "Prometheus"])
+@pytest.mark.parametrize(
+    "parser", [openmetrics, plain], ids=["OpenMetrics", "Prometheus"]
+)
 def test_what_is_written_is_what_others_read(parser):
     text = render(FAMILIES, openmetrics=parser is openmetrics)
-    assert repr(read(parser, text)) == repr(written()), "by text, since NaN equals nothing"
+    assert repr(read(parser, text)) == repr(written()), (
+        "by text, since NaN equals nothing"
+    )
     assert "mt_empty" not in text
 
 
@@ -70,17 +80,27 @@ def test_openmetrics_ends_and_names_units_and_the_older_format_does_neither():
         "# TYPE mt_spent_seconds counter\n" in new
         and "# TYPE mt_spent_seconds_total counter\n" in old
     )
-    (family,) = (f for f in openmetrics.text_string_to_metric_families(new) if f.name == "mt_loss")
+    (family,) = (
+        f
+        for f in openmetrics.text_string_to_metric_families(new)
+        if f.name == "mt_loss"
+    )
     assert family.documentation == FAMILIES[1].meaning
 
 
-@pytest.mark.parametrize("parser", [openmetrics, plain], ids=["OpenMetrics", "Prometheus"])
+@pytest.mark.parametrize(
+    "parser", [openmetrics, plain], ids=["OpenMetrics", "Prometheus"]
+)
 def test_a_histogram_counts_what_is_at_most_each_bound(parser):
     seconds = Distribution((0.5, 2.0))
     for value in (0.1, 0.5, 0.6, 2.0, 7.0):
         seconds.add(value)
     family = MetricFamily(
-        "mt_took_seconds", "histogram", "x", "seconds", distributions=[((("route", "a"),), seconds)]
+        "mt_took_seconds",
+        "histogram",
+        "x",
+        "seconds",
+        distributions=[((("route", "a"),), seconds)],
     )
     found = read(parser, render([family], openmetrics=parser is openmetrics))
     route = ("route", "a")

@@ -23,7 +23,13 @@ def test_every_value_in_the_unit_of_its_metric():
     assert values["device_power_watts"]["1"] == 650.5
     assert values["device_temperature_celsius"]["0"] == 55
     assert values["device_memory_temperature_celsius"]["0"] == 70
-    held = {"power_cap": 1, "hardware": 0, "heat": 0, "hardware_heat": 1, "power_brake": 0}
+    held = {
+        "power_cap": 1,
+        "hardware": 0,
+        "heat": 0,
+        "hardware_heat": 1,
+        "power_brake": 0,
+    }
     assert values["device_throttled"]["0"] == held
     assert values.keys() <= BY_NAME.keys()
 
@@ -41,11 +47,19 @@ def test_every_value_in_the_unit_of_its_metric():
         ),
         ({"refuses": ["nvmlDeviceGetUtilizationRates"]}, {"device_load_ratio"}),
         ({"refuses": ["nvmlDeviceGetPowerUsage"]}, {"device_power_watts"}),
-        ({"refuses": ["nvmlDeviceGetCurrentClocksThrottleReasons"]}, {"device_throttled"}),
-        ({"load": 2**32 - 1, "power": 2**64 - 1}, {"device_load_ratio", "device_power_watts"}),
+        (
+            {"refuses": ["nvmlDeviceGetCurrentClocksThrottleReasons"]},
+            {"device_throttled"},
+        ),
+        (
+            {"load": 2**32 - 1, "power": 2**64 - 1},
+            {"device_load_ratio", "device_power_watts"},
+        ),
     ],
 )
-def test_what_cannot_be_and_what_a_board_refuses_is_left_out_and_nothing_else(nvml, lost):
+def test_what_cannot_be_and_what_a_board_refuses_is_left_out_and_nothing_else(
+    nvml, lost
+):
     assert sample(**nvml).keys() == sample().keys() - lost
 
 
@@ -53,7 +67,10 @@ def test_a_device_is_the_one_that_cuda_counts_for_the_process():
     nvml = Nvml()
     Gpus([0, 1, 2], nvml, {"CUDA_VISIBLE_DEVICES": "3,GPU-abc"}).sample()
     handles = [call for call in nvml.asked if "Handle" in call[0]]
-    assert handles == [("nvmlDeviceGetHandleByIndex", 3), ("nvmlDeviceGetHandleByUUID", "GPU-abc")]
+    assert handles == [
+        ("nvmlDeviceGetHandleByIndex", 3),
+        ("nvmlDeviceGetHandleByUUID", "GPU-abc"),
+    ]
 
 
 def test_without_a_driver_or_a_gpu_there_is_nothing(monkeypatch):

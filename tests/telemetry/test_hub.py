@@ -21,7 +21,13 @@ class Tracker(Listener):
     name = "the tracker"
 
     def __init__(self, key="step", error=None):
-        self.key, self.error, self.heard, self.ticks, self.closed = key, error, [], [], []
+        self.key, self.error, self.heard, self.ticks, self.closed = (
+            key,
+            error,
+            [],
+            [],
+            [],
+        )
 
     def on_row(self, row, source):
         self.heard.append((row[self.key], source))
@@ -69,7 +75,9 @@ def test_a_listener_that_raises_is_said_once_and_hears_no_more(hub, capsys):
     assert capsys.readouterr().err == said
 
 
-def test_the_end_of_a_run_waits_only_so_long_for_a_listener_that_hangs(hub, monkeypatch, capsys):
+def test_the_end_of_a_run_waits_only_so_long_for_a_listener_that_hangs(
+    hub, monkeypatch, capsys
+):
     monkeypatch.setattr(hubs, "PATIENCE", 0.1)
     hanging = threading.Event()
     with hub:

@@ -35,7 +35,11 @@ def test_what_was_no_part_of_the_step_is_left_out_of_its_seconds(monkeypatch):
     now = 105.0
     of.leave_out(3.0)
     first = of.step(100, 0.5)
-    assert (first["step_seconds"], first["tokens_per_second"], first["data_wait_seconds"]) == (
+    assert (
+        first["step_seconds"],
+        first["tokens_per_second"],
+        first["data_wait_seconds"],
+    ) == (
         2.0,
         50.0,
         0.5,
@@ -69,7 +73,9 @@ def test_memory_is_that_of_the_fullest_device_and_left_out_where_no_device_tells
     of = measured(devices=[told, Device({"bytes_in_use": 7}), Device(None)], peak=1.0)
     jax.jit(lambda x: x * 3.0 + 0.456).lower(1.0).compile()
     row = of.row()
-    assert {name: row[name] for name in ("memory_in_use_bytes", "memory_peak_bytes")} == {
+    assert {
+        name: row[name] for name in ("memory_in_use_bytes", "memory_peak_bytes")
+    } == {
         "memory_in_use_bytes": 7,
         "memory_peak_bytes": 9,
     }

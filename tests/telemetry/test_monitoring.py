@@ -31,7 +31,15 @@ def test_names_stand_once_and_are_what_prometheus_takes_and_end_on_their_unit():
     assert len(BY_NAME) == len(METRICS)
     for metric in METRICS:
         assert re.fullmatch(r"[a-z][a-z0-9_]*", metric.exposed)
-        assert metric.unit in ("", "seconds", "bytes", "ratio", "tokens", "watts", "celsius")
+        assert metric.unit in (
+            "",
+            "seconds",
+            "bytes",
+            "ratio",
+            "tokens",
+            "watts",
+            "celsius",
+        )
         assert not metric.unit or metric.name.endswith(metric.unit), metric
         assert not metric.name.endswith("_total")
 
@@ -85,18 +93,28 @@ def test_each_threshold_has_a_rule_with_its_limit():
 
 def test_queries_name_metrics_of_the_catalogue_only_and_the_dashboard_shows_them_all():
     def named(queries):
-        return {name for query in queries for name in re.findall(rf"\b{PREFIX}\w+", query)}
+        return {
+            name for query in queries for name in re.findall(rf"\b{PREFIX}\w+", query)
+        }
 
     shown = named(query for _, query in dashboard.queries())
-    assert shown | named(rule["expr"] for rule in RULES) <= SAMPLES | OVER and shown >= SAMPLES
+    assert (
+        shown | named(rule["expr"] for rule in RULES) <= SAMPLES | OVER
+        and shown >= SAMPLES
+    )
 
 
 def test_no_panel_lies_on_another_or_beside_the_page():
     beside = dashboard.document()["panels"]
     # Grafana moves what is below a row when that is opened, by the height of what the row holds.
-    for panels in (beside, *([row, *row["panels"]] for row in beside if row["type"] == "row")):
+    for panels in (
+        beside,
+        *([row, *row["panels"]] for row in beside if row["type"] == "row"),
+    ):
         places = [panel["gridPos"] for panel in panels]
-        assert all(place["x"] >= 0 and place["x"] + place["w"] <= 24 for place in places)
+        assert all(
+            place["x"] >= 0 and place["x"] + place["w"] <= 24 for place in places
+        )
         for a, b in combinations(places, 2):
             apart = a["x"] + a["w"] <= b["x"] or b["x"] + b["w"] <= a["x"]
             assert apart or a["y"] + a["h"] <= b["y"] or b["y"] + b["h"] <= a["y"]
@@ -126,13 +144,16 @@ def test_durations_are_written_as_prometheus_reads_them():
 
 
 @pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool is not there (Debian: prometheus)"
+    shutil.which("promtool") is None,
+    reason="promtool is not there (Debian: prometheus)",
 )
 @pytest.mark.parametrize("scale", [1.0, 1 / 60])
 def test_promtool_takes_the_rules(scale, tmp_path):
     path = tmp_path / "rules.yaml"
     path.write_text(yaml.safe_dump(prometheus_rules(scale)))
-    checked = subprocess.run(["promtool", "check", "rules", path], capture_output=True, text=True)
+    checked = subprocess.run(
+        ["promtool", "check", "rules", path], capture_output=True, text=True
+    )
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 

@@ -13,7 +13,9 @@ from meshtrain.telemetry.progress import Reporter
 ROW = {"step": 2, "loss": 2.5, "tokens_per_second": 1234.5, "step_seconds": 2.0}
 
 
-def test_without_a_terminal_each_shown_step_is_one_plain_line_with_loss_speed_and_time_left(capsys):
+def test_without_a_terminal_each_shown_step_is_one_plain_line_with_loss_speed_and_time_left(
+    capsys,
+):
     with Reporter(10, 0) as report:
         report.after_metrics(ROW, due=True)
         report.after_metrics(ROW | {"step": 3}, due=False)
@@ -25,7 +27,9 @@ def test_without_a_terminal_each_shown_step_is_one_plain_line_with_loss_speed_an
     )
 
 
-def test_a_line_has_the_reward_beside_the_loss_which_has_no_sign_where_it_is_nothing(capsys):
+def test_a_line_has_the_reward_beside_the_loss_which_has_no_sign_where_it_is_nothing(
+    capsys,
+):
     with Reporter(10, 0) as report:
         report.after_metrics(ROW | {"loss": -0.004, "rl/reward": 0.6171875}, due=True)
         report.after_metrics(ROW | {"loss": -1e-8, "rl/reward": -1e-9}, due=True)
@@ -61,12 +65,17 @@ def test_on_a_terminal_rows_that_are_due_stand_above_the_bar(monkeypatch):
         report.after_metrics(ROW | {"step": 4}, due=True)
     lines = [line for line in terminal.getvalue().splitlines() if "step " in line]
     assert [line.partition("step ")[2][:4] for line in lines] == ["2/10", "4/10"]
-    assert "left" not in lines[0].partition("tokens/s")[2] and "━" in terminal.getvalue()
+    assert (
+        "left" not in lines[0].partition("tokens/s")[2] and "━" in terminal.getvalue()
+    )
 
 
 def test_samples_of_an_evaluation_are_lines_of_their_own(capsys):
     with Reporter(10, 0) as report:
-        samples = [{"prompt": "one and", "text": " two"}, {"prompt": "x", "text": "\x1b[2J"}]
+        samples = [
+            {"prompt": "one and", "text": " two"},
+            {"prompt": "x", "text": "\x1b[2J"},
+        ]
         report.after_metrics(ROW | {"samples": samples}, due=True)
     _, first, second = capsys.readouterr().out.splitlines()
     assert first == "sample: one and │  two" and "\x1b" not in second
@@ -80,7 +89,9 @@ def test_other_processes_of_a_run_say_nothing(capsys):
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EPIPE])
-def test_a_standard_output_that_takes_nothing_is_reported_once_and_training_goes_on(number, capsys):
+def test_a_standard_output_that_takes_nothing_is_reported_once_and_training_goes_on(
+    number, capsys
+):
     class Refuses(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError(number, "no")

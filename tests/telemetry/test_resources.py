@@ -34,9 +34,13 @@ def machine(root, files):
     return {"proc": root / "proc", "root": root}
 
 
-def test_a_sample_of_this_machine_has_names_of_the_catalogue_and_numbers_in_their_range(tmp_path):
+def test_a_sample_of_this_machine_has_names_of_the_catalogue_and_numbers_in_their_range(
+    tmp_path,
+):
     values = Resources(
-        tmp_path, phases=lambda: {"wait": time.perf_counter()}, gpus=Gpus([0], Nvml(), {})
+        tmp_path,
+        phases=lambda: {"wait": time.perf_counter()},
+        gpus=Gpus([0], Nvml(), {}),
     ).sample()
     assert {
         "cpu_ratio",
@@ -48,7 +52,11 @@ def test_a_sample_of_this_machine_has_names_of_the_catalogue_and_numbers_in_thei
     for name, value in values.items():
         assert BY_NAME[name].source == "process"
         assert bool(BY_NAME[name].labels) == isinstance(value, dict), name
-        assert BY_NAME[name].unit != "ratio" or isinstance(value, dict) or 0 <= value <= 1.5, (
+        assert (
+            BY_NAME[name].unit != "ratio"
+            or isinstance(value, dict)
+            or 0 <= value <= 1.5
+        ), (
             name,
             value,
         )
@@ -66,7 +74,9 @@ def test_busy_is_told_from_idle(tmp_path):
 
 def test_pressure_is_a_share_and_left_out_where_the_kernel_keeps_none(tmp_path):
     some = "some avg10=12.50 avg60=1.00 avg300=0.50 total=1\nfull avg10=99.00 avg60=0.00 avg300=0.00 total=0\n"
-    where = machine(tmp_path, {"proc/pressure/cpu": some, "proc/pressure/io": "nonsense"})
+    where = machine(
+        tmp_path, {"proc/pressure/cpu": some, "proc/pressure/io": "nonsense"}
+    )
     values = Resources(tmp_path, **where).sample()
     assert values["pressure_cpu_ratio"] == 0.125
     assert not {"pressure_io_ratio", "pressure_memory_ratio"} & values.keys()
@@ -74,13 +84,19 @@ def test_pressure_is_a_share_and_left_out_where_the_kernel_keeps_none(tmp_path):
 
 def test_the_limit_is_the_cgroups_and_ones_own_wins(tmp_path):
     where = machine(
-        tmp_path, memory_v2("job/", "4000", 3500, 500) | {"proc/self/cgroup": "0::/job\n"}
+        tmp_path,
+        memory_v2("job/", "4000", 3500, 500) | {"proc/self/cgroup": "0::/job\n"},
     )
     values = Resources(tmp_path, **where).sample()
-    assert (values["memory_limit_bytes"], values["memory_limit_used_ratio"]) == (4000, 0.75)
+    assert (values["memory_limit_bytes"], values["memory_limit_used_ratio"]) == (
+        4000,
+        0.75,
+    )
     own = Resources(tmp_path, limit=2**40, **where).sample()
     assert own["memory_limit_bytes"] == 2**40
-    assert own["memory_limit_used_ratio"] == pytest.approx(own["process_rss_bytes"] / 2**40)
+    assert own["memory_limit_used_ratio"] == pytest.approx(
+        own["process_rss_bytes"] / 2**40
+    )
 
 
 def test_rates_are_over_the_time_between_and_a_counter_that_was_set_back_has_none(
@@ -89,7 +105,9 @@ def test_rates_are_over_the_time_between_and_a_counter_that_was_set_back_has_non
     clock, read = [100.0], [1000]
     monkeypatch.setattr(resources.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(
-        psutil, "disk_io_counters", lambda: SimpleNamespace(read_bytes=read[0], write_bytes=5)
+        psutil,
+        "disk_io_counters",
+        lambda: SimpleNamespace(read_bytes=read[0], write_bytes=5),
     )
     taken = Resources(tmp_path)
     clock[0], read[0] = 110.0, 6000
@@ -112,10 +130,16 @@ def test_what_fails_is_left_out_and_nothing_else(tmp_path, monkeypatch):
     # No tick of the clock may have passed since the sample before.
     lost = whole - Resources(tmp_path).sample().keys() - {"machine_cpu_ratio"}
     limits = {"memory_limit_bytes", "memory_limit_used_ratio"}
-    assert lost - limits == {"memory_used_ratio", "process_rss_bytes", "swap_used_bytes"}
+    assert lost - limits == {
+        "memory_used_ratio",
+        "process_rss_bytes",
+        "swap_used_bytes",
+    }
 
 
-def test_phases_are_those_since_the_sample_before_and_at_first_since_the_process_began(tmp_path):
+def test_phases_are_those_since_the_sample_before_and_at_first_since_the_process_began(
+    tmp_path,
+):
     spent = {"wait": 1.0, "save": 0.0}
     taken = Resources(tmp_path, phases=lambda: dict(spent))
     assert taken.sample()["phase_seconds"] == {"wait": 1.0}
@@ -128,7 +152,9 @@ def test_memory_of_devices_is_by_jax_where_it_tells_and_by_nvml_where_not(tmp_pa
         local_hardware_id=0, memory_stats=lambda: {"bytes_in_use": 5, "bytes_limit": 9}
     )
     silent = SimpleNamespace(local_hardware_id=1, memory_stats=lambda: None)
-    values = Resources(tmp_path, devices=[tells, silent], gpus=Gpus([0, 1], Nvml(), {})).sample()
+    values = Resources(
+        tmp_path, devices=[tells, silent], gpus=Gpus([0, 1], Nvml(), {})
+    ).sample()
     assert values["device_memory_used_bytes"] == {"0": 5, "1": 60 * 2**30}
     assert values["device_memory_limit_bytes"] == {"0": 9, "1": 80 * 2**30}
 
@@ -162,10 +188,12 @@ def cpu_v2(where: str, content: str) -> dict[str, str]:
     return {f"sys/fs/cgroup/{where}cpu.max": f"{content} 100000\n"}
 
 
-OF_V1 = (
-    "5:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n0::/docker/abc\n"
+OF_V1 = "5:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc\n0::/docker/abc\n"
+OUTER = (
+    memory_v2("job/", "2000", 1900)
+    | memory_v2("", "max", 5000)
+    | cpu_v2("job/", "200000")
 )
-OUTER = memory_v2("job/", "2000", 1900) | memory_v2("", "max", 5000) | cpu_v2("job/", "200000")
 CGROUPS = {
     "version 2, without the cache that the kernel drops first": (
         "0::/job/step\n",
@@ -181,7 +209,8 @@ CGROUPS = {
     ),
     "version 1 of the machine": (
         OF_V1,
-        memory_v1("docker/abc/", "1000\n", 700, 300) | quota_v1("docker/abc/", "50000\n"),
+        memory_v1("docker/abc/", "1000\n", 700, 300)
+        | quota_v1("docker/abc/", "50000\n"),
         (1000, 400),
         0.5,
     ),
@@ -204,7 +233,9 @@ CGROUPS = {
 
 @pytest.mark.parametrize("name", CGROUPS)
 def test_limits_of_cgroups_as_the_kernels_files_say_them(name, tmp_path):
-    assert Cgroup(tmp_path / "proc", tmp_path).memory() is None, "a machine without cgroups"
+    assert Cgroup(tmp_path / "proc", tmp_path).memory() is None, (
+        "a machine without cgroups"
+    )
     groups, files, memory, cores = CGROUPS[name]
     cgroup = Cgroup(**machine(tmp_path, {"proc/self/cgroup": groups} | files))
     assert (cgroup.memory(), cgroup.cores()) == (memory, cores)

@@ -30,7 +30,9 @@ def test_rows_are_appended_and_the_newest_is_found(tmp_path):
                 }
             )
     assert [row["time"] for row in rows(tmp_path, 3)] == list(range(10))
-    assert newest(tmp_path, 3) == {"time": 9, "device_power_watts": {"0": 1.5}}, "inf is left out"
+    assert newest(tmp_path, 3) == {"time": 9, "device_power_watts": {"0": 1.5}}, (
+        "inf is left out"
+    )
     assert newest(tmp_path, 4) is None
 
 
@@ -46,7 +48,9 @@ def test_after_a_torn_row_a_whole_one_follows(tmp_path, torn):
     assert (tmp_path / "resources/0.jsonl").read_bytes() == torn + b'\n{"time": 8}\n'
 
 
-def test_a_full_disk_is_said_once_and_rows_go_on_when_there_is_room(tmp_path, monkeypatch, capsys):
+def test_a_full_disk_is_said_once_and_rows_go_on_when_there_is_room(
+    tmp_path, monkeypatch, capsys
+):
     file, full = Samples(tmp_path, 0), [False]
     write = os.write
 
@@ -82,7 +86,11 @@ def test_a_file_stays_small_and_keeps_its_first_and_newest_rows(tmp_path, monkey
         file.write({"step": step})
     assert (tmp_path / "resources/0.jsonl").stat().st_size < 2100
     steps = [row["step"] for row in rows(tmp_path)]
-    assert steps[0] == 0 and steps[-20:] == list(range(1980, 2000)) and steps == sorted(set(steps))
+    assert (
+        steps[0] == 0
+        and steps[-20:] == list(range(1980, 2000))
+        and steps == sorted(set(steps))
+    )
 
 
 def test_many_processes_write_and_are_read_as_often_as_a_file_system_bears():

@@ -38,11 +38,12 @@ class Run:
                     1 + (self.random.random() < 0.02) * 8
                 )
             self.step, self.now = self.step + 1, self.now + seconds
-            value = (loss(self.step) if callable(loss) else loss) + noise * self.random.standard_t(
-                3
-            )
+            value = (
+                loss(self.step) if callable(loss) else loss
+            ) + noise * self.random.standard_t(3)
             self.hear(
-                {"step": self.step, "loss": value, "tokens_per_second": 1000 / seconds} | more,
+                {"step": self.step, "loss": value, "tokens_per_second": 1000 / seconds}
+                | more,
                 "step",
             )
             if self.now - self.sampled >= 10:
@@ -54,7 +55,10 @@ class Run:
         self.sampled = self.now
         for rank in reversed(range(self.ranks)):
             spent = {name: share * seconds for name, share in phases(rank).items()}
-            self.hear({"rank": rank, "host": f"n{rank}", "phase_seconds": spent} | more, "process")
+            self.hear(
+                {"rank": rank, "host": f"n{rank}", "phase_seconds": spent} | more,
+                "process",
+            )
 
     def samples(self, count, phases=USUAL, **more):
         for _ in range(count):
@@ -97,7 +101,11 @@ def test_a_loss_or_gradient_that_is_no_number_fires_at_its_first_row(bad, senten
     assert run.said() == (once("loss_not_finite") if sentence else [])
     if sentence:
         alert = run.alerts[0]
-        assert (alert.step, alert.severity, alert.sentence) == (4, "critical", f"the {sentence}.")
+        assert (alert.step, alert.severity, alert.sentence) == (
+            4,
+            "critical",
+            f"the {sentence}.",
+        )
 
 
 def test_a_loss_that_rises_and_stays_fires_and_clears_when_it_falls():
@@ -107,7 +115,10 @@ def test_a_loss_that_rises_and_stays_fires_and_clears_when_it_falls():
     assert run.said() == fires("loss_spike"), "the spike is not usual"
     run.take(20, loss=2.0, noise=0.02)
     assert run.said() == once("loss_spike")
-    assert run.alerts[0].step in (103, 104) and "where it was 2, " in run.alerts[0].sentence
+    assert (
+        run.alerts[0].step in (103, 104)
+        and "where it was 2, " in run.alerts[0].sentence
+    )
 
 
 def test_one_bad_batch_is_no_spike():
@@ -147,10 +158,17 @@ def test_the_rank_that_waits_least_is_named_and_no_other():
     run.samples(20)
     slow = {"data": 0.6, "dispatch": 0.05, "wait": 0.3, "log": 0.05}
     for phases in [USUAL] + [slow] * 8 + [USUAL] * 12:
-        run.sample(advance=True, phases=lambda rank, phases=phases: phases if rank == 2 else USUAL)
-    assert run.said() == once("slow_rank") and [alert.rank for alert in run.alerts] == [2, 2]
+        run.sample(
+            advance=True,
+            phases=lambda rank, phases=phases: phases if rank == 2 else USUAL,
+        )
+    assert run.said() == once("slow_rank") and [alert.rank for alert in run.alerts] == [
+        2,
+        2,
+    ]
     assert (
-        "rank 2 on n2" in run.alerts[0].sentence and "it gets its batch" in run.alerts[0].sentence
+        "rank 2 on n2" in run.alerts[0].sentence
+        and "it gets its batch" in run.alerts[0].sentence
     )
 
 
@@ -161,7 +179,11 @@ def test_samples_are_looked_at_though_the_first_rank_gives_none(monkeypatch):
         run.now += 5
         waiting = 0.3 if k % 2 else 0.9
         run.hear(
-            {"rank": 1 + k % 2, "phase_seconds": {"data": 1 - waiting, "wait": waiting}}, "process"
+            {
+                "rank": 1 + k % 2,
+                "phase_seconds": {"data": 1 - waiting, "wait": waiting},
+            },
+            "process",
         )
     assert run.said() == fires("slow_rank") and run.alerts[0].rank == 2
 
@@ -176,13 +198,25 @@ def device(used):
 @pytest.mark.parametrize(
     "rule, near, far, rank",
     [
-        ("memory_limit", {"memory_limit_used_ratio": 0.95}, {"memory_limit_used_ratio": 0.5}, 0),
+        (
+            "memory_limit",
+            {"memory_limit_used_ratio": 0.95},
+            {"memory_limit_used_ratio": 0.5},
+            0,
+        ),
         ("machine_memory", {"memory_used_ratio": 0.97}, {"memory_used_ratio": 0.5}, 0),
         ("device_memory", device(99), device(50), 0),
-        ("disk_space", {"disk_free_bytes": 0.5 * GIB}, {"disk_free_bytes": 50 * GIB}, None),
+        (
+            "disk_space",
+            {"disk_free_bytes": 0.5 * GIB},
+            {"disk_free_bytes": 50 * GIB},
+            None,
+        ),
     ],
 )
-def test_what_runs_out_is_told_once_and_once_more_when_it_no_longer_does(rule, near, far, rank):
+def test_what_runs_out_is_told_once_and_once_more_when_it_no_longer_does(
+    rule, near, far, rank
+):
     run = Run()
     for values in (far, near, near, near, near, far, far, far, far, near, far):
         run.sample(advance=True, **values)
@@ -207,14 +241,21 @@ def test_what_a_row_does_not_say_is_no_alert():
     run = Run()
     for limit in ({}, {"1": 100}, {"0": None}, None):
         run.sample(
-            advance=True, device_memory_used_bytes={"0": 99}, device_memory_limit_bytes=limit
+            advance=True,
+            device_memory_used_bytes={"0": 99},
+            device_memory_limit_bytes=limit,
         )
     for _ in range(100):
         run.now += 10
         run.hear({"rank": 0}, "process")
         run.hear({"step": 1}, "step")
         run.hear(
-            {"rank": 1, "phase_seconds": {}, "memory_used_ratio": None, "disk_free_bytes": None},
+            {
+                "rank": 1,
+                "phase_seconds": {},
+                "memory_used_ratio": None,
+                "disk_free_bytes": None,
+            },
             "process",
         )
     assert run.said() == []
@@ -238,8 +279,12 @@ def test_a_save_that_will_not_fit_fires_before_it_is_made_and_a_disk_that_fills_
 def test_saves_that_come_and_go_and_a_disk_that_is_nearly_empty_fill_nothing():
     saves, empty = Run(), Run()
     for k in range(1000):
-        saves.samples(1, EVALUATING, disk_free_bytes=(100 - k % 60 / 3) * GIB, disk_used_ratio=0.9)
-        empty.samples(1, EVALUATING, disk_free_bytes=(900 - k * 0.5) * GIB, disk_used_ratio=0.3)
+        saves.samples(
+            1, EVALUATING, disk_free_bytes=(100 - k % 60 / 3) * GIB, disk_used_ratio=0.9
+        )
+        empty.samples(
+            1, EVALUATING, disk_free_bytes=(900 - k * 0.5) * GIB, disk_used_ratio=0.3
+        )
     assert saves.said() == [] and empty.said() == []
 
 
@@ -314,7 +359,9 @@ def test_a_real_quickstart_run_on_a_shared_machine_brings_no_alert_until_its_los
     """Its rows and samples, time counted from the first one; other processes took two thirds of its 2 cores."""
     rows = [
         json.loads(line)
-        for line in (Path(__file__).parent / "quickstart_rows.jsonl").read_text().splitlines()
+        for line in (Path(__file__).parent / "quickstart_rows.jsonl")
+        .read_text()
+        .splitlines()
     ]
     for factor, expected in ((1.0, []), (1.5, fires("loss_spike"))):
         run = Run()
@@ -336,5 +383,9 @@ def test_thresholds_stand_once_with_a_reason_and_do_not_flap():
     assert len(BY_RULE) == len(THRESHOLDS)
     for threshold in THRESHOLDS:
         assert threshold.reason and threshold.counts
-        assert threshold.is_good(threshold.clears) and not threshold.is_bad(threshold.clears)
-        assert not (threshold.is_good(threshold.fires) and threshold.fires != threshold.clears)
+        assert threshold.is_good(threshold.clears) and not threshold.is_bad(
+            threshold.clears
+        )
+        assert not (
+            threshold.is_good(threshold.fires) and threshold.fires != threshold.clears
+        )

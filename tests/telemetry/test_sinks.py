@@ -13,7 +13,14 @@ from refusals import tells
 
 from meshtrain.config.telemetry import alert_target
 from meshtrain.run.directory import ALERTS
-from meshtrain.telemetry.sinks import MOST_WAITING, Delivery, Undelivered, post, run, sink
+from meshtrain.telemetry.sinks import (
+    MOST_WAITING,
+    Delivery,
+    Undelivered,
+    post,
+    run,
+    sink,
+)
 
 ALERT = {
     "time": 1.0,
@@ -68,7 +75,9 @@ def send(to, *alerts, seconds=20.0):
 
 def webhook(url, **options):
     return Delivery(
-        "webhook to here", lambda alert: post(url, alert, "mine", **options), pauses=(0.01, 0.01)
+        "webhook to here",
+        lambda alert: post(url, alert, "mine", **options),
+        pauses=(0.01, 0.01),
     )
 
 
@@ -90,7 +99,9 @@ def test_what_a_webhook_refuses_for_good_is_sent_once_and_said_once(answer, caps
         send(webhook(url), ALERT, ALERT, ALERT)
     assert len(got) == 3
     (said,) = capsys.readouterr().err.splitlines()
-    assert tells(said, "not delivered by webhook to here", str(answer), "training goes on.")
+    assert tells(
+        said, "not delivered by webhook to here", str(answer), "training goes on."
+    )
 
 
 def test_a_webhook_that_hangs_holds_up_neither_the_loop_nor_the_end(capsys):
@@ -123,7 +134,8 @@ def test_what_arrives_again_may_fail_again_and_is_said_again(capsys):
 
 def test_a_webhook_is_named_without_what_may_be_secret(tmp_path, capsys):
     send(
-        sink(alert_target("webhook:http://user:password@127.0.0.1:1/token"), tmp_path), seconds=0.3
+        sink(alert_target("webhook:http://user:password@127.0.0.1:1/token"), tmp_path),
+        seconds=0.3,
     )
     said = capsys.readouterr().err
     assert "127.0.0.1" in said and "password" not in said and "token" not in said
@@ -131,7 +143,12 @@ def test_a_webhook_is_named_without_what_may_be_secret(tmp_path, capsys):
 
 def test_a_command_finds_the_alert_on_its_standard_input(tmp_path):
     program = "import sys; open(sys.argv[1], 'w').write(sys.stdin.read())"
-    send(sink(alert_target(f'command:{sys.executable} -c "{program}" {tmp_path}/got'), tmp_path))
+    send(
+        sink(
+            alert_target(f'command:{sys.executable} -c "{program}" {tmp_path}/got'),
+            tmp_path,
+        )
+    )
     assert json.loads((tmp_path / "got").read_text()) == ALERT
 
 
@@ -154,7 +171,10 @@ def test_a_command_that_fails_or_is_not_there_says_why_and_one_that_reads_nothin
 def test_the_file_has_a_line_an_alert_and_the_log_a_sentence(tmp_path, capsys):
     for kind in ("file", "log"):
         send(sink(alert_target(kind), tmp_path), ALERT, ALERT | {"state": "resolved"})
-    lines = [json.loads(line)["state"] for line in (tmp_path / ALERTS).read_text().splitlines()]
+    lines = [
+        json.loads(line)["state"]
+        for line in (tmp_path / ALERTS).read_text().splitlines()
+    ]
     assert lines == ["firing", "resolved"]
     assert (
         capsys.readouterr().err

@@ -28,7 +28,9 @@ def records(content):
         length, crc = struct.unpack("<QI", content[:12])
         message = content[12 : 12 + length]
         assert crc == masked_crc(content[:8])
-        assert struct.unpack("<I", content[12 + length : 16 + length]) == (masked_crc(message),)
+        assert struct.unpack("<I", content[12 + length : 16 + length]) == (
+            masked_crc(message),
+        )
         yield message
         content = content[16 + length :]
 
@@ -70,24 +72,35 @@ def written(directory):
 def test_the_crc_is_that_of_its_standard():
     """RFC 3720, B.4: CRC-32C of 32 zeros is 0x8a9136aa, of 32 ones 0x62a8ab43."""
     for data, crc in ((bytes(32), 0x8A9136AA), (b"\xff" * 32, 0x62A8AB43)):
-        assert masked_crc(data) == ((crc >> 15 | crc << 17 & 0xFFFFFFFF) + 0xA282EAD8) % 2**32
+        assert (
+            masked_crc(data)
+            == ((crc >> 15 | crc << 17 & 0xFFFFFFFF) + 0xA282EAD8) % 2**32
+        )
 
 
 def test_every_number_is_read_back_as_float32_at_its_step_and_time(tmp_path):
     version, start, *events = [
         dict(fields(message)) for message in records(written(tmp_path).read_bytes())
     ]
-    assert version[3] == b"brain.Event:2" and dict(fields(start[7])) == {1: 1} and start[2] == 1
+    assert (
+        version[3] == b"brain.Event:2"
+        and dict(fields(start[7])) == {1: 1}
+        and start[2] == 1
+    )
     assert len(events) == len(ROWS)
     for event, (step, values) in zip(events, ROWS, strict=True):
         assert event[2] == step and struct.unpack("<d", event[1]) == (values["time"],)
         found = [dict(fields(value)) for field, value in fields(event[5]) if field == 1]
         read = {value[1].decode(): struct.unpack("<f", value[2])[0] for value in found}
-        assert repr(read) == repr({name: as_float32(value) for name, value in values.items()})
+        assert repr(read) == repr(
+            {name: as_float32(value) for name, value in values.items()}
+        )
 
 
 def test_tensorboard_reads_the_same_and_drops_the_steps_that_come_once_more(tmp_path):
-    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    accumulators = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator"
+    )
     first = written(tmp_path)
     first.rename(tmp_path / "events.out.tfevents.1.first")
     again = EventFile(tmp_path)

@@ -30,10 +30,17 @@ def run(tmp_path, program):
 
     def take(first: int, last: int, *at: int, phase=lambda name: None) -> list[float]:
         config = load(
-            {"telemetry": {"trace_at": list(at), "trace_steps": 2}, "train": {"steps": 50}}
+            {
+                "telemetry": {"trace_at": list(at), "trace_steps": 2},
+                "train": {"steps": 50},
+            }
         )
         tracer = Tracer(
-            config, tmp_path, Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), AXES), None, phase
+            config,
+            tmp_path,
+            Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), AXES),
+            None,
+            phase,
         )
         seconds = []
         for step in range(first, last + 1):
@@ -81,7 +88,8 @@ def test_each_trace_has_its_steps_the_program_and_the_mesh_and_no_other_files(
             (1,),
             {"2": [2, 3]},
         ),  # the first step of a process compiles: the next one is traced in its place
-        (10, (3, 12), {"12": [12, 13]}),  # those of before a restart are not made up for
+        # Those of before a restart are not made up for
+        (10, (3, 12), {"12": [12, 13]}),
     ],
 )
 def test_steps_that_are_traced(first, at, traced, tmp_path, run):
@@ -89,7 +97,9 @@ def test_steps_that_are_traced(first, at, traced, tmp_path, run):
     assert steps(tmp_path) == traced
 
 
-def test_a_trace_that_the_end_of_the_run_cuts_short_leaves_nothing(tmp_path, run, capfd):
+def test_a_trace_that_the_end_of_the_run_cuts_short_leaves_nothing(
+    tmp_path, run, capfd
+):
     run(1, 3, 3)
     assert list((tmp_path / "traces").iterdir()) == []
     # and the profiler is free again
@@ -106,7 +116,9 @@ def test_where_nothing_is_asked_for_and_on_other_processes_nothing_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_profiler_that_is_busy_is_a_sentence_and_training_goes_on(tmp_path, run, capfd):
+def test_a_profiler_that_is_busy_is_a_sentence_and_training_goes_on(
+    tmp_path, run, capfd
+):
     jax.profiler.start_trace(tmp_path / "other")
     try:
         run(1, 6, 2, 4)
@@ -117,7 +129,9 @@ def test_a_profiler_that_is_busy_is_a_sentence_and_training_goes_on(tmp_path, ru
     assert not (tmp_path / "traces" / "2").exists()
 
 
-def test_a_full_disk_is_a_sentence_and_training_goes_on(tmp_path, run, capfd, monkeypatch):
+def test_a_full_disk_is_a_sentence_and_training_goes_on(
+    tmp_path, run, capfd, monkeypatch
+):
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -133,7 +147,9 @@ def test_a_full_disk_is_a_sentence_and_training_goes_on(tmp_path, run, capfd, mo
     assert "cannot begin: not a directory" in capfd.readouterr().err
 
 
-def test_waiting_and_writing_are_phases_of_their_own_so_that_no_hang_is_seen_in_them(run):
+def test_waiting_and_writing_are_phases_of_their_own_so_that_no_hang_is_seen_in_them(
+    run,
+):
     phases = []
     run(1, 6, 3, phase=phases.append)
     # before the trace, in each of its steps on CPUs, and at its end

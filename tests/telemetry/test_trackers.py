@@ -37,7 +37,10 @@ def tracked(directory, name, rows=ROWS):
             file.write(row)
             hub.after_metrics(row, due=True)
     file.close()
-    written = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    written = [
+        json.loads(line)
+        for line in (directory / "metrics.jsonl").read_text().splitlines()
+    ]
     return {
         (row["step"], name): value
         for row in written
@@ -90,7 +93,10 @@ def test_wandb_offline_has_what_the_rows_say_and_goes_on_in_the_same_run(
     runs = wandb_numbers(tmp_path)[1]
     tracked(tmp_path, "wandb", [row | {"step": row["step"] + 3} for row in ROWS])
     assert until(
-        lambda: {(step, "loss") for step in range(1, 9)} <= wandb_numbers(tmp_path)[0].keys()
+        lambda: (
+            {(step, "loss") for step in range(1, 9)}
+            <= wandb_numbers(tmp_path)[0].keys()
+        )
     )
     assert set(wandb_numbers(tmp_path)[1]) == set(runs) and len(set(runs)) == 1
     assert "left out" not in capfd.readouterr().err
@@ -107,7 +113,9 @@ def test_wandb_without_a_key_is_a_sentence(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.count("tracker wandb is left out of") == 1
 
 
-def test_mlflow_has_what_the_rows_say_and_goes_on_in_the_same_run(tmp_path, monkeypatch):
+def test_mlflow_has_what_the_rows_say_and_goes_on_in_the_same_run(
+    tmp_path, monkeypatch
+):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -115,12 +123,17 @@ def test_mlflow_has_what_the_rows_say_and_goes_on_in_the_same_run(tmp_path, monk
     client = mlflow.MlflowClient(tracking_uri=(tmp_path / "mlruns").as_uri())
 
     def kept():
-        (run,) = client.search_runs([client.get_experiment_by_name("meshtrain").experiment_id])
+        (run,) = client.search_runs(
+            [client.get_experiment_by_name("meshtrain").experiment_id]
+        )
         history = {
-            name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics
+            name: client.get_metric_history(run.info.run_id, name)
+            for name in run.data.metrics
         }
         return run, {
-            (one.step, name): one.value for name, values in history.items() for one in values
+            (one.step, name): one.value
+            for name, values in history.items()
+            for one in values
         }
 
     run, found = kept()
@@ -150,9 +163,13 @@ def test_what_a_tracker_is_given_is_numbers_only(tmp_path, monkeypatch):
         def close(self):
             given.append("closed")
 
-    monkeypatch.setitem(trackers.TRACKERS_BY_NAME, "mine", lambda config, directory: Tracker())
+    monkeypatch.setitem(
+        trackers.TRACKERS_BY_NAME, "mine", lambda config, directory: Tracker()
+    )
     listener = Tracked("mine", Config(), tmp_path)
-    listener.on_row({"step": 3, "loss": 2.5, "note": "text", "odd": None, "flag": True}, "step")
+    listener.on_row(
+        {"step": 3, "loss": 2.5, "note": "text", "odd": None, "flag": True}, "step"
+    )
     listener.on_row({"step": 3, "cpu_ratio": 0.5}, "process")
     listener.close()
     assert given == [(3, {"loss": 2.5}), "closed"]

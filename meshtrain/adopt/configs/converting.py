@@ -32,10 +32,14 @@ from meshtrain.files import read_text
 
 LLAMA_FACTORY = "LLaMA-Factory"
 DEEPSPEED = "DeepSpeed"
-TABLES: dict[str, Table] = {LLAMA_FACTORY: llama_factory.TABLE, DEEPSPEED: deepspeed.TABLE}
+TABLES: dict[str, Table] = {
+    LLAMA_FACTORY: llama_factory.TABLE,
+    DEEPSPEED: deepspeed.TABLE,
+}
 Files = list[tuple[str, list[GivenKey]]]  # the program that each is for, and its keys
 MOST_BYTES = 256 * 1024
-MISSPELT = 0.85  # likeness from which on an unknown key is taken for another one's misspelling
+# Likeness from which on an unknown key is taken for another one's misspelling
+MISSPELT = 0.85
 WIDTH = 140
 AUTO = "auto"  # DeepSpeed: as the trainer's arguments have it
 
@@ -88,7 +92,11 @@ def _read(path: str | Path) -> tuple[str, list[GivenKey]]:
     is_json = str(path).endswith(".json")
     takes = "a YAML file of LLaMA-Factory, or a JSON file of DeepSpeed"
     content = read_text(
-        path, "config file", f"this command takes {takes}", (".yaml", ".yml", ".json"), MOST_BYTES
+        path,
+        "config file",
+        f"this command takes {takes}",
+        (".yaml", ".yml", ".json"),
+        MOST_BYTES,
     )
     try:
         if is_json:
@@ -167,13 +175,20 @@ def _value(node: yaml.Node) -> Any:
 def _add_deepspeed_file(files: Files, near: Path) -> list[str]:
     """Adds the file that the key `deepspeed` names, unless one was given; returns a note where it is not here."""
     named = next(
-        (given for _, keys in files for given in keys if given.key == "deepspeed" and given.value),
+        (
+            given
+            for _, keys in files
+            for given in keys
+            if given.key == "deepspeed" and given.value
+        ),
         None,
     )
     if named is not None and all(kind != DEEPSPEED for kind, _ in files):
         path = path_near(str(named.value), near)
         if path is None or not path.is_file():
-            return [f"{named.text} ({named.where}) is not a file here: give it after this one."]
+            return [
+                f"{named.text} ({named.where}) is not a file here: give it after this one."
+            ]
         files.append(_read(path))
     return []
 
@@ -190,12 +205,19 @@ def _merge(files: Files) -> KeyFacts:
             _add(facts, kind, given, kinds)
     # DeepSpeed has defaults in the sections that a file has; the rest it leaves to the trainer.
     for kind in filter(kinds.__contains__, (DEEPSPEED, LLAMA_FACTORY)):
-        own = {given.key for program, keys in files if program == kind for given in keys}
+        own = {
+            given.key for program, keys in files if program == kind for given in keys
+        }
         sections = {key.partition(".")[0] for key in own if "." in key}
         outer = kind == LLAMA_FACTORY or LLAMA_FACTORY not in kinds
         for key, row in TABLES[kind].items():
             asked = key.partition(".")[0] in sections if "." in key else outer
-            if row.default is not None and row.becomes is not None and key not in own and asked:
+            if (
+                row.default is not None
+                and row.becomes is not None
+                and key not in own
+                and asked
+            ):
                 for path, value in row.becomes(row.default).items():
                     facts.values.setdefault(path, FactValue(value))
     return facts
@@ -208,7 +230,10 @@ def _add(facts: KeyFacts, kind: str, given: GivenKey, kinds: set[str]) -> None:
     elif given.value == AUTO and kind != LLAMA_FACTORY:
         absent = "the trainer's file, which is not here, would say it"
         facts.left.append(
-            (given, "as the trainer's file has it" if LLAMA_FACTORY in kinds else absent)
+            (
+                given,
+                "as the trainer's file has it" if LLAMA_FACTORY in kinds else absent,
+            )
         )
     elif row.becomes is None:
         facts.left.append((given, row.why))
@@ -285,9 +310,13 @@ def _comments(facts: KeyFacts) -> str:
                 else f"{Path(given.file).name}, line {given.line}"
             )
             by_reason.setdefault(why, []).append(f"{given.text} ({where})")
-        lines += [f"{title}: {', '.join(keys)}: {why}." for why, keys in by_reason.items()]
+        lines += [
+            f"{title}: {', '.join(keys)}: {why}." for why, keys in by_reason.items()
+        ]
     indents: dict[str, Any] = {"initial_indent": "# ", "subsequent_indent": "#   "}
-    wrapper = textwrap.TextWrapper(WIDTH, **indents, break_long_words=False, break_on_hyphens=False)
+    wrapper = textwrap.TextWrapper(
+        WIDTH, **indents, break_long_words=False, break_on_hyphens=False
+    )
     return "".join(f"{part}\n" for line in lines for part in wrapper.wrap(line))
 
 
@@ -295,7 +324,9 @@ def _yaml(sections: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns a line a section where it fits, as our own configs have them; else a line a key."""
 
     def flow(value: Any) -> str:
-        dumped = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=float("inf"))
+        dumped = yaml.safe_dump(
+            value, default_flow_style=True, sort_keys=False, width=float("inf")
+        )
         return dumped.removesuffix("...\n").strip()
 
     text = ""

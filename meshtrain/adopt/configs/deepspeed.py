@@ -23,7 +23,9 @@ from meshtrain.adopt.configs.key_rows import (
 
 # Their optimizer's parameters that have a key here.
 FEWER = "only lr, betas, eps, weight_decay and momentum of an optimizer have a key here"
-HOST = "optimizer state goes to host memory here, or nowhere: parallel.offload_optimizer"
+HOST = (
+    "optimizer state goes to host memory here, or nowhere: parallel.offload_optimizer"
+)
 # Adam is AdamW there, too, unless adam_w_mode says otherwise (deepspeed/runtime/config.py: ADAM_W_MODE_DEFAULT).
 OPTIMIZERS = {
     "adam": "adamw",
@@ -49,7 +51,9 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "bfp16": "bfloat16"}
 def _optimizer(value: Any) -> dict[str, Any]:
     name = OPTIMIZERS.get(str(value).lower())
     if name is None:
-        raise LeftOut("no optimizer of this name is here, so adamw stands", matters=True)
+        raise LeftOut(
+            "no optimizer of this name is here, so adamw stands", matters=True
+        )
     return {"optimizer.name": name, rows.DIFFERS: rows.OTHERWISE.get(name, "")}
 
 
@@ -61,7 +65,9 @@ def _betas(value: Any) -> dict[str, Any]:
 
 def _schedule(value: Any) -> Mapping[str, Any]:
     if value not in SCHEDULES:
-        raise LeftOut("no schedule of this name is here, so cosine stands", matters=True)
+        raise LeftOut(
+            "no schedule of this name is here, so cosine stands", matters=True
+        )
     return SCHEDULES[value]
 
 
@@ -118,8 +124,12 @@ TABLE: Table = {
     "scheduler.params.warmup_max_lr": to("optimizer.learning_rate", number),
     "scheduler.params.warmup_num_steps": to("warm-up steps", integer, default=1000),
     "scheduler.params.total_num_steps": to("train.steps", integer),
-    "scheduler.params.cos_min_ratio": to("optimizer.final_ratio", number, default=0.0001),
-    "scheduler.params.warmup_min_lr": _here(0, number, "the warm-up begins at its first rung here"),
+    "scheduler.params.cos_min_ratio": to(
+        "optimizer.final_ratio", number, default=0.0001
+    ),
+    "scheduler.params.warmup_min_lr": _here(
+        0, number, "the warm-up begins at its first rung here"
+    ),
     "scheduler.params.warmup_min_ratio": _here(
         0, number, "the warm-up begins at its first rung here"
     ),
@@ -140,7 +150,9 @@ TABLE: Table = {
     "communication_data_type": to("precision.reduce", _reduce),
     # before it was a mapping it was a switch, for stage 1
     "zero_optimization": KeyRow(
-        lambda value: {"parallel.zero_stage": int(value)} if isinstance(value, bool) else {}
+        lambda value: (
+            {"parallel.zero_stage": int(value)} if isinstance(value, bool) else {}
+        )
     ),
     "zero_optimization.stage": to("parallel.zero_stage", integer),
     "zero_optimization.offload_optimizer.device": KeyRow(_offload),

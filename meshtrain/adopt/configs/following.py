@@ -12,7 +12,8 @@ from meshtrain.adopt.configs.key_rows import FactValue, KeyFacts, contradiction
 from meshtrain.errors import ConfigError, short
 
 MEDIA = ("images", "videos", "audios")
-INFO = "dataset_info.json"  # in their dataset_dir: what file a dataset's name stands for
+# In their dataset_dir: what file a dataset's name stands for
+INFO = "dataset_info.json"
 # The columns that a record has by its format, which need no translation here.
 COLUMNS = {
     "instruction",
@@ -53,9 +54,12 @@ def follow(facts: KeyFacts, devices: int | None, steps: int | None, near: Path) 
             facts.notes.append(
                 f"model.weights {short(name)} is not a directory here: download it, and say where it is."
             )
-    if trackers := [name for name in ("tensorboard", "wandb") if facts.take(f"tracker {name}")]:
+    if trackers := [
+        name for name in ("tensorboard", "wandb") if facts.take(f"tracker {name}")
+    ]:
         facts.put(
-            "telemetry.trackers", sorted({*trackers, *(facts.get("telemetry.trackers") or [])})
+            "telemetry.trackers",
+            sorted({*trackers, *(facts.get("telemetry.trackers") or [])}),
         )
 
 
@@ -120,7 +124,10 @@ def _precision(facts: KeyFacts) -> None:
     half, *brain = [facts.take(name) for name in ("fp16", "bf16", "pure bf16")]
     if half and any(brain):
         raise contradiction(on[0], on[1], "precision.compute")
-    facts.put("precision.compute", "bfloat16" if any(brain) else "float16" if half else "float32")
+    facts.put(
+        "precision.compute",
+        "bfloat16" if any(brain) else "float16" if half else "float32",
+    )
     if not half:
         for key in ("loss_scale", "loss_scale_window", "loss_scale_hysteresis"):
             facts.drop(f"precision.{key}", "it counts with float16 alone")
@@ -141,7 +148,9 @@ def _optimizer(facts: KeyFacts) -> None:
     llama_factory = facts.get("stage") is not None
     if not llama_factory and any(key.startswith("optimizer.") for key in facts.keys):
         facts.values.setdefault("optimizer.beta1", FactValue(0.9))
-        facts.values.setdefault("optimizer.beta2", FactValue(0.99 if name == "lion" else 0.999))
+        facts.values.setdefault(
+            "optimizer.beta2", FactValue(0.99 if name == "lion" else 0.999)
+        )
     elif not llama_factory:
         facts.notes.append(
             "no file has an optimizer, which its script then makes: set the section optimizer."
@@ -162,7 +171,9 @@ def _optimizer(facts: KeyFacts) -> None:
                 "the warm-up is linear here, theirs logarithmic unless warmup_type is linear",
             )
         )
-    if not llama_factory and not any(key.startswith("scheduler.") for key in facts.keys):
+    if not llama_factory and not any(
+        key.startswith("scheduler.") for key in facts.keys
+    ):
         facts.put("optimizer.schedule", "constant")
         facts.notes.append(
             "no file has a scheduler, so the rate is constant here; the script may have set one."
@@ -225,7 +236,8 @@ def _wsd(facts: KeyFacts, steps: int | None) -> None:
         return
     rest = max(steps - warmup, 0)
     stable, falls = (
-        usual if n is None else n for n, usual in ((stable, rest // 3), (falls, rest - rest // 3))
+        usual if n is None else n
+        for n, usual in ((stable, rest // 3), (falls, rest - rest // 3))
     )
     if given and stable + falls != rest:
         facts.differs.append(
@@ -320,7 +332,9 @@ def _data(facts: KeyFacts, near: Path) -> None:
         facts.put("data.mixture", paths)
         facts.put(
             "data.weights",
-            shares if shares and len(shares) == len(paths) else _weigh_by_size(facts, paths),
+            shares
+            if shares and len(shares) == len(paths)
+            else _weigh_by_size(facts, paths),
         )
     if validation:
         facts.put("data.validation_source", find(validation[0]))
@@ -380,7 +394,10 @@ def _finder(facts: KeyFacts, directory: str, near: Path) -> Callable[[str], str]
 
 def path_near(name: str, near: Path) -> Path | None:
     """Returns a file or directory as it is named from here, or from one of the directories above their file."""
-    candidates = [Path(name).expanduser(), *(folder / name for folder in (near, *near.parents))]
+    candidates = [
+        Path(name).expanduser(),
+        *(folder / name for folder in (near, *near.parents)),
+    ]
     return next((path for path in candidates if path.exists()), None)
 
 
@@ -388,7 +405,9 @@ def _evaluation(facts: KeyFacts) -> None:
     by = facts.get("evaluated by")
     source = facts.source("evaluated by")
     if by == "steps":
-        facts.put("eval.every", facts.take("eval steps") or facts.get("log.every") or 500)
+        facts.put(
+            "eval.every", facts.take("eval steps") or facts.get("log.every") or 500
+        )
     elif by == "epoch":
         facts.notes.append(f"{source}: eval.every counts steps, set it.")
     why = source if by else "eval_strategy is not given, so nothing was evaluated"

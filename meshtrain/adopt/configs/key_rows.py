@@ -34,12 +34,12 @@ class GivenKey:
     @property
     def text(self) -> str:
         value = as_written(self.value)
-        return (
-            f"{self.key} {'…' if names_secret(self.key) and len(value) >= LEAST_SECRET else value}"
-        )
+        return f"{self.key} {'…' if names_secret(self.key) and len(value) >= LEAST_SECRET else value}"
 
     def refused(self, rest: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {self.key} is {as_written(self.value)}; {rest}.")
+        return ConfigError(
+            f"{self.where}: {self.key} is {as_written(self.value)}; {rest}."
+        )
 
 
 LEAST_SECRET = 8  # characters: a shorter one would not be hard to guess
@@ -73,12 +73,15 @@ class KeyRow:
     differs: str = ""
 
 
-Table = Mapping[str, KeyRow]  # a name that ends in a dot stands for all keys that begin with it
+# A name that ends in a dot stands for all keys that begin with it
+Table = Mapping[str, KeyRow]
 
 
 def to(path: str, read: Callable[[Any], Any], default: Any = None) -> KeyRow:
     """Returns a row for a key that is one of ours; null is as if it were not there."""
-    return KeyRow(lambda value: {} if value is None else {path: read(value)}, default=default)
+    return KeyRow(
+        lambda value: {} if value is None else {path: read(value)}, default=default
+    )
 
 
 def where_on(path: str, value: Any = True, differs: str = "") -> KeyRow:
@@ -110,7 +113,11 @@ def lost(why: str, *same: Any) -> KeyRow:
 
 
 def all_lost(names_by_reason: Mapping[str, str]) -> dict[str, KeyRow]:
-    return {name: lost(why) for why, names in names_by_reason.items() for name in names.split()}
+    return {
+        name: lost(why)
+        for why, names in names_by_reason.items()
+        for name in names.split()
+    }
 
 
 def only(legal: Any, why: str) -> KeyRow:
@@ -208,7 +215,8 @@ class KeyFacts:
     )  # left out, and something else is learned
     differs: list[tuple[GivenKey, str]] = field(default_factory=list)
     left: list[tuple[GivenKey, str]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what whoever starts the run has to see to
+    # What whoever starts the run has to see to
+    notes: list[str] = field(default_factory=list)
     keys: dict[str, GivenKey] = field(default_factory=dict)  # all that their files have
 
     def add(self, path: str, value: Any, given: GivenKey) -> None:
@@ -249,6 +257,7 @@ class KeyFacts:
 def contradiction(first: GivenKey, second: GivenKey, path: str) -> ConfigError:
     both = f" (both are {path} here)" if "." in path and first.key != second.key else ""
     one, other = (
-        f"{given.key} is {as_written(given.value)} ({given.where})" for given in (first, second)
+        f"{given.key} is {as_written(given.value)} ({given.where})"
+        for given in (first, second)
     )
     return ConfigError(f"{one}, but {other}{both}; let them agree, or leave one out.")

@@ -84,7 +84,9 @@ def _targets(value: Any) -> list[str]:
             return []
         name = word.rpartition(".")[2]
         if name not in PROJECTIONS:
-            raise rows.RefusedValue(f"adapters stand beside {', '.join(PROJECTIONS)} here")
+            raise rows.RefusedValue(
+                f"adapters stand beside {', '.join(PROJECTIONS)} here"
+            )
         targets += [ours for ours in PROJECTIONS[name] if ours not in targets]
     return targets
 
@@ -108,9 +110,13 @@ def _optimizer(value: Any) -> dict[str, Any]:
     """Implementations of one optimizer are alike: adamw_torch_fused is adamw. Paged moments are not here."""
     kind, *how = str(value).lower().removeprefix("paged_").split("_")
     if kind not in OPTIMIZERS or not set(how) <= IMPLEMENTATIONS:
-        raise LeftOut("no optimizer of this name is here, so adamw stands", matters=True)
+        raise LeftOut(
+            "no optimizer of this name is here, so adamw stands", matters=True
+        )
     differs = (
-        "moments are float32 here" if {"8bit", "4bit"} & set(how) else rows.OTHERWISE.get(kind, "")
+        "moments are float32 here"
+        if {"8bit", "4bit"} & set(how)
+        else rows.OTHERWISE.get(kind, "")
     )
     return {"optimizer.name": kind, rows.DIFFERS: differs}
 
@@ -126,7 +132,9 @@ def _schedule(value: Any) -> dict[str, Any]:
         "constant": {"optimizer.schedule": "constant", "no warm-up": True},
     }
     if value not in known:
-        raise LeftOut("no schedule of this name is here, so cosine stands", matters=True)
+        raise LeftOut(
+            "no schedule of this name is here, so cosine stands", matters=True
+        )
     return known[value]
 
 
@@ -138,7 +146,10 @@ def _schedule_arguments(value: Any) -> dict[str, Any]:
         arguments = json.loads(value)
     except (TypeError, ValueError):
         raise rows.RefusedValue("it must be a mapping") from None
-    if not isinstance(arguments, dict) or not arguments.keys() <= SCHEDULE_ARGUMENTS.keys():
+    if (
+        not isinstance(arguments, dict)
+        or not arguments.keys() <= SCHEDULE_ARGUMENTS.keys()
+    ):
         raise LeftOut(
             f"of a schedule's arguments only {', '.join(SCHEDULE_ARGUMENTS)} have a key here",
             matters=True,
@@ -205,7 +216,8 @@ MODEL: Table = {
         differs="what is trained stays float32, beside weights in bfloat16",
     ),
     "disable_gradient_checkpointing": KeyRow(
-        lambda value: {"parallel.remat": "none" if rows.switch(value) else "full"}, default=False
+        lambda value: {"parallel.remat": "none" if rows.switch(value) else "full"},
+        default=False,
     ),
     "gradient_checkpointing": KeyRow(
         lambda value: {"parallel.remat": "full"} if value is True else {}
@@ -217,7 +229,9 @@ MODEL: Table = {
     "export_dir": rows.only(None, "this file is for an export, not for training"),
     "shift_attn": lost("LongLoRA's shifted attention is not computed here"),
     "mixture_of_depths": lost("mixture of depths is not computed here"),
-    "rope_scaling": lost("the model's own config.json says how its positions are stretched"),
+    "rope_scaling": lost(
+        "the model's own config.json says how its positions are stretched"
+    ),
     "adapter_name_or_path": lost(
         "adapters begin anew here; to go on with these, `meshtrain.adopt import --adapter` and checkpoint.resume"
     ),
@@ -227,7 +241,8 @@ MODEL: Table = {
 METHOD: Table = {
     "stage": KeyRow(_stage, default="sft"),
     "finetuning_type": KeyRow(
-        lambda value: {"tuned": rows.one_of("lora", "full", "freeze")(value)}, default="lora"
+        lambda value: {"tuned": rows.one_of("lora", "full", "freeze")(value)},
+        default="lora",
     ),
     "lora_rank": to("lora.rank", integer, default=8),
     "lora_alpha": to("lora.alpha", number),
@@ -244,7 +259,9 @@ METHOD: Table = {
     "ld_alpha": lost("all tokens of an answer count alike here", None, 1),
     "use_dora": lost("there is LoRA and rsLoRA, but no DoRA"),
     "pissa_init": lost("adapters begin at zero here, so there is no PiSSA"),
-    "loraplus_lr_ratio": lost("all adapters have one learning rate here, so there is no LoRA+"),
+    "loraplus_lr_ratio": lost(
+        "all adapters have one learning rate here, so there is no LoRA+"
+    ),
     "use_llama_pro": lost("blocks are not expanded here"),
     "use_galore": lost("there is no GaLore here"),
     "use_apollo": lost("there is no APOLLO here"),
@@ -263,18 +280,26 @@ DATA: Table = {
         lambda value: {"packing": True, "neat": True} if rows.switch(value) else {}
     ),
     "val_size": KeyRow(_validation),
-    "interleave_probs": to("shares", lambda value: [number(word) for word in words(value)]),
+    "interleave_probs": to(
+        "shares", lambda value: [number(word) for word in words(value)]
+    ),
     "train_on_prompt": lost("the loss is on answers alone here"),
     "mask_history": lost("the loss is on every answer of a conversation here"),
     "mix_strategy": lost(
-        "data.weights says how sources are mixed, and an epoch ends otherwise", None, "concat"
+        "data.weights says how sources are mixed, and an epoch ends otherwise",
+        None,
+        "concat",
     ),
     "max_samples": lost("all examples of the source count"),
     "neftune_noise_alpha": lost("no noise is added to embeddings here"),
     "disable_shuffling": lost("examples are always shuffled, by run.seed"),
     "default_system": lost("the tokenizer's own chat template counts (data.template)"),
-    "enable_thinking": lost("the tokenizer's own chat template counts (data.template)", None, True),
-    "train_sampling_strategy": lost("examples are always shuffled, by run.seed", None, "random"),
+    "enable_thinking": lost(
+        "the tokenizer's own chat template counts (data.template)", None, True
+    ),
+    "train_sampling_strategy": lost(
+        "examples are always shuffled, by run.seed", None, "random"
+    ),
     "ignore_pad_token_for_loss": lost("padding weighs nothing in the loss", None, True),
 }
 
@@ -291,7 +316,10 @@ TRAINING: Table = {
     "learning_rate": to("optimizer.learning_rate", number, default=5e-5),
     "lr_scheduler_type": KeyRow(_schedule, default="linear"),
     "lr_scheduler_kwargs": KeyRow(_schedule_arguments),
-    **{f"lr_scheduler_kwargs.{key}": to(*path) for key, path in SCHEDULE_ARGUMENTS.items()},
+    **{
+        f"lr_scheduler_kwargs.{key}": to(*path)
+        for key, path in SCHEDULE_ARGUMENTS.items()
+    },
     "warmup_ratio": to("warm-up share", number),
     "warmup_steps": KeyRow(_warmup, default=0),
     "optim": KeyRow(_optimizer),

@@ -30,10 +30,17 @@ RATIO = (3 / 4, 4 / 3)  # width over height of a crop (Szegedy et al. 2015, sect
 
 def changes(images: ImagesConfig) -> bool:
     """Returns whether images are changed at all, apart from being fitted."""
-    return images.crop < 1 or images.flip > 0 or images.policy != "none" or images.shift > 0
+    return (
+        images.crop < 1
+        or images.flip > 0
+        or images.policy != "none"
+        or images.shift > 0
+    )
 
 
-def augmented(pixels: np.ndarray, images: ImagesConfig, size: int, draw: Generator) -> np.ndarray:
+def augmented(
+    pixels: np.ndarray, images: ImagesConfig, size: int, draw: Generator
+) -> np.ndarray:
     """An image uint8 [H, W, C] as training sees it, uint8 [size, size, C]."""
     if images.crop < 1:
         height, width, _ = pixels.shape
@@ -50,9 +57,13 @@ def augmented(pixels: np.ndarray, images: ImagesConfig, size: int, draw: Generat
         if images.policy == "autoaugment":
             pixels = as_pixels(autoaugment(image, draw))
         else:
-            pixels = as_pixels(randaugment(image, draw, images.operations, images.magnitude))
+            pixels = as_pixels(
+                randaugment(image, draw, images.operations, images.magnitude)
+            )
     if images.shift:
-        down, right = (int(draw.random() * (2 * images.shift + 1)) - images.shift for _ in range(2))
+        down, right = (
+            int(draw.random() * (2 * images.shift + 1)) - images.shift for _ in range(2)
+        )
         pixels = shifted(pixels, down, right)
     return pixels
 
@@ -63,7 +74,9 @@ def random_box(height: int, width: int, least: float, draw: Generator) -> Box:
     """
     for _ in range(TRIES):
         area = height * width * (least + (1 - least) * draw.random())
-        ratio = math.exp(math.log(RATIO[0]) + math.log(RATIO[1] / RATIO[0]) * draw.random())
+        ratio = math.exp(
+            math.log(RATIO[0]) + math.log(RATIO[1] / RATIO[0]) * draw.random()
+        )
         w = round(math.sqrt(area * ratio))
         h = round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
@@ -82,8 +95,11 @@ def shifted(pixels: np.ndarray, down: int, right: int) -> np.ndarray:
     height, width, _ = pixels.shape
     moved = np.zeros_like(pixels)
     if abs(down) < height and abs(right) < width:
-        moved[max(down, 0) : height + min(down, 0), max(right, 0) : width + min(right, 0)] = pixels[
-            max(-down, 0) : height + min(-down, 0), max(-right, 0) : width + min(-right, 0)
+        moved[
+            max(down, 0) : height + min(down, 0), max(right, 0) : width + min(right, 0)
+        ] = pixels[
+            max(-down, 0) : height + min(-down, 0),
+            max(-right, 0) : width + min(-right, 0),
         ]
     return moved
 
@@ -99,7 +115,9 @@ def partners(rows: np.ndarray, count: np.ndarray) -> np.ndarray:
     return np.where(other < count, other, np.maximum(rows - 1, 0))
 
 
-def mix(first: np.ndarray, second: np.ndarray, images: ImagesConfig, draw: Generator) -> float:
+def mix(
+    first: np.ndarray, second: np.ndarray, images: ImagesConfig, draw: Generator
+) -> float:
     """Mixes an image [S, S, C] with another, in place; returns the share that is left of its class."""
     mixed = draw.random() < images.mixed
     cuts = draw.random() < images.switch

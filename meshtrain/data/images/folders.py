@@ -57,7 +57,8 @@ NAMED = 5  # classes and files in a sentence
 INDEX = "index.json"
 SKIPPED = "skipped.log"
 RULES = (
-    "2"  # raised when other files are taken for images than before, so that no old index is used
+    # Raised when other files are taken for images than before, so that no old index is used
+    "2"
 )
 STRAY = "images that stand in no class's folder"
 DAMAGED = "files that are no whole image"
@@ -98,13 +99,19 @@ def open_folder(path: Path, config: Config) -> ImageSource:
         )
     train, validation = _layout(path)
     share = share_held_out(config, path, validation and f"a folder {validation}")
-    inputs = find([str(path)], lambda name: name.lower().endswith(ENDINGS), what="images")
+    inputs = find(
+        [str(path)], lambda name: name.lower().endswith(ENDINGS), what="images"
+    )
     if inputs.left_out:
         log.warning("%s: left out: %s", path, inputs.describe_left_out())
     digests = _digests(inputs.files, path, config.data.bad_documents)
     classes = _folders(path / train)
     images, left_out = _sort_files(
-        zip(inputs.files, digests, strict=True), path, classes, (train, validation), share
+        zip(inputs.files, digests, strict=True),
+        path,
+        classes,
+        (train, validation),
+        share,
     )
     return _source(path, classes, config.model.channels, images, left_out)
 
@@ -136,9 +143,13 @@ def _sort_files(
             )
         else:
             inside = "/".join(parts)
-            by_share = not validation and held_out(inside if train else file.name, share)
+            by_share = not validation and held_out(
+                inside if train else file.name, share
+            )
             split = "validation" if by_share or folder != train else "train"
-            images.append(_Image(split, file.path, numbers[parts[0]], f"{inside}\t{digest}"))
+            images.append(
+                _Image(split, file.path, numbers[parts[0]], f"{inside}\t{digest}")
+            )
     return images, left_out
 
 
@@ -163,11 +174,17 @@ def _source(
             f"the class {short(classes[min(empty)])} of {short(path)} has no image; remove its folder, or fill it."
         )
     splits = np.array([image.split for image in images])
-    indices = {split: np.flatnonzero(splits == split) for split in ("train", "validation")}
-    content = hashlib.sha256(encoded("\n".join(image.name for image in images))).hexdigest()
+    indices = {
+        split: np.flatnonzero(splits == split) for split in ("train", "validation")
+    }
+    content = hashlib.sha256(
+        encoded("\n".join(image.name for image in images))
+    ).hexdigest()
     pictures = ImageFiles([image.path for image in images], labels, channels)
     notes = (
-        f"{left_out[what]:,} {what} are left out" for what in (STRAY, DAMAGED) if left_out[what]
+        f"{left_out[what]:,} {what} are left out"
+        for what in (STRAY, DAMAGED)
+        if left_out[what]
     )
     return ImageSource(str(path), pictures, indices, classes, content, tuple(notes))
 
@@ -200,7 +217,9 @@ def _digests(files: Sequence[InputFile], path: Path, bad: str) -> list[str]:
     ConfigError for a damaged image where `bad` is refuse, and where the cache has no room.
     """
     name = os.path.basename(os.path.realpath(path))
-    listing = "\n".join([RULES, *(f"{file.name}\t{file.size}\t{file.modified}" for file in files)])
+    listing = "\n".join(
+        [RULES, *(f"{file.name}\t{file.size}\t{file.modified}" for file in files)]
+    )
     directory = (
         cache_directory()
         / "images"
@@ -237,7 +256,8 @@ def _digests(files: Sequence[InputFile], path: Path, bad: str) -> list[str]:
         directory / SKIPPED,
     )
     return [
-        "" if file.name in problems else digest for file, digest in zip(files, digests, strict=True)
+        "" if file.name in problems else digest
+        for file, digest in zip(files, digests, strict=True)
     ]
 
 
@@ -269,7 +289,8 @@ def _make_index(files: Sequence[InputFile], directory: Path, name: str) -> Index
     lines = "".join(f"{short(name)}\t{problem}\n" for name, problem in problems.items())
     write_atomically(directory / SKIPPED, encoded(lines))
     write_atomically(
-        directory / INDEX, json.dumps({"digests": digests, "problems": problems}).encode()
+        directory / INDEX,
+        json.dumps({"digests": digests, "problems": problems}).encode(),
     )
     return digests, problems
 
@@ -309,7 +330,9 @@ def decoded(data: bytes, channels: int, quickly: bool = False) -> np.ndarray:
             raise ValueError("its numbers are floats, of no known range")
         # Both copy an image that is as it should be.
         turned = (
-            ImageOps.exif_transpose(image) if image.getexif().get(ORIENTATION, 1) != 1 else image
+            ImageOps.exif_transpose(image)
+            if image.getexif().get(ORIENTATION, 1) != 1
+            else image
         )
         if turned.mode.startswith("I"):
             # 16 bits, which Pillow would cut off at 255.

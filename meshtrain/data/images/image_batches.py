@@ -19,7 +19,12 @@ from meshtrain.config.model import positions_of
 from meshtrain.data.batches import RowBatches, SplitBatches, few
 from meshtrain.data.images.augment import augmented, changes, mix, mixes, partners
 from meshtrain.data.images.folders import NAMED, open_folder
-from meshtrain.data.images.image_sources import ImageSource, has_arrays, numbered, open_arrays
+from meshtrain.data.images.image_sources import (
+    ImageSource,
+    has_arrays,
+    numbered,
+    open_arrays,
+)
 from meshtrain.data.images.pixels import fitted, patches, scaling
 from meshtrain.data.loader import Batch
 from meshtrain.data.permutation import key_of, keys_of, permute
@@ -51,9 +56,7 @@ class ImageBatches(SplitBatches):
     classes: tuple[str, ...]
 
     def describe(self) -> str:
-        epoch = (
-            f"{self.batches_per_epoch:,} batches an epoch of {self.tokens_per_batch:,.0f} images"
-        )
+        epoch = f"{self.batches_per_epoch:,} batches an epoch of {self.tokens_per_batch:,.0f} images"
         names = ", ".join(map(short, self.classes[:NAMED])) + (
             ", ..." if len(self.classes) > NAMED else ""
         )
@@ -74,7 +77,9 @@ def open_images(config: Config) -> tuple[ImageBatches, ImageBatches | None]:
     train = _batches(config, source, "train")
     if data.validation_source is not None:
         validation = _open("data.validation_source", data.validation_source, config)
-        if unknown := [name for name in validation.classes if name not in source.classes]:
+        if unknown := [
+            name for name in validation.classes if name not in source.classes
+        ]:
             raise ConfigError(
                 f"data.validation_source has a class {short(unknown[0])} that data.source has not."
             )
@@ -85,7 +90,9 @@ def open_images(config: Config) -> tuple[ImageBatches, ImageBatches | None]:
             )
     try:
         return train, _batches(
-            config, validation, "validation" if data.validation_source is None else "all"
+            config,
+            validation,
+            "validation" if data.validation_source is None else "all",
         )
     except ConfigError as error:
         if config.eval.every:
@@ -120,7 +127,9 @@ def _open(key: str, name: str, config: Config) -> ImageSource:
                 )
         except OSError as error:
             refuse_passing(error.filename or name, error)
-            raise ConfigError(f"{key} {short(name)} cannot be read: {refusal(error)}.") from None
+            raise ConfigError(
+                f"{key} {short(name)} cannot be read: {refusal(error)}."
+            ) from None
     if len(source.classes) > config.model.vocab_size:
         raise ConfigError(
             f"model.vocab_size {config.model.vocab_size} is less than the {len(source.classes):,} classes of {key} "
@@ -135,7 +144,9 @@ def _batches(config: Config, source: ImageSource, split: str) -> ImageBatches:
     count = len(source.indices(split))
     if not count:
         purpose = f" for {split}" if split != "all" else ""
-        raise ConfigError(f"{short(source.name)} holds no image{purpose}{WAYS_OUT[split]}")
+        raise ConfigError(
+            f"{short(source.name)} holds no image{purpose}{WAYS_OUT[split]}"
+        )
     if split == "train":
         pad = config.data.last == "pad" or count < size
         notes = (*source.notes, *(few(size) if count < size else ()))
@@ -146,7 +157,12 @@ def _batches(config: Config, source: ImageSource, split: str) -> ImageBatches:
     batches = RowBatches(ImageRows(source, split, config, pad), size, pad)
     digest = source.digest(split)[:16]
     return ImageBatches(
-        batches, source.name, digest, source.classes, multiple=row_multiple(config), notes=notes
+        batches,
+        source.name,
+        digest,
+        source.classes,
+        multiple=row_multiple(config),
+        notes=notes,
     )
 
 
@@ -157,7 +173,9 @@ class ImageRows:
     is).
     """
 
-    def __init__(self, source: ImageSource, split: str, config: Config, pad: bool) -> None:
+    def __init__(
+        self, source: ImageSource, split: str, config: Config, pad: bool
+    ) -> None:
         self.images = config.data.images
         self.model = config.model
         self.seed = config.run.seed
@@ -172,9 +190,12 @@ class ImageRows:
             training and changes(self.images),
             training and mixes(self.images),
         )
-        self.factor, self.term = scaling(self.images.mean, self.images.std, self.model.channels)
+        self.factor, self.term = scaling(
+            self.images.mean, self.images.std, self.model.channels
+        )
         self._keys = {
-            purpose: key_of(self.seed, "images", purpose) for purpose in ("augment", "mix")
+            purpose: key_of(self.seed, "images", purpose)
+            for purpose in ("augment", "mix")
         }
 
     def locate(self, items: np.ndarray) -> np.ndarray:
@@ -190,7 +211,9 @@ class ImageRows:
             own = which[: len(places)]
             other = which[len(places) :]
         epochs, positions = np.divmod(items, self.count)
-        indices = self.indices[permute(positions, self.count, keys_of(epochs, self.seed, "images"))]
+        indices = self.indices[
+            permute(positions, self.count, keys_of(epochs, self.seed, "images"))
+        ]
         classes = self.pictures.labels[indices].astype(np.int32)[:, None]
         images = self._images(items, indices)
         batch: Batch = {LABELS: classes[own]}
@@ -199,11 +222,20 @@ class ImageRows:
             images = images[own]
             shares = [
                 mix(image, partner, self.images, self._stream("mix", item))
-                for image, partner, item in zip(images, partners_of, places.tolist(), strict=True)
+                for image, partner, item in zip(
+                    images, partners_of, places.tolist(), strict=True
+                )
             ]
-            batch |= {OTHER_LABELS: classes[other], MIX: np.array(shares, np.float32)[:, None]}
+            batch |= {
+                OTHER_LABELS: classes[other],
+                MIX: np.array(shares, np.float32)[:, None],
+            }
         batch[PATCHES] = patches(images, self.model.patch_size)
-        return {**batch, WEIGHTS: np.ones((len(places), 1), np.float32)} if self.pad else batch
+        return (
+            {**batch, WEIGHTS: np.ones((len(places), 1), np.float32)}
+            if self.pad
+            else batch
+        )
 
     def _partners(self, items: np.ndarray) -> np.ndarray:
         """The items that these are mixed with: of the same batch, whatever part of it is read here."""
@@ -235,7 +267,9 @@ class ImageRows:
         pixels = self.pictures.pixels(index)
         if not self.changes:
             return fitted(pixels, self.model.image_size, self.images.resize)
-        return augmented(pixels, self.images, self.model.image_size, self._stream("augment", item))
+        return augmented(
+            pixels, self.images, self.model.image_size, self._stream("augment", item)
+        )
 
     def _stream(self, purpose: str, item: int) -> Generator:
         return Generator(Philox(key=np.array([self._keys[purpose], item], np.uint64)))

@@ -79,7 +79,11 @@ class ImageSource:
 
     def indices(self, split: str) -> np.ndarray:
         """Numbers of the images of train, validation or all."""
-        return np.concatenate(list(self.splits.values())) if split == "all" else self.splits[split]
+        return (
+            np.concatenate(list(self.splits.values()))
+            if split == "all"
+            else self.splits[split]
+        )
 
     def digest(self, split: str) -> str:
         """Equal digests, equal images with equal classes in the same order."""
@@ -104,7 +108,10 @@ def split_by_share(count: int, share: float) -> Arrays:
     """Splits of images that have no names: a share of them for validation, the same whenever there are so many."""
     order = permute(np.arange(count), count, key_of("held out", count))
     validation = round(count * share)
-    return {"train": np.sort(order[validation:]), "validation": np.sort(order[:validation])}
+    return {
+        "train": np.sort(order[validation:]),
+        "validation": np.sort(order[:validation]),
+    }
 
 
 def numbered(classes: int) -> tuple[str, ...]:
@@ -168,7 +175,8 @@ def open_arrays(path: Path, config: Config) -> ImageSource:
             f"{short(path)} holds {there}, but no pair of images and labels; name them images and labels."
         )
     pictures = ImageArrays(
-        [_checked(path, names, arrays, config) for names in pairs if names], config.model.channels
+        [_checked(path, names, arrays, config) for names in pairs if names],
+        config.model.channels,
     )
     share = share_held_out(config, path, pairs[1] and pairs[1][0])
     if pairs[1] is None:
@@ -187,7 +195,9 @@ def open_arrays(path: Path, config: Config) -> ImageSource:
     )
 
 
-def _checked(path: Path, names: tuple[str, str], arrays: Arrays, config: Config) -> ArrayPart:
+def _checked(
+    path: Path, names: tuple[str, str], arrays: Arrays, config: Config
+) -> ArrayPart:
     images, labels = (arrays[name] for name in names)
     what = f"{names[0]} of {short(path)}"
     shape = list(images.shape)
@@ -202,18 +212,26 @@ def _checked(path: Path, names: tuple[str, str], arrays: Arrays, config: Config)
     if images.ndim == 3:
         images = images[..., None]
     channels = images.shape[-1]
-    if channels > 4 and channels != config.model.channels and images.shape[1] in (1, 3, 4):
+    if (
+        channels > 4
+        and channels != config.model.channels
+        and images.shape[1] in (1, 3, 4)
+    ):
         raise ConfigError(
             f"{what} have the shape {shape}, channels first; they must come last: [n, height, width, channels]."
         )
     check_channels(channels, config.model.channels, what)
     part = ArrayPart(
-        what, images, _checked_labels(f"{names[1]} of {short(path)}", labels, len(images))
+        what,
+        images,
+        _checked_labels(f"{names[1]} of {short(path)}", labels, len(images)),
     )
     if images.dtype != np.uint8:
         pictures = ImageArrays([part], config.model.channels)
         for index in (
-            np.linspace(0, len(images) - 1, min(CHECKED, len(images))).astype(int).tolist()
+            np.linspace(0, len(images) - 1, min(CHECKED, len(images)))
+            .astype(int)
+            .tolist()
         ):
             pictures.pixels(index)
     return part
@@ -229,19 +247,28 @@ def _checked_labels(what: str, labels: np.ndarray, count: int) -> np.ndarray:
         )
     if labels.min() < 0 or labels.max() >= 2**31:
         wrong = labels.min() if labels.min() < 0 else labels.max()
-        raise ConfigError(f"{what} have the class {wrong}; classes are numbered from 0.")
+        raise ConfigError(
+            f"{what} have the class {wrong}; classes are numbered from 0."
+        )
     return labels
 
 
 def _read(path: Path) -> Arrays:
     if path.is_dir():
-        return {file.stem: np.load(file, mmap_mode="r") for file in sorted(path.glob(f"*{ARRAY}"))}
-    names = {name for pair in (*PLAIN, *NAMES["train"], *NAMES["validation"]) for name in pair}
+        return {
+            file.stem: np.load(file, mmap_mode="r")
+            for file in sorted(path.glob(f"*{ARRAY}"))
+        }
+    names = {
+        name
+        for pair in (*PLAIN, *NAMES["train"], *NAMES["validation"])
+        for name in pair
+    }
     with np.load(path) as arrays:
         # Others may be large, and are not read.
-        return {name: arrays[name] for name in arrays if name in names} or dict.fromkeys(
-            arrays, np.empty(0)
-        )
+        return {
+            name: arrays[name] for name in arrays if name in names
+        } or dict.fromkeys(arrays, np.empty(0))
 
 
 def open_digits(config: Config) -> ImageSource:
@@ -272,7 +299,11 @@ class RandomPixels:
     """Image i and its class are a pure function of (seed, i)."""
 
     def __init__(self, config: Config) -> None:
-        self.shape = (config.model.image_size, config.model.image_size, config.model.channels)
+        self.shape = (
+            config.model.image_size,
+            config.model.image_size,
+            config.model.channels,
+        )
         self.key = key_of(config.run.seed, "synthetic images")
         self.labels = self._stream(RANDOM).integers(
             0, config.model.vocab_size, RANDOM, dtype=np.int32

@@ -78,12 +78,16 @@ def resized(pixels: np.ndarray, box: Box, size: int) -> np.ndarray:
         return np.concatenate(
             [resized(pixels[..., c : c + 1], box, size) for c in range(channels)], -1
         )
-    return as_pixels(as_image(pixels).resize((size, size), image.Resampling.BILINEAR, box=box))
+    return as_pixels(
+        as_image(pixels).resize((size, size), image.Resampling.BILINEAR, box=box)
+    )
 
 
 def as_image(pixels: np.ndarray):  # type: ignore[no-untyped-def]
     """uint8 [H, W, C] of 1 or 3 channels as Pillow has it."""
-    return pillow("changing images").fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
+    return pillow("changing images").fromarray(
+        pixels[..., 0] if pixels.shape[-1] == 1 else pixels
+    )
 
 
 def as_pixels(image: object) -> np.ndarray:
@@ -97,7 +101,8 @@ def scaling(
 ) -> tuple[np.ndarray, np.ndarray]:
     """float32 [C] each: (pixel / 255 - mean) / std is pixel * factor + term."""
     means, stds = (
-        np.broadcast_to(np.array(values or (0.5,), np.float64), channels) for values in (mean, std)
+        np.broadcast_to(np.array(values or (0.5,), np.float64), channels)
+        for values in (mean, std)
     )
     return (1 / (255 * stds)).astype(np.float32), (-means / stds).astype(np.float32)
 

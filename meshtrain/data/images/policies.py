@@ -85,7 +85,9 @@ IMAGENET = (
 
 def _affine(image: Picture, *matrix: float) -> Picture:
     """matrix a, b, c, d, e, f: the pixel at (x, y) is what was at (a x + b y + c, d x + e y + f)."""
-    return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
+    return image.transform(
+        image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR
+    )
 
 
 def _enhanced(by: Callable[[Picture], Any]) -> Callable[[Picture, float, int], Picture]:
@@ -105,7 +107,9 @@ OPERATIONS: dict[str, Callable[[Picture, float, int], Picture]] = {
     "translate_y": lambda x, share, sign: _affine(
         x, 1, 0, 0, 0, 1, sign * int(TRANSLATE * share * x.height)
     ),
-    "rotate": lambda x, share, sign: x.rotate(sign * DEGREES * share, Image.Resampling.BILINEAR),
+    "rotate": lambda x, share, sign: x.rotate(
+        sign * DEGREES * share, Image.Resampling.BILINEAR
+    ),
     "brightness": _enhanced(ImageEnhance.Brightness),
     "color": _enhanced(ImageEnhance.Color),
     "contrast": _enhanced(ImageEnhance.Contrast),
@@ -115,7 +119,9 @@ OPERATIONS: dict[str, Callable[[Picture, float, int], Picture]] = {
 }
 
 
-def randaugment(image: Picture, draw: Generator, operations: int, magnitude: float) -> Picture:
+def randaugment(
+    image: Picture, draw: Generator, operations: int, magnitude: float
+) -> Picture:
     """N operations of magnitude M, each drawn with its sign."""
     for _ in range(operations):
         name = RANDAUGMENT[int(draw.random() * len(RANDAUGMENT))]

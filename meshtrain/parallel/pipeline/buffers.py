@@ -23,7 +23,8 @@ class BufferSlot(NamedTuple):
     """One place of a buffer, which is a tree of arrays [places, layers, ...] for each segment."""
 
     buffers: Sequence[Tree]
-    at: Callable[[Array], tuple[Array, Array]]  # a turn -> its place and its layer there
+    # A turn -> its place and its layer there
+    at: Callable[[Array], tuple[Array, Array]]
 
 
 def put(parts: list[Tree], n: int, part: Tree) -> list[Tree]:

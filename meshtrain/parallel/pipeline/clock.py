@@ -45,7 +45,8 @@ class Carry(NamedTuple):
     gx: Array  # the cotangent that the last B made, not yet sent
     stash: Tree  # [places, layers, ..]: of each layer (its input, residuals)
     w_residuals: Tree  # [places, layers, ..]: what I leaves for W
-    loss: Array | LabelLosses  # summed; of a forward alone those of all labels, [M, b, T] each
+    # Summed; of a forward alone those of all labels, [M, b, T] each
+    loss: Array | LabelLosses
     measured: dict[str, Array]  # beside the loss, summed
     blocks: Tree  # sums of gradients; None in a forward alone
     edge: Tree  # those of embedding and head
@@ -66,10 +67,12 @@ class ClockRow:
     last: Array  # this F is the last virtual stage
     # The others are microbatches, the same for all stages; -1 for none.
     exit: Array  # the loss head takes what F made of it on the last virtual stage
-    head_out: Array  # no microbatch: where the head leaves its cotangent, in the backward inbox
+    # No microbatch: where the head leaves its cotangent, in the backward inbox
+    head_out: Array
     entering: Array  # its embedding is looked up, for the next F on virtual stage 0
     leaving: (
-        Array  # its embedding's gradient is computed, from what the last B on virtual stage 0 made
+        # Its embedding's gradient is computed, from what the last B on virtual stage 0 made
+        Array
     )
     arrivals: list[Arrival[Array]]
 
@@ -87,7 +90,9 @@ _register(ClockRow)
 _register(Arrival, static=("slot", "shift"))
 
 
-def rows_of(compiled: CompiledTable, phase: Phase, later: np.ndarray | int = 0) -> list[ClockRow]:
+def rows_of(
+    compiled: CompiledTable, phase: Phase, later: np.ndarray | int = 0
+) -> list[ClockRow]:
     """Returns this stage's instructions of a phase, for each loop of its body: arrays [repeats, clocks].
 
     With `later`, int [n], those of n phases that begin so many clocks later: [n, repeats, clocks].
@@ -134,7 +139,9 @@ def row_of(compiled: CompiledTable, clocks: np.ndarray) -> ClockRow:
         entering=take(compiled.entering),
         leaving=take(compiled.leaving),
         arrivals=[
-            Arrival(arrival.slot, arrival.shift, take(arrival.active), take(arrival.place))
+            Arrival(
+                arrival.slot, arrival.shift, take(arrival.active), take(arrival.place)
+            )
             for arrival in compiled.arrivals
         ],
     )
@@ -187,11 +194,15 @@ class Execution:
         here = jnp.array(True)
         zeros = lambda shape, like: vary(jnp.zeros(shape), varying(like))
         if not of_labels:
-            totals = jax.eval_shape(lambda x: stage.loss(x, zero, here, self.seed)[0], x)
+            totals = jax.eval_shape(
+                lambda x: stage.loss(x, zero, here, self.seed)[0], x
+            )
             return jax.tree.map(lambda like: zeros(like.shape, like), totals)
         microbatches = inputs(stage.batches).shape[0]
         losses = jax.eval_shape(lambda x: stage.label_losses(x, zero, here), x)
-        return jax.tree.map(lambda like: zeros((microbatches, *like.shape), like), losses), {}
+        return jax.tree.map(
+            lambda like: zeros((microbatches, *like.shape), like), losses
+        ), {}
 
     def end(self, carry: Carry) -> Carry:
         """The carry with the last embedding's gradient."""
@@ -203,7 +214,10 @@ class Execution:
     # --- one clock
 
     def run(
-        self, phases: Sequence[Phase], carry: Carry, rows: Iterable[list[ClockRow]] | None = None
+        self,
+        phases: Sequence[Phase],
+        carry: Carry,
+        rows: Iterable[list[ClockRow]] | None = None,
     ) -> Carry:
         """Returns the carry after the clocks of the phases, with what the buffers hold then; `rows` of each phase where
         they are made already.
@@ -289,10 +303,14 @@ class Execution:
 
         def add(edge: Tree) -> Tree:
             here = leaves & (lax.axis_index(PIPELINE) == 0)
-            return self.stage.add_embedding_gradient(edge, microbatch, jnp.where(here, carry.gx, 0))
+            return self.stage.add_embedding_gradient(
+                edge, microbatch, jnp.where(here, carry.gx, 0)
+            )
 
         return carry._replace(
-            edge=self.if_active(self.is_embedded(leaves), add, lambda edge: edge)(carry.edge)
+            edge=self.if_active(self.is_embedded(leaves), add, lambda edge: edge)(
+                carry.edge
+            )
         )
 
     def is_embedded(self, here: Array) -> Array:
@@ -316,7 +334,9 @@ class Execution:
                     for s in range(stages)
                     if around or 0 <= s + shift < stages
                 ]
-                arriving[i] = lax.ppermute(message, PIPELINE, pairs) if shift else message
+                arriving[i] = (
+                    lax.ppermute(message, PIPELINE, pairs) if shift else message
+                )
         return arriving
 
     # --- idle slots
@@ -384,12 +404,16 @@ class Clock:
         if carry.forward_only:
 
             def keep(label_losses: LabelLosses) -> LabelLosses:
-                return write(label_losses, stage.label_losses(y, row.exit, row.last), row.exit)
+                return write(
+                    label_losses, stage.label_losses(y, row.exit, row.last), row.exit
+                )
 
             kept = self.execution.when(exits, keep, lambda same: same)(carry.loss)
             return carry._replace(loss=kept)
 
-        def run(totals: Totals, edge: Tree, received: Array) -> tuple[Totals, Tree, Array]:
+        def run(
+            totals: Totals, edge: Tree, received: Array
+        ) -> tuple[Totals, Tree, Array]:
             more, gradient, gy = stage.loss(y, row.exit, row.last, self.execution.seed)
             received = write(received, gy, row.head_out, active=row.last)
             return jax.tree.map(jnp.add, totals, more), added(edge, gradient), received
@@ -397,7 +421,9 @@ class Clock:
         before = (carry.loss, carry.measured), carry.edge, carry.backward_received
         after = self.execution.when(exits, run, lambda *same: same)(*before)
         (loss, measured), edge, received = after
-        return carry._replace(loss=loss, measured=measured, edge=edge, backward_received=received)
+        return carry._replace(
+            loss=loss, measured=measured, edge=edge, backward_received=received
+        )
 
     @jax.named_scope(xla.BACKWARD)
     def backward(self, carry: Carry) -> tuple[Carry, Array | None]:
@@ -409,7 +435,9 @@ class Clock:
         idle = lambda same: (carry.gx, same)
         if self.split:
             run = partial(self.stage.input_gradient, carry.stash, cotangent, slot=slot)
-            gx, left = self.execution.if_active(slot.active, run, idle)(carry.w_residuals)
+            gx, left = self.execution.if_active(slot.active, run, idle)(
+                carry.w_residuals
+            )
             return carry._replace(w_residuals=self.execution.settled(left)), gx
         run = partial(self.stage.backward, carry.stash, cotangent, slot=slot)
         gx, blocks = self.execution.if_active(slot.active, run, idle)(carry.blocks)
@@ -420,7 +448,9 @@ class Clock:
         if not self.ops.weight:
             return carry
         slot = self.row.w
-        run = partial(self.stage.weight_gradient, carry.stash, carry.w_residuals, slot=slot)
+        run = partial(
+            self.stage.weight_gradient, carry.stash, carry.w_residuals, slot=slot
+        )
         add = self.execution.if_active(slot.active, run, lambda same: same)
         return carry._replace(blocks=add(carry.blocks))
 
@@ -459,7 +489,9 @@ class Clock:
     def embed_next(self, carry: Carry) -> Carry:
         if not self.ops.enter:
             return carry
-        return carry._replace(embedded=self.execution.embed(carry.embedded, self.row.entering))
+        return carry._replace(
+            embedded=self.execution.embed(carry.embedded, self.row.entering)
+        )
 
     def add_embedding_gradient(self, carry: Carry) -> Carry:
         if not self.ops.leave:
@@ -470,7 +502,9 @@ class Clock:
         """Keeps the input gradient to send; unless `always`, an idle stage sends again the one that it sent last."""
         if gx is None:
             return carry
-        return carry._replace(gx=gx if always else jnp.where(self.row.b.active, gx, carry.gx))
+        return carry._replace(
+            gx=gx if always else jnp.where(self.row.b.active, gx, carry.gx)
+        )
 
     def send(self, slot: int, message: Array | None) -> Messages | None:
         if message is None:

@@ -24,7 +24,13 @@ from jax import lax
 
 from meshtrain.compat import varying
 from meshtrain.mesh import PIPELINE
-from meshtrain.parallel.forward import Batch, Forward, LabelLosses, LossAndGradients, sum_at_once
+from meshtrain.parallel.forward import (
+    Batch,
+    Forward,
+    LabelLosses,
+    LossAndGradients,
+    sum_at_once,
+)
 from meshtrain.parallel.pipeline.clock import Execution, row_of
 from meshtrain.parallel.pipeline.sending import Sending
 from meshtrain.parallel.pipeline.stage import Stage
@@ -54,7 +60,9 @@ class Executor:
         `precision.gradient_sums`.
         """
         alternates = self.compiled.alternates
-        stage = Stage(self.forward, self.table.chunks, weights, batches, key, alternates)
+        stage = Stage(
+            self.forward, self.table.chunks, weights, batches, key, alternates
+        )
         execution = Execution(self.compiled, stage, seed)
         if self.sends:
             carry = Sending(execution).run()

@@ -67,9 +67,12 @@ class _Order:
 
     def __init__(self, equations: list[JaxprEqn]) -> None:
         self.equations = equations
-        self.maker = maker = {v: i for i, eqn in enumerate(equations) for v in eqn.outvars}
+        self.maker = maker = {
+            v: i for i, eqn in enumerate(equations) for v in eqn.outvars
+        }
         needs = [
-            {maker[v] for v in eqn.invars if isinstance(v, Var) and v in maker} for eqn in equations
+            {maker[v] for v in eqn.invars if isinstance(v, Var) and v in maker}
+            for eqn in equations
         ]
         self.users: list[list[int]] = [[] for _ in equations]
         self.users_of: dict[Var, set[int]] = {}
@@ -90,7 +93,10 @@ class _Order:
         computed = [_operations(e) for e in equations]
         self.messages = {i for i, n in enumerate(sent) if n > SHORT * max(sent)}
         self.products = {i for i, n in enumerate(computed) if n > SHORT * max(computed)}
-        self.cost = [sent[i] if i in self.messages else computed[i] for i in range(len(equations))]
+        self.cost = [
+            sent[i] if i in self.messages else computed[i]
+            for i in range(len(equations))
+        ]
         self.left = self.cost[:]  # behind each, and of itself
         for i in range(len(equations) - 1, -1, -1):
             self.left[i] += max((self.left[j] for j in self.users[i]), default=0.0)
@@ -130,11 +136,15 @@ class _Order:
                 arriving = self._run(under_way, message)
                 end = now + self.cost[under_way]
                 hides = False
-            elif (computable := ready & self.products) and (under_way is None or now < end):
+            elif (computable := ready & self.products) and (
+                under_way is None or now < end
+            ):
                 chosen = max(computable, key=self._rank)
                 ready.remove(chosen)
                 apart = product is not None and not self.before[chosen] >> product & 1
-                ready |= self._done(chosen, self._run(chosen, product if apart else None))
+                ready |= self._done(
+                    chosen, self._run(chosen, product if apart else None)
+                )
                 product = chosen
                 hides = True
                 now = now + self.cost[chosen]
@@ -154,7 +164,9 @@ class _Order:
         """Returns the results of an equation, computed after the result of `behind`."""
         eqn = self.equations[i]
         self.ran.add(i)
-        operands = [v.val if isinstance(v, Literal) else self.values[v] for v in eqn.invars]
+        operands = [
+            v.val if isinstance(v, Literal) else self.values[v] for v in eqn.invars
+        ]
         if (v := self._find_live_value(behind)) is not None:
             n = eqn.invars.index(self._operand(i))
             operands[n], self.values[v] = tied(operands[n], self.values[v])
@@ -166,9 +178,14 @@ class _Order:
         """
         if i is None:
             return None
-        for j in [i, *(j for j in range(i + 1, len(self.equations)) if self.before[j] >> i & 1)]:
+        for j in [
+            i,
+            *(j for j in range(i + 1, len(self.equations)) if self.before[j] >> i & 1),
+        ]:
             for v in self.equations[j].outvars:
-                if v in self.values and any(k not in self.ran for k in self.users_of.get(v, ())):
+                if v in self.values and any(
+                    k not in self.ran for k in self.users_of.get(v, ())
+                ):
                     return v
         return None
 
@@ -178,7 +195,8 @@ class _Order:
         late = (
             v
             for v in operands
-            if v in self.maker and (self.before[self.maker[v]] | 1 << self.maker[v]) & self.heavy
+            if v in self.maker
+            and (self.before[self.maker[v]] | 1 << self.maker[v]) & self.heavy
         )
         return next(late, operands[0])
 
@@ -207,14 +225,24 @@ def _operations(eqn: JaxprEqn) -> float:
     shapes = [_shape(v) for v in eqn.invars]
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        return 2.0 * math.prod(_shape(eqn.outvars[0])) * math.prod(shapes[0][d] for d in contracted)
+        return (
+            2.0
+            * math.prod(_shape(eqn.outvars[0]))
+            * math.prod(shapes[0][d] for d in contracted)
+        )
     if name.startswith("dot_product_attention"):
         # queries [B, T, H, K] and keys
-        return (10.0 if "bwd" in name else 4.0) * math.prod(shapes[0]) * shapes[1][1] / 2
+        return (
+            (10.0 if "bwd" in name else 4.0) * math.prod(shapes[0]) * shapes[1][1] / 2
+        )
     turns = eqn.params.get("length", 1)
     if name == "pallas_call":
-        turns = math.prod(n for n in eqn.params["grid_mapping"].grid if isinstance(n, int))
-    return turns * sum(_operations(e) for jaxpr in jaxprs_in_params(eqn.params) for e in jaxpr.eqns)
+        turns = math.prod(
+            n for n in eqn.params["grid_mapping"].grid if isinstance(n, int)
+        )
+    return turns * sum(
+        _operations(e) for jaxpr in jaxprs_in_params(eqn.params) for e in jaxpr.eqns
+    )
 
 
 def _shape(v: Any) -> Any:

@@ -68,14 +68,18 @@ def run_pair(stage: Stage, pair: Pair, slots: PairSlots, split: bool) -> Pair:
     for first, behind in itertools.pairwise(sorted(edges)):
         ahead = next(n for n, s in enumerate(segments) if s.first <= first < s.behind)
         back = next(
-            n for n, s in enumerate(segments) if s.first <= stage.layers - 1 - first < s.behind
+            n
+            for n, s in enumerate(segments)
+            if s.first <= stage.layers - 1 - first < s.behind
         )
         turn = _turn(stage, ahead, back, slots, split)
         pair = lax.scan(turn, pair, jnp.arange(first, behind, dtype=jnp.int32))[0]
     return pair
 
 
-def _turn(stage: Stage, ahead: int, back: int, slots: PairSlots, split: bool) -> Callable:
+def _turn(
+    stage: Stage, ahead: int, back: int, slots: PairSlots, split: bool
+) -> Callable:
     """Returns the loop's body: a layer of segment `ahead` forward, and one of segment `back` backward."""
     forward = _forward_half(stage, slots.f, ahead) if slots.f else lambda pair, i: pair
     backward = _backward_half(stage, slots, back, split)
@@ -85,27 +89,37 @@ def _turn(stage: Stage, ahead: int, back: int, slots: PairSlots, split: bool) ->
         back_i = stage.layers - 1 - i - stage.segments[back].first
         w_residuals = pair.w_residuals
         for_w: tuple[Tree, ...] = ()
-        stash, stashed = _read_first(pair.stash, back, *stage.stashed_at(slots.b, back_i))
+        stash, stashed = _read_first(
+            pair.stash, back, *stage.stashed_at(slots.b, back_i)
+        )
         if slots.w:
-            stash, stashed_for_w = _read_first(stash, back, *stage.stashed_at(slots.w, back_i))
+            stash, stashed_for_w = _read_first(
+                stash, back, *stage.stashed_at(slots.w, back_i)
+            )
             w_residuals, residuals = _read_first(w_residuals, back, slots.w.cot, back_i)
             for_w = (stashed_for_w, residuals)
 
         def halves(pair: Pair) -> Pair:
             return backward(forward(pair, ahead_i), back_i, stashed, for_w)
 
-        return ordered(halves, pair._replace(stash=stash, w_residuals=w_residuals)), None
+        return ordered(
+            halves, pair._replace(stash=stash, w_residuals=w_residuals)
+        ), None
 
     return turn
 
 
-def _offset_layer(stage: Stage, slot: Slot[Array], n: int) -> tuple[StackedLayer, Array]:
+def _offset_layer(
+    stage: Stage, slot: Slot[Array], n: int
+) -> tuple[StackedLayer, Array]:
     """Returns the layer of segment `n`, and where its stacked weights are in the first turn."""
     layer = stage.stacked_layer(slot, stage.segments[n], 0)
     return layer, stage.offset(slot.chunk, layer)
 
 
-def _forward_half(stage: Stage, f: Slot[Array], n: int) -> Callable[[Pair, Array], Pair]:
+def _forward_half(
+    stage: Stage, f: Slot[Array], n: int
+) -> Callable[[Pair, Array], Pair]:
     """Returns F's half of a turn: (pair, turn of segment `n`) -> the pair with that layer's output."""
     layer, offset = _offset_layer(stage, f, n)
 
@@ -118,7 +132,9 @@ def _forward_half(stage: Stage, f: Slot[Array], n: int) -> Callable[[Pair, Array
     return run
 
 
-def _backward_half(stage: Stage, slots: PairSlots, n: int, split: bool) -> Callable[..., Pair]:
+def _backward_half(
+    stage: Stage, slots: PairSlots, n: int, split: bool
+) -> Callable[..., Pair]:
     """Returns B's half of a turn: (pair, turn of segment `n`, what F stashed, what W takes) -> the pair with that
     layer's gradients.
     """
@@ -133,14 +149,20 @@ def _backward_half(stage: Stage, slots: PairSlots, n: int, split: bool) -> Calla
         if split:
             gx, output = stage.input_layer(layer, offset + i, pair.cotangent, stashed)
             kept = write(pair.w_residuals[n][0], output, slots.b.cot, i)
-            pair = pair._replace(cotangent=gx, w_residuals=put(pair.w_residuals, n, [kept]))
+            pair = pair._replace(
+                cotangent=gx, w_residuals=put(pair.w_residuals, n, [kept])
+            )
         else:
             carry = (pair.cotangent, pair.gradients)
-            (gx, gradients), _ = stage.backward_layer(b.active, layer, offset + i, carry, stashed)
+            (gx, gradients), _ = stage.backward_layer(
+                b.active, layer, offset + i, carry, stashed
+            )
             pair = pair._replace(cotangent=gx, gradients=gradients)
         if w:
             at = w_offset + i
-            gradients, _ = stage.weight_layer(w.active, w_layer, at, pair.gradients, *for_w)
+            gradients, _ = stage.weight_layer(
+                w.active, w_layer, at, pair.gradients, *for_w
+            )
             pair = pair._replace(gradients=gradients)
         return pair
 
@@ -155,4 +177,6 @@ def _read_first(parts: list[Tree], n: int, *at: Array) -> tuple[list[Tree], Tree
     leaves, tree = jax.tree.flatten(parts[n][0])
     both = [lax.optimization_barrier((leaf, read(leaf, *at))) for leaf in leaves]
     buffers, values = zip(*both, strict=True) if both else ((), ())
-    return put(parts, n, [jax.tree.unflatten(tree, buffers)]), jax.tree.unflatten(tree, values)
+    return put(parts, n, [jax.tree.unflatten(tree, buffers)]), jax.tree.unflatten(
+        tree, values
+    )

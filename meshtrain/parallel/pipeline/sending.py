@@ -36,7 +36,8 @@ class SendState(NamedTuple):
 
     carry: Carry
     blocks: Weights  # of all chunks, gathered as far as they have been
-    reduced: Tree  # [chunks, layers, ..]: the gradients of the blocks that have been reduced
+    # [chunks, layers, ..]: the gradients of the blocks that have been reduced
+    reduced: Tree
 
 
 class Sending:
@@ -63,7 +64,9 @@ class Sending:
         head = None
         for section in sections(self.table, self.execution.compiled.phases):
             if section.reduces and head is None:
-                head = self.reduced({"head": after(state.carry.edge["head"], state.carry.gx)})
+                head = self.reduced(
+                    {"head": after(state.carry.edge["head"], state.carry.gx)}
+                )
             state = self.run_section(section, state)
         carry = self.replace_blocks(state.blocks).end(state.carry)
         reduced = state.reduced
@@ -76,12 +79,16 @@ class Sending:
                 jnp.int32(chunk),
             )
         stacked = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), reduced)
-        stacked = {stack: self.move_to_places(stack, tree) for stack, tree in stacked.items()}
+        stacked = {
+            stack: self.move_to_places(stack, tree) for stack, tree in stacked.items()
+        }
         return carry._replace(blocks=stacked, edge={**edge, **(head or {})})
 
     def run_section(self, section: ClockSection, state: SendState) -> SendState:
         later = np.arange(section.repeats) * section.clocks
-        rows = [rows_of(self.execution.compiled, phase, later) for phase in section.phases]
+        rows = [
+            rows_of(self.execution.compiled, phase, later) for phase in section.phases
+        ]
         chunks = [
             jnp.asarray(sent or [0] * section.repeats, jnp.int32)
             for sent in (section.gathers, section.reduces)
@@ -98,7 +105,9 @@ class Sending:
         (carry, blocks, reduced) = state
         (rows, gathers, reduces) = at
         if section.gathers:
-            weights = self.gathered(after(self.shards, blocks, carry.forward_received), gathers)
+            weights = self.gathered(
+                after(self.shards, blocks, carry.forward_received), gathers
+            )
         if section.reduces:
             complete = self.slice_chunk(carry.blocks, reduces)
             gradients = self.reduced(after(complete, carry.gx))
@@ -110,7 +119,9 @@ class Sending:
             carry = carry._replace(
                 forward_received=jnp.where(gathers >= 0, carry.forward_received, 0)
             )
-            blocks = self.written(blocks, after(weights, carry.forward_received), gathers)
+            blocks = self.written(
+                blocks, after(weights, carry.forward_received), gathers
+            )
         if section.reduces:
             over = varying(carry.gx)
             late = jax.tree.map(
@@ -118,7 +129,9 @@ class Sending:
             )
             reduced = write(reduced, late, reduces)
             # and what comes next after it: gradients of the other chunks, and of the embedding as far as types allow
-            gx = after(carry.gx, [g for g in jax.tree.leaves(gradients) if varying(g) <= over])
+            gx = after(
+                carry.gx, [g for g in jax.tree.leaves(gradients) if varying(g) <= over]
+            )
             carry = carry._replace(blocks=after(carry.blocks, gradients), gx=gx)
         return SendState(carry, blocks, reduced), None
 
@@ -147,7 +160,10 @@ class Sending:
                 return _taken(a, self.slots(self.place_of[stack], chunk))
             return self.slots(a, chunk)
 
-        return {stack: jax.tree.map(partial(own, stack), tree) for stack, tree in stacks.items()}
+        return {
+            stack: jax.tree.map(partial(own, stack), tree)
+            for stack, tree in stacks.items()
+        }
 
     def slots(self, a: Array, chunk: Any) -> Array:
         """Returns what is in the slots of a chunk, of an array [slots of all chunks, ..]."""

@@ -33,7 +33,8 @@ class Halves(NamedTuple):
     """Two halves of a function: the stash of the first is what the second needs of it."""
 
     first: Callable[..., tuple[Values, Values]]  # (*args) -> (leaves of wanted, stash)
-    second: Callable[..., Values]  # (stash, *args) -> leaves of other; lost args may be None
+    # (stash, *args) -> leaves of other; lost args may be None
+    second: Callable[..., Values]
 
 
 def split_backward(
@@ -54,7 +55,9 @@ def split_backward(
         return [*jax.tree.leaves(wanted), *jax.tree.leaves(other)]
 
     closed = inlined(run, *flat)
-    parts = _Parts(closed.jaxpr, [i < count for i in range(len(closed.jaxpr.outvars))], gone)
+    parts = _Parts(
+        closed.jaxpr, [i < count for i in range(len(closed.jaxpr.outvars))], gone
+    )
 
     def first(*args: Any) -> tuple[Values, Values]:
         return parts.first(closed.consts, jax.tree.leaves(args))
@@ -64,7 +67,9 @@ def split_backward(
             leaf
             for arg, example, is_lost in zip(kept, args, lost, strict=True)
             for leaf in (
-                [None] * len(jax.tree.leaves(example)) if is_lost else jax.tree.leaves(arg)
+                [None] * len(jax.tree.leaves(example))
+                if is_lost
+                else jax.tree.leaves(arg)
             )
         ]
         return parts.second(closed.consts, leaves, stash)
@@ -75,7 +80,9 @@ def split_backward(
 def inlined(function: Callable[..., Values], *leaves: Any) -> ClosedJaxpr:
     """Returns the program of a function of arrays, without calls."""
     traced = jax.make_jaxpr(function)(*leaves)
-    return jax.make_jaxpr(lambda *leaves: _evaluate(traced.jaxpr, traced.consts, leaves))(*leaves)
+    return jax.make_jaxpr(
+        lambda *leaves: _evaluate(traced.jaxpr, traced.consts, leaves)
+    )(*leaves)
 
 
 def _evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> Values:
@@ -106,17 +113,27 @@ class _Parts:
     rest).
     """
 
-    def __init__(self, jaxpr: Jaxpr, wanted: Sequence[bool], lost: Sequence[bool]) -> None:
+    def __init__(
+        self, jaxpr: Jaxpr, wanted: Sequence[bool], lost: Sequence[bool]
+    ) -> None:
         self.jaxpr = jaxpr
         self.wanted = list(wanted)
-        needed = {v for v, w in zip(jaxpr.outvars, wanted, strict=True) if w and isinstance(v, Var)}
+        needed = {
+            v
+            for v, w in zip(jaxpr.outvars, wanted, strict=True)
+            if w and isinstance(v, Var)
+        }
         others = {
-            v for v, w in zip(jaxpr.outvars, wanted, strict=True) if not w and isinstance(v, Var)
+            v
+            for v, w in zip(jaxpr.outvars, wanted, strict=True)
+            if not w and isinstance(v, Var)
         }
         # A gradient that takes no product more (of a norm's scale, of a bias) is made at once: it is far smaller than
         # what it is made of.
         known = _outs(made_by(jaxpr, needed))
-        needed |= {v for v in others if not any(map(_multiplies, made_by(jaxpr, {v}, known)))}
+        needed |= {
+            v for v in others if not any(map(_multiplies, made_by(jaxpr, {v}, known)))
+        }
         self.in_first = made_by(jaxpr, needed)
         self.in_second = made_by(jaxpr, others, _outs(self.in_first))
         others |= {v for eqn in self.in_second for v in _variables(eqn.invars)}
@@ -125,28 +142,42 @@ class _Parts:
         stashable += [v for eqn in self.in_first for v in eqn.outvars]
         self.stash = [v for v in stashable if v in others]
 
-    def first(self, consts: Sequence[Any], args: Sequence[Any]) -> tuple[Values, Values]:
+    def first(
+        self, consts: Sequence[Any], args: Sequence[Any]
+    ) -> tuple[Values, Values]:
         env = self._bind([*consts, *args])
         for eqn in self.in_first:
             _run(eqn, env)
-        outs = [_read(env, v) for v, w in zip(self.jaxpr.outvars, self.wanted, strict=True) if w]
+        outs = [
+            _read(env, v)
+            for v, w in zip(self.jaxpr.outvars, self.wanted, strict=True)
+            if w
+        ]
         return outs, [env[v] for v in self.stash]
 
-    def second(self, consts: Sequence[Any], args: Sequence[Any], stash: Values) -> Values:
+    def second(
+        self, consts: Sequence[Any], args: Sequence[Any], stash: Values
+    ) -> Values:
         env = self._bind([*consts, *args])
         env.update(zip(self.stash, stash, strict=True))
         for eqn in self.in_second:
             _run(eqn, env)
         return [
-            _read(env, v) for v, w in zip(self.jaxpr.outvars, self.wanted, strict=True) if not w
+            _read(env, v)
+            for v, w in zip(self.jaxpr.outvars, self.wanted, strict=True)
+            if not w
         ]
 
     def _bind(self, values: Values) -> dict[Var, Any]:
         """Returns the values of the program's constants and arguments, by variable."""
-        return dict(zip([*self.jaxpr.constvars, *self.jaxpr.invars], values, strict=True))
+        return dict(
+            zip([*self.jaxpr.constvars, *self.jaxpr.invars], values, strict=True)
+        )
 
 
-def made_by(jaxpr: Jaxpr, wanted: set[Var], known: Set[Var] = frozenset()) -> list[JaxprEqn]:
+def made_by(
+    jaxpr: Jaxpr, wanted: set[Var], known: Set[Var] = frozenset()
+) -> list[JaxprEqn]:
     """Returns the equations that `wanted` take, but for those that lead to what is `known`."""
     wanted = wanted - known
     equations = []
@@ -178,4 +209,6 @@ def _read(env: dict[Var, Any], v: Any) -> Any:
 
 
 def _run(eqn: JaxprEqn, env: dict[Var, Any]) -> None:
-    env.update(zip(eqn.outvars, bind(eqn, [_read(env, v) for v in eqn.invars]), strict=True))
+    env.update(
+        zip(eqn.outvars, bind(eqn, [_read(env, v) for v in eqn.invars]), strict=True)
+    )

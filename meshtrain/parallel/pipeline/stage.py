@@ -136,9 +136,12 @@ class Stage:
         edge = {part: weights.differentiated[part] for part in forward.edge_parts}
         self.edge = weights._replace(differentiated=edge)
         layout = forward.layout
-        self.blocks = weights.parts(layout.stacks)  # stacked layers by stack, chunk after chunk
+        # Stacked layers by stack, chunk after chunk
+        self.blocks = weights.parts(layout.stacks)
         self.layers = layout.layer_at.shape[-1]  # slots of a chunk
-        self.of_chunk = {stack: s.in_slots.shape[-1] for stack, s in layout.stacks.items()}
+        self.of_chunk = {
+            stack: s.in_slots.shape[-1] for stack, s in layout.stacks.items()
+        }
         self.segments = layout.segments
         assert chunks == layout.chunks
         # index in the model of the layer in each slot, and its place in its stack where that is another
@@ -179,7 +182,9 @@ class Stage:
             weights = self.edge._replace(differentiated=differentiated)
             return self.model.loss(weights, y, self._batch(microbatch), here, seed)
 
-        seeded, vjp, totals = jax.vjp(seeded_loss, self.edge.differentiated, y, has_aux=True)
+        seeded, vjp, totals = jax.vjp(
+            seeded_loss, self.edge.differentiated, y, has_aux=True
+        )
         edge, gy = vjp(vary(jnp.ones(()), varying(seeded)))
         return totals, edge, gy
 
@@ -200,7 +205,9 @@ class Stage:
         """Returns the chunk's output, and the stash as it was: for an F with no B to come."""
         return self.run(x, slot), stash
 
-    def forward(self, x: Array, stash: list[Tree], slot: Slot[Array]) -> tuple[Array, list[Tree]]:
+    def forward(
+        self, x: Array, stash: list[Tree], slot: Slot[Array]
+    ) -> tuple[Array, list[Tree]]:
         """F: returns the chunk's output, and the stash with each layer's input and residuals."""
         return self._loop_over_layers(
             self.forward_layer, x, slot, write_to=self._stashed(stash, slot)
@@ -215,7 +222,9 @@ class Stage:
         step = partial(self.backward_layer, slot.active)
         sources = [self._stashed(stash, slot)]
         carry = (cotangent, gradients)
-        carry, _ = self._loop_over_layers(step, carry, slot, read_from=sources, reverse=True)
+        carry, _ = self._loop_over_layers(
+            step, carry, slot, read_from=sources, reverse=True
+        )
         return carry
 
     def input_gradient(
@@ -229,7 +238,12 @@ class Stage:
         sources = [self._stashed(stash, slot)]
         target = BufferSlot(w_residuals, lambda i: (slot.cot, i))
         return self._loop_over_layers(
-            self.input_layer, cotangent, slot, read_from=sources, write_to=target, reverse=True
+            self.input_layer,
+            cotangent,
+            slot,
+            read_from=sources,
+            write_to=target,
+            reverse=True,
         )
 
     def weight_gradient(
@@ -243,7 +257,9 @@ class Stage:
         step = partial(self.weight_layer, slot.active)
         left = BufferSlot(w_residuals, lambda i: (slot.cot, i))
         sources = [self._stashed(stash, slot), left]
-        total, _ = self._loop_over_layers(step, gradients, slot, read_from=sources, reverse=True)
+        total, _ = self._loop_over_layers(
+            step, gradients, slot, read_from=sources, reverse=True
+        )
         return total
 
     def _loop_over_layers(
@@ -275,7 +291,10 @@ class Stage:
             ) -> tuple[tuple[Tree, Tree], None]:
                 carry, buffers = state
                 for p, layer, offset in layers:
-                    inputs = [read(source.buffers[n][p], *source.at(i)) for source in read_from]
+                    inputs = [
+                        read(source.buffers[n][p], *source.at(i))
+                        for source in read_from
+                    ]
                     at = layer.at(offset, i)
                     carry, output = step(layer, at, carry, *inputs)
                     if write_to:
@@ -283,7 +302,9 @@ class Stage:
                         buffers = put(buffers, p, buffer)
                 return (carry, buffers), None
 
-            (carry, written[n]), _ = lax.scan(body, (carry, written[n]), indices, reverse=reverse)
+            (carry, written[n]), _ = lax.scan(
+                body, (carry, written[n]), indices, reverse=reverse
+            )
         return carry, written
 
     def _offset_layers(
@@ -295,7 +316,9 @@ class Stage:
 
     # --- one layer of each op: (layer, at, carry, *values read) -> (carry, values to write)
 
-    def _run_layer(self, layer: StackedLayer, at: Array, x: Array) -> tuple[Array, None]:
+    def _run_layer(
+        self, layer: StackedLayer, at: Array, x: Array
+    ) -> tuple[Array, None]:
         def run(x: Array) -> Array:
             weights, index = self._weights(layer, at)
             return layer.run(weights.differentiated, x, weights.constant, index)
@@ -314,7 +337,9 @@ class Stage:
         is_layer = self.index_at[layer.stack][at] >= 0
         return partial(lax.cond, is_layer, run, same)
 
-    def forward_layer(self, layer: StackedLayer, at: Array, x: Array) -> tuple[Array, Tree]:
+    def forward_layer(
+        self, layer: StackedLayer, at: Array, x: Array
+    ) -> tuple[Array, Tree]:
         """Returns a layer's output, and its input and residuals for the stash."""
 
         def run(x: Array) -> tuple[Array, Tree]:
@@ -383,7 +408,12 @@ class Stage:
         return self._unless_padding(layer, at, run, lambda same: same)(gradients), None
 
     def _added(
-        self, gradients: Tree, layer: StackedLayer, gradient: Tree, at: Array, active: Array
+        self,
+        gradients: Tree,
+        layer: StackedLayer,
+        gradient: Tree,
+        at: Array,
+        active: Array,
     ) -> Tree:
         """Returns the gradient sums with that of a layer added if `active`."""
         if layer.stack in self.place_of:  # where padding has no place
@@ -412,7 +442,9 @@ class Stage:
         """
         # One function for all buckets of a segment, whose loops the program then shares.
         pairs = zip(self.segments, stash, strict=True)
-        last_first = [(segment, self._turn_back(slot, segment, part)) for segment, part in pairs]
+        last_first = [
+            (segment, self._turn_back(slot, segment, part)) for segment, part in pairs
+        ]
 
         def backward_bucket(gx: Array, first: int, behind: int) -> tuple[Array, Tree]:
             parts = []
@@ -420,7 +452,9 @@ class Stage:
                 start = max(first, segment.first)
                 stop = min(behind, segment.behind)
                 if start < stop:
-                    indices = jnp.arange(segment.turn(start), segment.turn(stop), dtype=jnp.int32)
+                    indices = jnp.arange(
+                        segment.turn(start), segment.turn(stop), dtype=jnp.int32
+                    )
                     gx, gradient = lax.scan(turn_back, gx, indices, reverse=True)
                     parts.append(group_stacks(segment, gradient))
             bucket = joined_stacks(parts[::-1])
@@ -453,20 +487,26 @@ class Stage:
                 follows = layer.step == 1 and layer.before == segment.first
                 at = turn if follows else layer.at(layer.before, i)
                 x, saved = read(stash[p], *self.stashed_at(slot, i))
-                cotangent, gradient = self._trace(layer, at, x).gradients(saved, cotangent)
+                cotangent, gradient = self._trace(layer, at, x).gradients(
+                    saved, cotangent
+                )
                 of_places.append(gradient)
             return cotangent, of_places[::-1]
 
         return turn_back
 
-    def _between(self, stacks: dict[str, Tree], first: int, behind: int) -> dict[str, Tree]:
+    def _between(
+        self, stacks: dict[str, Tree], first: int, behind: int
+    ) -> dict[str, Tree]:
         """Returns the layers of each stack that has some from slot `first` on, before slot `behind`."""
         between = {}
         for stack, stacked in stacks.items():
             start = self.slots_before(stack, first)
             stop = self.slots_before(stack, behind)
             if start < stop:
-                between[stack] = jax.tree.map(operator.itemgetter(slice(start, stop)), stacked)
+                between[stack] = jax.tree.map(
+                    operator.itemgetter(slice(start, stop)), stacked
+                )
         return between
 
     def _buckets(self) -> list[tuple[int, int]]:
@@ -511,12 +551,17 @@ class Stage:
         left = []
         for segment in self.segments:
             places = range(len(segment.period))
-            kept = [jax.eval_shape(partial(run_layer, segment, place), x) for place in places]
+            kept = [
+                jax.eval_shape(partial(run_layer, segment, place), x)
+                for place in places
+            ]
             stashed.append([of_layer for of_layer, _ in kept])
             left.append([for_w for _, for_w in kept])
         return stashed, left
 
-    def buffers(self, places: int, of_layers: list[Tree], zero: Array | float = 0) -> list[Tree]:
+    def buffers(
+        self, places: int, of_layers: list[Tree], zero: Array | float = 0
+    ) -> list[Tree]:
         """Returns a buffer of `empty` places for what the layers of each segment have; no trees if there is nothing."""
         pairs = zip(self.segments, of_layers, strict=bool(of_layers))
         return [empty((places, segment.turns), like, zero) for segment, like in pairs]
@@ -536,14 +581,20 @@ class Stage:
         """Returns a microbatch; the first one where the slot is idle (-1)."""
         return read(self.batches, jnp.maximum(microbatch, 0))
 
-    def period(self, slot: Slot[Array], segment: Segment) -> list[tuple[int, StackedLayer]]:
+    def period(
+        self, slot: Slot[Array], segment: Segment
+    ) -> list[tuple[int, StackedLayer]]:
         """Returns each place of a segment's period, and the layer there, for the microbatch of a slot."""
         places = range(len(segment.period))
         return [(place, self.stacked_layer(slot, segment, place)) for place in places]
 
-    def stacked_layer(self, slot: Slot[Array], segment: Segment, place: int) -> StackedLayer:
+    def stacked_layer(
+        self, slot: Slot[Array], segment: Segment, place: int
+    ) -> StackedLayer:
         kind = segment.period[place]
-        run = self.model.layer(self._batch(slot.microbatch), self.key, kind, slot.active)
+        run = self.model.layer(
+            self._batch(slot.microbatch), self.key, kind, slot.active
+        )
         before = self.slots_before(kind.stack, segment.first + place)
         step = segment.stacks.count(kind.stack)
         return StackedLayer(run, kind.stack, before, step, kind.skipped)
@@ -577,10 +628,14 @@ class Stage:
         y, vjp = jax.vjp(run, weights.differentiated, x)
         constant = {id(w) for w in jax.tree.leaves(weights.constant)}
         # Whatever depends on the microbatch varies over data.
-        is_stashed = [DATA in varying(r) and id(r) not in constant for r in residuals(vjp)]
+        is_stashed = [
+            DATA in varying(r) and id(r) not in constant for r in residuals(vjp)
+        ]
         return LayerTrace(y, vjp, is_stashed)
 
-    def _halves(self, layer: StackedLayer, at: Array, x: Array, saved: list[Array]) -> "Halves":
+    def _halves(
+        self, layer: StackedLayer, at: Array, x: Array, saved: list[Array]
+    ) -> "Halves":
         """Returns the layer's vjp in two halves, of which the second has no cotangent any more.
 
         Arguments and results:
@@ -590,7 +645,9 @@ class Stage:
         """
         from meshtrain.parallel.pipeline.split_backward import split_backward
 
-        def gradients(x: Array, saved: list[Array], cotangent: Array) -> tuple[Array, Tree]:
+        def gradients(
+            x: Array, saved: list[Array], cotangent: Array
+        ) -> tuple[Array, Tree]:
             return self._trace(layer, at, x).gradients(saved, cotangent)
 
         return split_backward(gradients, (False, False, True), x, saved, x)

@@ -128,7 +128,9 @@ def _join_passes(
     """An all-reduce of a reduce-scatter and an all-gather, of any shape."""
 
     def all_reduce(x: jax.Array, axes: Axes) -> jax.Array:
-        return joined(all_gather(reduce_scatter(cut(x, lax.axis_size(axes)), axes), axes), x)
+        return joined(
+            all_gather(reduce_scatter(cut(x, lax.axis_size(axes)), axes), axes), x
+        )
 
     return Programs(all_reduce, reduce_scatter, all_gather)
 
@@ -195,12 +197,16 @@ def _two_way_reduce_scatter(chunks: jax.Array, axes: Axes) -> jax.Array:
     (right, left) = _reaches(len(chunks))
     from_left = _take_chunk(chunks, rank + right)
     for step in range(1, right + 1):
-        from_left = _shifted(from_left, axes, 1) + _take_chunk(chunks, rank + right - step)
+        from_left = _shifted(from_left, axes, 1) + _take_chunk(
+            chunks, rank + right - step
+        )
     if not left:
         return from_left
     from_right = _take_chunk(chunks, rank - left)
     for step in range(1, left):
-        from_right = _shifted(from_right, axes, -1) + _take_chunk(chunks, rank - left + step)
+        from_right = _shifted(from_right, axes, -1) + _take_chunk(
+            chunks, rank - left + step
+        )
     # Its own part is in what came from the left.
     return from_left + _shifted(from_right, axes, -1)
 
@@ -251,7 +257,9 @@ def _halving_reduce_scatter(chunks: jax.Array, axes: Axes) -> jax.Array:
     return chunks[0]
 
 
-def _doubling_all_gather(chunk: jax.Array, axes: Axes, members: int | None = None) -> jax.Array:
+def _doubling_all_gather(
+    chunk: jax.Array, axes: Axes, members: int | None = None
+) -> jax.Array:
     """Chunks [k] to [m, k]: the chunks of the first m devices (by default of all), m a power of two."""
     members = members or lax.axis_size(axes)
     rank = lax.axis_index(axes)
@@ -278,7 +286,10 @@ def _halving_doubling(x: jax.Array, axes: Axes) -> jax.Array:
     beyond = [(i, i - members) for i in range(members, n)]
     partial = x + _sent(x, axes, beyond) if beyond else x
     total = joined(
-        _doubling_all_gather(_halving_reduce_scatter(cut(partial, members), axes), axes, members), x
+        _doubling_all_gather(
+            _halving_reduce_scatter(cut(partial, members), axes), axes, members
+        ),
+        x,
     )
     if not beyond:
         return total
@@ -286,7 +297,9 @@ def _halving_doubling(x: jax.Array, axes: Axes) -> jax.Array:
     return jnp.where(lax.axis_index(axes) >= members, returned, total)
 
 
-HALVING_DOUBLING = Programs(_halving_doubling, _halving_reduce_scatter, _doubling_all_gather)
+HALVING_DOUBLING = Programs(
+    _halving_doubling, _halving_reduce_scatter, _doubling_all_gather
+)
 
 
 # --- inside islands first, then across (Cho et al. 2019, BlueConnect): what leaves an island is summed in it before

@@ -75,7 +75,9 @@ class Bfloat16(BlockCodec):
         return _view_bytes(rows.astype("bfloat16"))
 
     def decode(self, sent: jax.Array, k: int) -> jax.Array:
-        return _view_numbers(sent.reshape(len(sent), k, 2), "bfloat16").astype("float32")
+        return _view_numbers(sent.reshape(len(sent), k, 2), "bfloat16").astype(
+            "float32"
+        )
 
 
 class Scaled(BlockCodec):
@@ -88,7 +90,9 @@ class Scaled(BlockCodec):
         import jax.numpy as jnp
 
         k = rows.shape[1]
-        blocks = _filled_up(rows, self.blocks(k) * self.block).reshape(len(rows), -1, self.block)
+        blocks = _filled_up(rows, self.blocks(k) * self.block).reshape(
+            len(rows), -1, self.block
+        )
         # XLA makes such a product of a division by a constant, but not everywhere: the bits are to be the same on all
         # devices.
         scales = jnp.max(jnp.abs(blocks), axis=2) * jnp.float32(1 / self.most)
@@ -98,7 +102,8 @@ class Scaled(BlockCodec):
         scales = jnp.where(jnp.all(jnp.isfinite(blocks), axis=2), scales, jnp.nan)
         values = blocks / jnp.where(scales == 0.0, 1.0, scales)[..., None]
         return jnp.concatenate(
-            [self.packed(values.reshape(len(rows), -1)[:, :k]), _view_bytes(scales)], axis=1
+            [self.packed(values.reshape(len(rows), -1)[:, :k]), _view_bytes(scales)],
+            axis=1,
         )
 
     def decode(self, sent: jax.Array, k: int) -> jax.Array:
@@ -108,7 +113,9 @@ class Scaled(BlockCodec):
         blocks = _filled_up(self.unpacked(values, k), count * self.block).reshape(
             len(sent), count, self.block
         )
-        return (blocks * _view_numbers(scales, "float32")[..., None]).reshape(len(sent), -1)[:, :k]
+        return (blocks * _view_numbers(scales, "float32")[..., None]).reshape(
+            len(sent), -1
+        )[:, :k]
 
     def packed(self, values: jax.Array) -> jax.Array:
         """float32 [n, k] of at most `most` -> uint8 [n, ceil(k bits / 8)]."""
@@ -192,7 +199,11 @@ class TopK:
         values = _view_numbers(pairs[:, 0], "float32")
         places = _view_numbers(pairs[:, 1], "int32")
         row = jnp.arange(n)[:, None]
-        return jnp.zeros((n, k), jnp.float32).at[row, places].set(values, unique_indices=True)
+        return (
+            jnp.zeros((n, k), jnp.float32)
+            .at[row, places]
+            .set(values, unique_indices=True)
+        )
 
 
 def _view_bytes(x: jax.Array) -> jax.Array:
@@ -213,4 +224,6 @@ def _filled_up(rows: jax.Array, k: int) -> jax.Array:
     """Rows with zeros behind them, up to k numbers."""
     import jax.numpy as jnp
 
-    return jnp.pad(rows, ((0, 0), (0, k - rows.shape[1]))) if k > rows.shape[1] else rows
+    return (
+        jnp.pad(rows, ((0, 0), (0, k - rows.shape[1]))) if k > rows.shape[1] else rows
+    )

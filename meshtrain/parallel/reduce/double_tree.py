@@ -73,7 +73,9 @@ def all_reduce(x: jax.Array, axes: Axes, pieces: int | None = None) -> jax.Array
     return joined(jnp.stack(chunks), x)
 
 
-def _carried(chunks: Sequence[jax.Array], axes: Axes, messages: Sequence[Message]) -> jax.Array:
+def _carried(
+    chunks: Sequence[jax.Array], axes: Axes, messages: Sequence[Message]
+) -> jax.Array:
     """Each device's message sent: what came, zeros where nothing did."""
     mine = chunks[messages[0].chunk]
     for number in sorted({m.chunk for m in messages}):
@@ -84,7 +86,9 @@ def _carried(chunks: Sequence[jax.Array], axes: Axes, messages: Sequence[Message
 
 def _among(axes: Axes, ranks: Sequence[int]) -> jax.Array:
     """Returns whether this device is one of them."""
-    return jnp.asarray(np.isin(np.arange(lax.axis_size(axes)), ranks))[lax.axis_index(axes)]
+    return jnp.asarray(np.isin(np.arange(lax.axis_size(axes)), ranks))[
+        lax.axis_index(axes)
+    ]
 
 
 DOUBLE_TREE = Programs(all_reduce)
@@ -129,7 +133,9 @@ def colours(n: int) -> dict[Edge, int]:
     differ: dict[Edge, list[Edge]] = defaultdict(list)
     every = edges(n)
     for a in every:
-        differ[a] = [b for b in every if b != a and (b.child == a.child or b.parent == a.parent)]
+        differ[a] = [
+            b for b in every if b != a and (b.child == a.child or b.parent == a.parent)
+        ]
     colour_of: dict[Edge, int] = {}
     for begin in every:
         waiting = [] if begin in colour_of else [(begin, 0)]
@@ -161,7 +167,11 @@ def messages_up(n: int, pieces: int) -> tuple[tuple[Message, ...], ...]:
             and passed[edge] < pieces
             and all(passed[lower] > passed[edge] for lower in below[edge])
         ]
-        steps.append(tuple(Message(e.child, e.parent, e.tree * pieces + passed[e]) for e in ready))
+        steps.append(
+            tuple(
+                Message(e.child, e.parent, e.tree * pieces + passed[e]) for e in ready
+            )
+        )
         for edge in ready:
             passed[edge] += 1
     return tuple(step for step in steps if step)

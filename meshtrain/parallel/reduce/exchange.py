@@ -29,7 +29,11 @@ from meshtrain.parallel.reduce.reduction import (
     unpadded,
     zero_dimension,
 )
-from meshtrain.parallel.reduce.sizes import chunk_length, crosses_compressed, scatters_compressed
+from meshtrain.parallel.reduce.sizes import (
+    chunk_length,
+    crosses_compressed,
+    scatters_compressed,
+)
 
 
 class Exchange(Uncompressed):
@@ -66,28 +70,38 @@ def scatter(weight: Placed, g: jax.Array, codec: Codec) -> Reduced:
     rows = _cut_rows(full, dim, ranks)
     k = rows.shape[1]
     sent = _encoded(codec, rows)
-    came = lax.all_to_all(sent, weight.zero_axes, split_axis=0, concat_axis=0, tiled=True)
+    came = lax.all_to_all(
+        sent, weight.zero_axes, split_axis=0, concat_axis=0, tiled=True
+    )
     shape = tuple(n // ranks if d == dim else n for d, n in enumerate(full.shape))
     shard = jnp.sum(codec.decode(came, k), axis=0).reshape(shape)
-    return Reduced(shard, unpadded(weight, _join_rows(codec.decode(sent, k), dim, full.shape)))
+    return Reduced(
+        shard, unpadded(weight, _join_rows(codec.decode(sent, k), dim, full.shape))
+    )
 
 
 def all_reduce(shard: jax.Array, codec: Codec) -> Reduced:
     """An array summed over all islands, the same bits in each."""
     flat = shard.astype(jnp.float32).reshape(-1)
     islands = lax.axis_size(ISLAND)
-    total, arrived = (_swapped if islands == 2 else _sum_in_chunks)(flat, codec, islands)
+    total, arrived = (_swapped if islands == 2 else _sum_in_chunks)(
+        flat, codec, islands
+    )
     return Reduced(total.reshape(shard.shape), arrived.reshape(shard.shape))
 
 
-def _swapped(flat: jax.Array, codec: Codec, islands: int) -> tuple[jax.Array, jax.Array]:
+def _swapped(
+    flat: jax.Array, codec: Codec, islands: int
+) -> tuple[jax.Array, jax.Array]:
     """The sum by one gather, for two islands."""
     sent = _encoded(codec, flat[None])
     total = jnp.sum(codec.decode(_gathered(sent), len(flat)), axis=0)
     return total, codec.decode(sent, len(flat))[0]
 
 
-def _sum_in_chunks(flat: jax.Array, codec: Codec, islands: int) -> tuple[jax.Array, jax.Array]:
+def _sum_in_chunks(
+    flat: jax.Array, codec: Codec, islands: int
+) -> tuple[jax.Array, jax.Array]:
     """The sum by an exchange and a gather of the sums.
 
     The rest that the second encoding leaves out counts as left out by the rank that made the sum."""
@@ -98,7 +112,11 @@ def _sum_in_chunks(flat: jax.Array, codec: Codec, islands: int) -> tuple[jax.Arr
     own = jnp.sum(codec.decode(came, k), axis=0)
     again = _encoded(codec, own[None])
     total = codec.decode(_gathered(again), k)
-    arrived = codec.decode(sent, k).at[lax.axis_index(ISLAND)].add(codec.decode(again, k)[0] - own)
+    arrived = (
+        codec.decode(sent, k)
+        .at[lax.axis_index(ISLAND)]
+        .add(codec.decode(again, k)[0] - own)
+    )
     return total.reshape(-1)[: len(flat)], arrived.reshape(-1)[: len(flat)]
 
 

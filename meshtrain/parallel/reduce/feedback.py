@@ -72,7 +72,9 @@ class Feedback:
                 return None
             spec = PartitionSpec(*(axes or None for axes in spread.over))
             return jax.ShapeDtypeStruct(
-                spread.shape, jnp.float32, sharding=NamedSharding(self.layout.mesh, spec)
+                spread.shape,
+                jnp.float32,
+                sharding=NamedSharding(self.layout.mesh, spec),
             )
 
         parts = [
@@ -103,7 +105,8 @@ class Feedback:
         assert self.shapes is not None
         leaves, tree = jax.tree.flatten(self.shapes.q)
         drawn = [
-            jax.random.normal(jax.random.fold_in(key, n), x.shape) for n, x in enumerate(leaves)
+            jax.random.normal(jax.random.fold_in(key, n), x.shape)
+            for n, x in enumerate(leaves)
         ]
         return jax.tree.unflatten(tree, drawn)
 
@@ -132,7 +135,11 @@ class Feedback:
         left_out = compensated - inside.arrived
         if total.arrived is not inside.shard:
             left_out = _add_shard(weight, left_out, inside.shard - total.arrived)
-        shard = lax.psum(total.shard, weight.replicated) if weight.replicated else total.shard
+        shard = (
+            lax.psum(total.shard, weight.replicated)
+            if weight.replicated
+            else total.shard
+        )
         return _summed(shard, compensated, left_out)
 
     def _sum_island(self, weight: Placed, g: jax.Array) -> jax.Array:
@@ -140,9 +147,9 @@ class Feedback:
         model-parallel rank has a part alone.
         """
         scattered = scatters_at_use(self.config) and weight.zero_dim is not None
-        shard = (g if scattered else self.reduction.reduce_scatter(weight, g).shard).astype(
-            jnp.float32
-        )
+        shard = (
+            g if scattered else self.reduction.reduce_scatter(weight, g).shard
+        ).astype(jnp.float32)
         return lax.psum(shard, weight.replicated) if weight.replicated else shard
 
     def _low_rank(
@@ -151,7 +158,12 @@ class Feedback:
         seen = as_matrix(self.config, weight)
         assert seen is not None
         sent = powersgd.summed(
-            weight, seen, compensated, q, summed_over(self.config, weight), shard=not across
+            weight,
+            seen,
+            compensated,
+            q,
+            summed_over(self.config, weight),
+            shard=not across,
         )
         return _summed(sent.sum, compensated, compensated - sent.arrived, sent.q)
 
@@ -169,12 +181,16 @@ class Feedback:
             )
 
         return FeedbackState(
-            self.layout.map(residual, reduced), self.layout.map(lambda _, x: x and x.q, reduced)
+            self.layout.map(residual, reduced),
+            self.layout.map(lambda _, x: x and x.q, reduced),
         )
 
 
 def _summed(
-    shard: jax.Array, compensated: jax.Array, left_out: jax.Array, q: jax.Array | None = None
+    shard: jax.Array,
+    compensated: jax.Array,
+    left_out: jax.Array,
+    q: jax.Array | None = None,
 ) -> ReducedGradient:
     return ReducedGradient(shard, [squares(compensated, left_out)], left_out, q)
 

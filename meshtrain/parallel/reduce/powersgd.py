@@ -75,7 +75,9 @@ def summed(
     shape = (*p.shape[:-1], *total.shape[first:-1])
     thin = [x.reshape(math.prod(p.shape[:first]), -1, matrix.rank) for x in (p, total)]
     return LowRankSum(
-        _product("lnr,lcr->lnc", *thin).reshape(shape), arrived, of_all.total.reshape(q.shape)
+        _product("lnr,lcr->lnc", *thin).reshape(shape),
+        arrived,
+        of_all.total.reshape(q.shape),
     )
 
 
@@ -90,7 +92,9 @@ def _slice_rank(
     def part(x: jax.Array, at: int) -> jax.Array:
         more = weight.padded[dim] - weight.whole[dim]
         x = jnp.pad(x, [(0, more if d == at else 0) for d in range(x.ndim)])
-        return lax.dynamic_slice_in_dim(x, lax.axis_index(weight.zero_axes) * each, each, at)
+        return lax.dynamic_slice_in_dim(
+            x, lax.axis_index(weight.zero_axes) * each, each, at
+        )
 
     if dim < first:
         return part(p, dim), part(q, dim)

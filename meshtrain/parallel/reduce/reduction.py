@@ -99,15 +99,21 @@ class Reduction:
                 axes = (ISLAND, *weight.zero_axes)
             else:
                 axes = weight.zero_axes
-            return Reduced(self._all_reduce(g if weight.float32 else g.astype(self.dtype), axes), g)
+            return Reduced(
+                self._all_reduce(g if weight.float32 else g.astype(self.dtype), axes), g
+            )
         if (reduced := self.exchange.reduce_scatter(weight, g)) is not None:
             return reduced
         dim = zero_dimension(weight, g)
         full = padded(weight, g).astype(self.dtype)
         if self.programs is None:
-            shard = lax.psum_scatter(full, weight.zero_axes, scatter_dimension=dim, tiled=True)
+            shard = lax.psum_scatter(
+                full, weight.zero_axes, scatter_dimension=dim, tiled=True
+            )
         else:
-            shard = self.programs.reduce_scatter(self.algorithm, full, weight.zero_axes, dim)
+            shard = self.programs.reduce_scatter(
+                self.algorithm, full, weight.zero_axes, dim
+            )
         return Reduced(shard, g)
 
     def all_reduce_islands(self, weight: Placed, shard: jax.Array) -> Reduced:
@@ -163,7 +169,9 @@ def gather(weight: Placed, shard: jax.Array) -> jax.Array:
     if weight.zero_dim is None:
         return shard
     dim = zero_dimension(weight, shard)
-    return unpadded(weight, lax.all_gather(shard, weight.zero_axes, axis=dim, tiled=True))
+    return unpadded(
+        weight, lax.all_gather(shard, weight.zero_axes, axis=dim, tiled=True)
+    )
 
 
 # --- what compression leaves out, as numbers
@@ -183,7 +191,10 @@ def squares(gradient: jax.Array, lost: jax.Array) -> jax.Array:
 
 
 def statistics(
-    squares: Sequence[jax.Array], axes: tuple[str, ...], scale: jax.Array, fed_back: bool
+    squares: Sequence[jax.Array],
+    axes: tuple[str, ...],
+    scale: jax.Array,
+    fed_back: bool,
 ) -> Statistics:
     """`reduce_error`, the norm of all that was left out over that of all that was given, on the devices of `axes`; by
     one sum.

@@ -41,7 +41,8 @@ class Spread:
     def local(self, config: Config) -> tuple[int, ...]:
         """The shape on one device."""
         return tuple(
-            n // _ways(config, axes) for n, axes in zip(self.shape, self.over, strict=True)
+            n // _ways(config, axes)
+            for n, axes in zip(self.shape, self.over, strict=True)
         )
 
 
@@ -76,7 +77,9 @@ def compresses(config: Config, weight: Placed) -> bool:
     reduce = config.parallel.reduce
     if reduce.compression == "none" or not (weight.trained and weight.decayed):
         return False
-    if not over_islands(config) and (reduce.over == "islands" or weight.zero_dim is None):
+    if not over_islands(config) and (
+        reduce.over == "islands" or weight.zero_dim is None
+    ):
         return False
     return not _is_low_rank(config) or as_matrix(config, weight) is not None
 
@@ -91,7 +94,11 @@ def compressed_part(config: Config, weight: Placed) -> Spread:
 def summed_over(config: Config, weight: Placed) -> tuple[str, ...]:
     """The mesh axes whose devices have a gradient each of what is compressed, to be summed over them."""
     across = (ISLAND,) if config.mesh.islands > 1 else ()
-    return across if over_islands(config) else (*across, *weight.zero_axes, *weight.replicated)
+    return (
+        across
+        if over_islands(config)
+        else (*across, *weight.zero_axes, *weight.replicated)
+    )
 
 
 def residual_spread(config: Config, weight: Placed) -> Spread | None:
@@ -129,9 +136,15 @@ def check_rank(config: Config) -> None:
         for w in all_placed(config)
         if w.trained and w.decayed and (rows := _rows(w)) is not None
     ]
-    most = max((_largest_rank(config, weight, rows) for weight, rows in matrices), default=0)
+    most = max(
+        (_largest_rank(config, weight, rows) for weight, rows in matrices), default=0
+    )
     if reduce.rank > most:
-        legal = f"legal are at most {most}" if most else "leave parallel.reduce.compression out"
+        legal = (
+            f"legal are at most {most}"
+            if most
+            else "leave parallel.reduce.compression out"
+        )
         raise ConfigError(
             f"parallel.reduce.rank is {reduce.rank}, but no matrix of a device gets smaller by two of so many "
             f"columns; {legal}."
@@ -148,7 +161,8 @@ def _rows(weight: Placed) -> int | None:
     axes = weight.axes[_first(weight) :]
     if not axes:
         return None
-    rows = 2 if axes[0] in ("heads", "kv_heads") else 1  # a head's dimensions stay together
+    # A head's dimensions stay together
+    rows = 2 if axes[0] in ("heads", "kv_heads") else 1
     return rows if len(axes) > rows else None
 
 
@@ -172,7 +186,12 @@ def q_spread(config: Config, weight: Placed) -> Spread | None:
     first = matrix.first
     columns = first + matrix.rows
     splitting = tuple(axis for axes in what.over[first:columns] for axis in axes)
-    shape = (*what.shape[:first], _ways(config, splitting), *what.shape[columns:], matrix.rank)
+    shape = (
+        *what.shape[:first],
+        _ways(config, splitting),
+        *what.shape[columns:],
+        matrix.rank,
+    )
     return Spread(shape, (*what.over[:first], splitting, *what.over[columns:], ()))
 
 

@@ -40,11 +40,14 @@ OWN_SHARE = 0.5
 class Exchanged(NamedTuple):
     """The results of an exchange, on one device; or their PartitionSpecs."""
 
-    mean: Tree  # pseudo-gradient of the fragment, in the places of the weights; zeros elsewhere
+    # pseudo-gradient of the fragment, in the places of the weights; zeros elsewhere
+    mean: Tree
     own: (
-        Tree  # the island's own weights: as they were, or where they are not finite the shared ones
+        # The island's own weights: as they were, or where they are not finite the shared ones
+        Tree
     )
-    counted: Any  # what the island has learned of and not sent, by fragment: nothing where it starts again
+    # What the island has learned of and not sent, by fragment: nothing where it starts again
+    counted: Any
     drift: Any  # norm of `mean`
     islands: Any  # int32, how many took part
 
@@ -61,36 +64,55 @@ class Outer:
         self.reduce = layout.config.parallel.reduce
         self.codec = codec_of(self.reduce)
 
-    def exchange(self, fragment: int, shared: Tree, own: Tree, counted: jax.Array) -> Exchanged:
+    def exchange(
+        self, fragment: int, shared: Tree, own: Tree, counted: jax.Array
+    ) -> Exchanged:
         """One all-reduce across islands, of `shared - own` in a fragment; `counted` [fragments]: what this island has
         learned of since it last sent each.
         """
         is_finite = self._is_finite(own)
-        own = jax.tree.map(lambda mine, all_have: jnp.where(is_finite, mine, all_have), own, shared)
-        moved = self._map(lambda weight, a, b: self._take(weight, a - b, fragment), shared, own)
+        own = jax.tree.map(
+            lambda mine, all_have: jnp.where(is_finite, mine, all_have), own, shared
+        )
+        moved = self._map(
+            lambda weight, a, b: self._take(weight, a - b, fragment), shared, own
+        )
         leaves, tree = jax.tree.flatten(moved)
         packed = [self._packed(weight) for weight in self._trained]
         # an island that starts again has moved nowhere
         counted = jnp.where(is_finite, counted, 0.0)
         weight = counted[fragment]
         plain, encoded = (
-            [weight * x for x, is_packed in zip(leaves, packed, strict=True) if is_packed == kind]
+            [
+                weight * x
+                for x, is_packed in zip(leaves, packed, strict=True)
+                if is_packed == kind
+            ]
             for kind in (False, True)
         )
         beside = jnp.stack([is_finite.astype(jnp.float32), weight])
         total = lax.psum(jnp.concatenate([*(x.ravel() for x in plain), beside]), ISLAND)
         count = total[-2]
         divisor = jnp.where(total[-1] > 0, total[-1], 1.0)
-        sums = {False: iter(_parts(total, plain)), True: iter(self._encoded_sums(encoded))}
+        sums = {
+            False: iter(_parts(total, plain)),
+            True: iter(self._encoded_sums(encoded)),
+        }
         mean = [next(sums[is_packed]) / divisor for is_packed in packed]
         mean = jax.tree.unflatten(tree, mean)
         placed = self._map(
-            lambda weight, x, whole: self._put(weight, jnp.zeros_like(whole), x, fragment),
+            lambda weight, x, whole: self._put(
+                weight, jnp.zeros_like(whole), x, fragment
+            ),
             mean,
             shared,
         )
         return Exchanged(
-            placed, own, counted.at[fragment].set(0.0), self._norm(placed), count.astype(jnp.int32)
+            placed,
+            own,
+            counted.at[fragment].set(0.0),
+            self._norm(placed),
+            count.astype(jnp.int32),
         )
 
     def _encoded_sums(self, leaves: list[jax.Array]) -> list[jax.Array]:
@@ -98,13 +120,21 @@ class Outer:
         if self.codec is None or not leaves:
             return []
         whole = self.codec.in_blocks
-        flat = jnp.concatenate([jnp.pad(x.ravel(), (0, whole(x.size) - x.size)) for x in leaves])
-        length = message_length(self.reduce, [x.size for x in leaves], self.config.mesh.islands)
+        flat = jnp.concatenate(
+            [jnp.pad(x.ravel(), (0, whole(x.size) - x.size)) for x in leaves]
+        )
+        length = message_length(
+            self.reduce, [x.size for x in leaves], self.config.mesh.islands
+        )
         return _parts(
-            all_reduce(jnp.pad(flat, (0, length - flat.size)), self.codec).shard, leaves, whole
+            all_reduce(jnp.pad(flat, (0, length - flat.size)), self.codec).shard,
+            leaves,
+            whole,
         )
 
-    def step(self, fragment: int, shared: Tree, momentum: Tree, mean: Tree) -> tuple[Tree, Tree]:
+    def step(
+        self, fragment: int, shared: Tree, momentum: Tree, mean: Tree
+    ) -> tuple[Tree, Tree]:
         """The shared model and its momentum after SGD with Nesterov momentum on a fragment (as in PyTorch's SGD)."""
         rate = self.sync.outer_learning_rate
         beta = self.sync.outer_momentum
@@ -112,10 +142,14 @@ class Outer:
         def stepped(
             weight: Placed, w: jax.Array, g: jax.Array, m: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
-            w_part, g_part, m_part = (self._take(weight, x, fragment) for x in (w, g, m))
+            w_part, g_part, m_part = (
+                self._take(weight, x, fragment) for x in (w, g, m)
+            )
             m_part = beta * m_part + g_part
             w_part = w_part - rate * (g_part + beta * m_part)
-            return self._put(weight, w, w_part, fragment), self._put(weight, m, m_part, fragment)
+            return self._put(weight, w, w_part, fragment), self._put(
+                weight, m, m_part, fragment
+            )
 
         both = self._map(stepped, shared, mean, momentum)
         pick = lambda i: self._map(lambda weight, pair: pair[i], both)
@@ -127,7 +161,8 @@ class Outer:
         def mixed(weight: Placed, all_have: jax.Array, mine: jax.Array) -> jax.Array:
             theirs = self._take(weight, all_have, fragment)
             part = (
-                own_share * self._take(weight, mine, fragment) + (1 - own_share) * theirs
+                own_share * self._take(weight, mine, fragment)
+                + (1 - own_share) * theirs
                 if own_share
                 else theirs
             )
@@ -138,7 +173,9 @@ class Outer:
     def replaced(self, fragment: int, before: Tree, after: Tree) -> Tree:
         """`before`, with the fragment of `after`."""
         return self._map(
-            lambda w, x, y: self._put(w, x, self._take(w, y, fragment), fragment), before, after
+            lambda w, x, y: self._put(w, x, self._take(w, y, fragment), fragment),
+            before,
+            after,
         )
 
     def sent_bytes(self, fragment: int) -> float:
@@ -169,7 +206,9 @@ class Outer:
         """Returns for each stack and fragment the live places of its layers on each stage, int [pipeline, most]; those
         that a stage lacks are one past the end.
         """
-        return {name: self._rows_of(stack) for name, stack in self.layout.stacks.items()}
+        return {
+            name: self._rows_of(stack) for name, stack in self.layout.stacks.items()
+        }
 
     def _rows_of(self, stack: StackLayers) -> list[np.ndarray | None]:
         if self.sync.fragments == 1:
@@ -187,7 +226,9 @@ class Outer:
             ]
             most = max(map(len, here))
             places.append(
-                np.array([h + [layer_at.shape[1]] * (most - len(h)) for h in here], np.int32)
+                np.array(
+                    [h + [layer_at.shape[1]] * (most - len(h)) for h in here], np.int32
+                )
             )
         return places
 
@@ -202,7 +243,9 @@ class Outer:
         places = self._places(weight, fragment) if weight.stacked else None
         return x if places is None else x.at[places].get(mode="fill", fill_value=0)
 
-    def _put(self, weight: Placed, x: jax.Array, part: jax.Array, fragment: int) -> jax.Array:
+    def _put(
+        self, weight: Placed, x: jax.Array, part: jax.Array, fragment: int
+    ) -> jax.Array:
         if not has_weight(self.config, fragment, weight):
             return x
         places = self._places(weight, fragment) if weight.stacked else None
@@ -230,14 +273,17 @@ class Outer:
         """The norm over all devices of an island, of which several may hold the same."""
 
         def squares(weight: Placed, x: jax.Array) -> jax.Array:
-            copies = math.prod(map(self.config.mesh.ways, unused(AXES, weight.shard_over)))
+            copies = math.prod(
+                map(self.config.mesh.ways, unused(AXES, weight.shard_over))
+            )
             return jnp.sum(jnp.square(x)) / copies
 
         return jnp.sqrt(lax.psum(sum(jax.tree.leaves(self._map(squares, tree))), AXES))
 
     def _map(self, function: Callable[..., Any], *trees: Tree) -> Tree:
         return self.layout.map(
-            lambda weight, *xs: function(weight, *xs) if weight.trained else None, *trees
+            lambda weight, *xs: function(weight, *xs) if weight.trained else None,
+            *trees,
         )
 
 
@@ -246,4 +292,7 @@ def _parts(
 ) -> list[jax.Array]:
     """Returns the parts of a vector that belong to the leaves, each of which takes `length` of its numbers."""
     begins = np.cumsum([0, *(length(x.size) for x in leaves)])
-    return [flat[at : at + x.size].reshape(x.shape) for at, x in zip(begins, leaves, strict=False)]
+    return [
+        flat[at : at + x.size].reshape(x.shape)
+        for at, x in zip(begins, leaves, strict=False)
+    ]

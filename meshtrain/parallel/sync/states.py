@@ -33,7 +33,8 @@ class Islands(NamedTuple):
     params: Tree  # each island's own weights
     momentum: Tree  # of the outer step
     under_way: Tree  # mean pseudo-gradients that are sent and not yet followed
-    counted: Any  # float32: tokens (pairs, images) that an island has learned from since it last sent a fragment
+    # float32: tokens (pairs, images) that an island has learned from since it last sent a fragment
+    counted: Any
 
 
 def stacked(tree: Tree, islands: int) -> Tree:
@@ -83,7 +84,9 @@ def visible(metrics: Mapping[str, jax.Array | float]) -> dict[str, float]:
     weights = own.get(COUNTED)
     wanted = [name for name in metrics if name != COUNTED]
     return {
-        name: _combine_islands(own[name], weights) if name in own else float(alike[name])
+        name: _combine_islands(own[name], weights)
+        if name in own
+        else float(alike[name])
         for name in wanted
     }
 
@@ -99,7 +102,9 @@ def _island_numbers(metric: jax.Array) -> dict[int, Any]:
     }
 
 
-def _combine_islands(by_island: Mapping[int, Any], learned: Mapping[int, Any] | None) -> float:
+def _combine_islands(
+    by_island: Mapping[int, Any], learned: Mapping[int, Any] | None
+) -> float:
     numbers = np.array([by_island[island] for island in learned or by_island])
     if np.issubdtype(numbers.dtype, np.integer):
         return float(numbers.max())
@@ -107,4 +112,8 @@ def _combine_islands(by_island: Mapping[int, Any], learned: Mapping[int, Any] | 
     # Where no island learned from anything, each has the same voice.
     weights = weights if weights.any() else np.ones(len(numbers))
     heard = np.isfinite(numbers) & (weights > 0)
-    return float(np.average(numbers[heard], weights=weights[heard])) if heard.any() else math.nan
+    return (
+        float(np.average(numbers[heard], weights=weights[heard]))
+        if heard.any()
+        else math.nan
+    )

@@ -58,7 +58,9 @@ class IslandSteps:
         counted = jax.ShapeDtypeStruct(
             (self.islands, self.sync.fragments), jnp.float32, sharding=sharding
         )
-        own = self._kept(trained, trained, states.stacked(trained, self.islands), counted)
+        own = self._kept(
+            trained, trained, states.stacked(trained, self.islands), counted
+        )
         return state._replace(optimizer=optimizer, scale=scale, islands=own)
 
     def begin(self, state: "State") -> "State":
@@ -76,9 +78,13 @@ class IslandSteps:
         """
         zeros = jax.tree.map(jnp.zeros_like, trained)
         own = self.every_island(trained)
-        return self._kept(zeros, zeros, own, jnp.zeros((self.islands, self.sync.fragments)))
+        return self._kept(
+            zeros, zeros, own, jnp.zeros((self.islands, self.sync.fragments))
+        )
 
-    def _kept(self, momentum: Tree, under_way: Tree, params: Tree, counted: Any) -> states.Islands:
+    def _kept(
+        self, momentum: Tree, under_way: Tree, params: Tree, counted: Any
+    ) -> states.Islands:
         return states.Islands(
             params=params,
             momentum=momentum if self.sync.outer_momentum else None,
@@ -153,27 +159,37 @@ class IslandSteps:
     @cached_property
     def _within_island(self) -> LocalStep:
         """Losses and gradients of one island, summed over the axis `data` alone."""
-        return LocalStep(self.layout, platform(self.program.mesh), self.program.hooks, across=False)
+        return LocalStep(
+            self.layout, platform(self.program.mesh), self.program.hooks, across=False
+        )
 
     def _local_step(self, state: "State", batch: Batch) -> tuple["State", Metrics]:
         after, metrics = self._step_of_each(self._within_island, state, batch)
         learned = metrics[states.COUNTED]
         if state.scale is not None:
             # of a step that float16 skips nothing is learned
-            learned = jnp.where(after.scale.skipped == state.scale.skipped, learned, 0.0)
+            learned = jnp.where(
+                after.scale.skipped == state.scale.skipped, learned, 0.0
+            )
         counted = state.islands.counted + learned[:, None]
         return after._replace(islands=after.islands._replace(counted=counted)), metrics
 
     def _synchronous(self, state: "State", batch: Batch) -> tuple["State", Metrics]:
         """All islands do the same, so that each has the shared model."""
         after, metrics = self._step_of_each(self.program.local, state, batch)
-        take_first = self._shard_map(_first, in_specs=(self._own,), out_specs=self._shared)
+        take_first = self._shard_map(
+            _first, in_specs=(self._own,), out_specs=self._shared
+        )
         shared = take_first(after.islands.params)
         # one number for all
         metrics = jax.tree.map(lambda x: jnp.max(x, 0), metrics)
-        return after._replace(params=self.layout.add_frozen(shared, state.params)), metrics
+        return after._replace(
+            params=self.layout.add_frozen(shared, state.params)
+        ), metrics
 
-    def _sending(self, fragment: int, state: "State", batch: Batch) -> tuple["State", Metrics]:
+    def _sending(
+        self, fragment: int, state: "State", batch: Batch
+    ) -> tuple["State", Metrics]:
         state, mean, exchanged = self._exchange(fragment, state)
 
         # The fragment joins the others that are under way, each in its own places.
@@ -182,7 +198,9 @@ class IslandSteps:
             in_specs=(self._shared, self._shared),
             out_specs=self._shared,
         )
-        islands = state.islands._replace(under_way=replaced(state.islands.under_way, mean))
+        islands = state.islands._replace(
+            under_way=replaced(state.islands.under_way, mean)
+        )
         state, metrics = self._local_step(state._replace(islands=islands), batch)
         return state, metrics | exchanged
 
@@ -199,7 +217,10 @@ class IslandSteps:
         # The step's number is one for all, the rest has a first axis of islands.
         axes = type(state)(step=None, params=0, optimizer=0, scale=0)
         update = jax.vmap(
-            self.program.update, in_axes=(axes, 0), out_axes=(axes, 0), spmd_axis_name=ISLAND
+            self.program.update,
+            in_axes=(axes, 0),
+            out_axes=(axes, 0),
+            spmd_axis_name=ISLAND,
         )
         after, metrics = update(each, gradients._replace(counted=None))
         islands = state.islands._replace(params=after.params)
@@ -221,8 +242,16 @@ class IslandSteps:
 
         scale = jnp.broadcast_to(factor(state.scale), self.islands)
         per_island = PartitionSpec(ISLAND)
-        in_specs = (self._own, self.layout.shards, self.program.rows, PartitionSpec(), per_island)
-        out_specs = Gradients(per_island, self._own, measured=per_island, counted=per_island)
+        in_specs = (
+            self._own,
+            self.layout.shards,
+            self.program.rows,
+            PartitionSpec(),
+            per_island,
+        )
+        out_specs = Gradients(
+            per_island, self._own, measured=per_island, counted=per_island
+        )
         mapped = jax.shard_map(
             of_island, mesh=self.program.mesh, in_specs=in_specs, out_specs=out_specs
         )
@@ -246,7 +275,9 @@ class IslandSteps:
     def apply_outer_update(self) -> list[Any]:
         """Returns for each fragment, with a delay, state -> state, the outer step with what was sent."""
         return self._between(
-            lambda f, state: self._outer_step(f, state, state.islands.under_way, OWN_SHARE),
+            lambda f, state: self._outer_step(
+                f, state, state.islands.under_way, OWN_SHARE
+            ),
             metrics=False,
         )
 
@@ -258,12 +289,16 @@ class IslandSteps:
 
         def run(state: "State") -> "State":
             def finite(tree: Tree) -> jax.Array:
-                return jnp.all(jnp.stack([states.finite(x) for x in jax.tree.leaves(tree)]), axis=0)
+                return jnp.all(
+                    jnp.stack([states.finite(x) for x in jax.tree.leaves(tree)]), axis=0
+                )
 
             optimizer = self.program.on_device(state.optimizer)
             weights = finite(state.islands.params)
             moments = finite(optimizer)
-            shared = states.every_island(self.layout.only_trained(state.params), self.islands)
+            shared = states.every_island(
+                self.layout.only_trained(state.params), self.islands
+            )
             params = jax.tree.map(
                 partial(states.where_island, weights), state.islands.params, shared
             )
@@ -273,12 +308,17 @@ class IslandSteps:
             means = states.every_island(
                 jax.tree.map(partial(states.mean_of, moments), optimizer), self.islands
             )
-            optimizer = jax.tree.map(partial(states.where_island, moments), optimizer, means)
+            optimizer = jax.tree.map(
+                partial(states.where_island, moments), optimizer, means
+            )
             return state._replace(
-                optimizer=optimizer, islands=state.islands._replace(params=params, counted=counted)
+                optimizer=optimizer,
+                islands=state.islands._replace(params=params, counted=counted),
             )
 
-        return jax.jit(run, donate_argnums=0, out_shardings=self.program.state_shardings)
+        return jax.jit(
+            run, donate_argnums=0, out_shardings=self.program.state_shardings
+        )
 
     def _between(self, run: Any, metrics: bool) -> list[Any]:
         shardings = self.program.state_shardings
@@ -290,16 +330,22 @@ class IslandSteps:
 
     def _exchange(self, fragment: int, state: "State") -> tuple["State", Tree, Metrics]:
         def of_island(shared: Tree, own: Tree, counted: jax.Array) -> Exchanged:
-            exchanged = self.outer.exchange(fragment, shared, _first(own), _first(counted))
+            exchanged = self.outer.exchange(
+                fragment, shared, _first(own), _first(counted)
+            )
             return exchanged._replace(
                 own=_add_axis(exchanged.own), counted=_add_axis(exchanged.counted)
             )
 
         per_island = PartitionSpec(ISLAND)
         everywhere = PartitionSpec()
-        out_specs = Exchanged(self._shared, self._own, per_island, everywhere, everywhere)
+        out_specs = Exchanged(
+            self._shared, self._own, per_island, everywhere, everywhere
+        )
         exchange = self._shard_map(
-            of_island, in_specs=(self._shared, self._own, per_island), out_specs=out_specs
+            of_island,
+            in_specs=(self._shared, self._own, per_island),
+            out_specs=out_specs,
         )
         before = state.islands
         trained = self.layout.only_trained(state.params)
@@ -313,7 +359,9 @@ class IslandSteps:
             {"sync_drift": exchanged.drift, "sync_islands": exchanged.islands},
         )
 
-    def _outer_step(self, fragment: int, state: "State", mean: Tree, own_share: float) -> "State":
+    def _outer_step(
+        self, fragment: int, state: "State", mean: Tree, own_share: float
+    ) -> "State":
         """`own_share`: of its own weights that an island keeps, see `outer.OWN_SHARE`."""
 
         def of_island(
@@ -334,9 +382,15 @@ class IslandSteps:
         trained = self.layout.only_trained(state.params)
         before = state.islands.momentum
         momentum = jax.tree.map(jnp.zeros_like, trained) if before is None else before
-        shared, momentum, own = outer_step(trained, momentum, mean, state.islands.params)
-        islands = state.islands._replace(params=own, momentum=None if before is None else momentum)
-        return state._replace(params=self.layout.add_frozen(shared, state.params), islands=islands)
+        shared, momentum, own = outer_step(
+            trained, momentum, mean, state.islands.params
+        )
+        islands = state.islands._replace(
+            params=own, momentum=None if before is None else momentum
+        )
+        return state._replace(
+            params=self.layout.add_frozen(shared, state.params), islands=islands
+        )
 
     # --- helpers
 
@@ -345,7 +399,10 @@ class IslandSteps:
 
         A broken one is mended when it is sent.
         """
-        precision, optimizer = self.config.precision, self.program.on_device(state.optimizer)
+        precision, optimizer = (
+            self.config.precision,
+            self.program.on_device(state.optimizer),
+        )
         own = jax.vmap(lambda params, moments: is_finite(params, moments, precision))(
             state.islands.params, optimizer
         )

@@ -29,7 +29,12 @@ def due(sync: SyncConfig, taken: int) -> int | None:
         return None
     place = (alone - 1) % sync.every + 1
     return next(
-        (f for f in range(sync.fragments) if sync.every * (f + 1) // sync.fragments == place), None
+        (
+            f
+            for f in range(sync.fragments)
+            if sync.every * (f + 1) // sync.fragments == place
+        ),
+        None,
     )
 
 
@@ -61,5 +66,7 @@ def has_weight(config: Config, fragment: int, weight: Placed) -> bool:
     if weight.stacked:
         return True
     return fragment == (
-        0 if weight.name.startswith("embedding.") else config.parallel.sync.fragments - 1
+        0
+        if weight.name.startswith("embedding.")
+        else config.parallel.sync.fragments - 1
     )

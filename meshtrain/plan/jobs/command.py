@@ -16,7 +16,17 @@ from meshtrain.plan.jobs.report import Result
 from meshtrain.plan.jobs.requests import Speeds, requests, wanted
 from meshtrain.plan.jobs.searched import strategies
 
-OF_A_CONFIG = ("config", "set", "search", "devices", "write", "gantt", "csv", "compile", "measure")
+OF_A_CONFIG = (
+    "config",
+    "set",
+    "search",
+    "devices",
+    "write",
+    "gantt",
+    "csv",
+    "compile",
+    "measure",
+)
 
 
 def run(options: argparse.Namespace, write: Callable[[str, str], None]) -> int:
@@ -54,7 +64,9 @@ def place(jobs: Jobs, cluster: Cluster) -> Result:
     """Every strategy's packing of the jobs."""
     speeds = Speeds(cluster)
     return Result(
-        jobs, strategies(Packer(cluster, requests(jobs, cluster, speeds), speeds), jobs), speeds
+        jobs,
+        strategies(Packer(cluster, requests(jobs, cluster, speeds), speeds), jobs),
+        speeds,
     )
 
 
@@ -72,4 +84,8 @@ def _cluster(jobs: Jobs, name: str) -> Cluster:
         return resized(cluster, together(1))
     if jobs.nodes:
         return resized(cluster, jobs.nodes * cluster.devices_per_node)
-    return resized(cluster, together(cluster.devices_per_node)) if name in known() else cluster
+    return (
+        resized(cluster, together(cluster.devices_per_node))
+        if name in known()
+        else cluster
+    )

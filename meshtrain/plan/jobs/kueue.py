@@ -39,7 +39,10 @@ LEGAL = {
     "queue": (NAME, "lower-case letters, digits and - inside are legal"),
     "namespace": (NAME, "lower-case letters, digits and - inside are legal"),
     "block_label": (f"({LABEL})?", "write a label's name, as in example.com/block"),
-    "node_label": (f"{LABEL}=[A-Za-z0-9._-]+", "write a label and its value, as in team=a"),
+    "node_label": (
+        f"{LABEL}=[A-Za-z0-9._-]+",
+        "write a label and its value, as in team=a",
+    ),
 }
 
 
@@ -93,7 +96,9 @@ def files(result: Result, directory: str) -> dict[str, str]:
             placed = result.placed.get(request.job.name)
             shape = placed.shape if placed else request.shapes[0]
             documents = jobset(request.job, shape, result.jobs)
-            manifests[str(Path(directory) / f"{request.job.name}.yaml")] = manifest(*documents)
+            manifests[str(Path(directory) / f"{request.job.name}.yaml")] = manifest(
+                *documents
+            )
     if bare:
         say(
             f"{', '.join(bare)}: without a config there is no JobSet; give yours the label {_QUEUE}: "
@@ -117,7 +122,10 @@ def queues(result: Result) -> list[dict[str, Any]]:
     named = {"name": kueue.queue}
     levels = [kueue.block_label] if kueue.block_label else []
     quota = {"name": GPU, "nominalQuota": cluster.devices}
-    group = {"coveredResources": [GPU], "flavors": [{"name": kueue.queue, "resources": [quota]}]}
+    group = {
+        "coveredResources": [GPU],
+        "flavors": [{"name": kueue.queue, "resources": [quota]}],
+    }
     mine = {"matchLabels": {"kubernetes.io/metadata.name": kueue.namespace}}
     priorities = sorted({job.priority for job in result.jobs.jobs}, reverse=True)
     return [
@@ -142,7 +150,9 @@ def queues(result: Result) -> list[dict[str, Any]]:
             },
         ),
         _object(
-            "LocalQueue", named | {"namespace": kueue.namespace}, spec={"clusterQueue": kueue.queue}
+            "LocalQueue",
+            named | {"namespace": kueue.namespace},
+            spec={"clusterQueue": kueue.queue},
         ),
         *(
             _object("WorkloadPriorityClass", {"name": _class(priority)}, value=priority)
@@ -191,10 +201,19 @@ def jobset(job: JobSpec, shape: JobShape, jobs: Jobs) -> list[dict[str, Any]]:
     parser = Parser(prog="python -m meshtrain.launch jobset")
     kubernetes.add(parser)
     *configs, document = yaml.safe_load_all(kubernetes.jobset(parser.parse_args(words)))
-    document["metadata"]["labels"] = {_QUEUE: kueue.queue, _PRIORITY: _class(job.priority)}
+    document["metadata"]["labels"] = {
+        _QUEUE: kueue.queue,
+        _PRIORITY: _class(job.priority),
+    }
     document["spec"]["suspend"] = True
     (replicated,) = document["spec"]["replicatedJobs"]
     level = kueue.block_label if kueue.block_label and shape.nodes > 1 else HOSTNAME
-    kind = _REQUIRED if shape.nodes == 1 or (job.together and kueue.block_label) else _PREFERRED
-    replicated["template"]["spec"]["template"]["metadata"] = {"annotations": {kind: level}}
+    kind = (
+        _REQUIRED
+        if shape.nodes == 1 or (job.together and kueue.block_label)
+        else _PREFERRED
+    )
+    replicated["template"]["spec"]["template"]["metadata"] = {
+        "annotations": {kind: level}
+    }
     return [*configs, document]

@@ -46,13 +46,18 @@ class JobSpec:
         least=0,
     )
     any_of: tuple[int, ...] = key(
-        (), "numbers of devices of which any will do, each in the fastest layout", least=1
+        (),
+        "numbers of devices of which any will do, each in the fastest layout",
+        least=1,
     )
     priority: int = key(0, "jobs of a higher one are placed first", least=-(2**31) + 1)
     steps: int = key(0, "steps until it is done; 0: those of the config", least=0)
-    hours: float = key(0.0, "hours until it is done, in place of steps; 0: not known", least=0.0)
+    hours: float = key(
+        0.0, "hours until it is done, in place of steps; 0: not known", least=0.0
+    )
     together: bool = key(
-        False, "within one node, or where it needs more within one block of links, or not at all"
+        False,
+        "within one node, or where it needs more within one block of links, or not at all",
     )
 
 
@@ -62,9 +67,13 @@ class Kueue:
 
     queue: str = key("meshtrain", "name of both queues, the flavor and the topology")
     namespace: str = key("default", "where the jobs are")
-    image: str = key("", "a container image that has meshtrain, for the jobs with a config")
+    image: str = key(
+        "", "a container image that has meshtrain, for the jobs with a config"
+    )
     volume: str = key("", "a claim that all their pods may write to (ReadWriteMany)")
-    mount: str = key("/work", "where that is in a pod; paths of the configs begin there")
+    mount: str = key(
+        "/work", "where that is in a pod; paths of the configs begin there"
+    )
     node_label: str = key(
         "nvidia.com/gpu.present=true", "a label that the nodes of this cluster have"
     )
@@ -101,7 +110,10 @@ def read(path: str | Path) -> Jobs:
     source = short(path)
     folder = Path(path).expanduser().parent
     jobs = replace(
-        jobs, jobs=tuple(replace(job, config=from_file(job.config, folder)) for job in jobs.jobs)
+        jobs,
+        jobs=tuple(
+            replace(job, config=from_file(job.config, folder)) for job in jobs.jobs
+        ),
     )
     if not 0 < len(jobs.jobs) <= MOST_JOBS:
         raise ConfigError(
@@ -133,7 +145,9 @@ def _check(job: JobSpec, where: str) -> None:
     if job.devices and job.any_of:
         raise ConfigError(f"{where} has both devices and any_of; give one of them.")
     if not job.config and not job.devices and not job.any_of:
-        raise ConfigError(f"{where} has no config, devices or any_of; give one of them.")
+        raise ConfigError(
+            f"{where} has no config, devices or any_of; give one of them."
+        )
     if job.steps and job.hours:
         raise ConfigError(f"{where} has both steps and hours; give one of them.")
     if not job.config and (job.steps or job.set):

@@ -19,7 +19,13 @@ from statistics import fmean, pstdev
 
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.plan.estimate import Plan
-from meshtrain.plan.jobs.requests import JobRequest, JobShape, Speeds, first_block, hours
+from meshtrain.plan.jobs.requests import (
+    JobRequest,
+    JobShape,
+    Speeds,
+    first_block,
+    hours,
+)
 
 Nodes = list[int]
 
@@ -49,7 +55,9 @@ def blocks_of(cluster: Cluster) -> Blocks:
     )
 
 
-def first_fit(shape: JobShape, free: Sequence[int], blocks: Blocks, together: bool) -> Nodes | None:
+def first_fit(
+    shape: JobShape, free: Sequence[int], blocks: Blocks, together: bool
+) -> Nodes | None:
     """The nodes for a job, of the free devices by node, or None if there is no room; so do the others."""
     for block in blocks.lowest if together else blocks.levels[-1]:
         if len(room := _room(shape, free, block)) >= shape.nodes:
@@ -57,17 +65,32 @@ def first_fit(shape: JobShape, free: Sequence[int], blocks: Blocks, together: bo
     return None
 
 
-def best_fit(shape: JobShape, free: Sequence[int], blocks: Blocks, together: bool) -> Nodes | None:
+def best_fit(
+    shape: JobShape, free: Sequence[int], blocks: Blocks, together: bool
+) -> Nodes | None:
     levels = (
-        blocks.levels[-1:] if shape.nodes == 1 else blocks.levels[:1] if together else blocks.levels
+        blocks.levels[-1:]
+        if shape.nodes == 1
+        else blocks.levels[:1]
+        if together
+        else blocks.levels
     )
     return next(
-        (nodes for level in levels if (nodes := _chosen(shape, free, level, fullest=True))), None
+        (
+            nodes
+            for level in levels
+            if (nodes := _chosen(shape, free, level, fullest=True))
+        ),
+        None,
     )
 
 
-def balance(shape: JobShape, free: Sequence[int], blocks: Blocks, together: bool) -> Nodes | None:
-    return _chosen(shape, free, blocks.lowest if together else blocks.levels[-1], fullest=False)
+def balance(
+    shape: JobShape, free: Sequence[int], blocks: Blocks, together: bool
+) -> Nodes | None:
+    return _chosen(
+        shape, free, blocks.lowest if together else blocks.levels[-1], fullest=False
+    )
 
 
 def _room(shape: JobShape, free: Sequence[int], block: range) -> Nodes:
@@ -79,17 +102,27 @@ def _chosen(
 ) -> Nodes | None:
     """The fullest or emptiest nodes of the fullest or emptiest block of a level, of those with room."""
     sign = 1 if fullest else -1
-    fitting = [block for block in level if len(_room(shape, free, block)) >= shape.nodes]
+    fitting = [
+        block for block in level if len(_room(shape, free, block)) >= shape.nodes
+    ]
     if not fitting:
         return None
-    block = min(fitting, key=lambda block: (sign * sum(free[n] for n in block), block.start))
+    block = min(
+        fitting, key=lambda block: (sign * sum(free[n] for n in block), block.start)
+    )
     return sorted(
-        sorted(_room(shape, free, block), key=lambda n: (sign * free[n], n))[: shape.nodes]
+        sorted(_room(shape, free, block), key=lambda n: (sign * free[n], n))[
+            : shape.nodes
+        ]
     )
 
 
 Rule = Callable[[JobShape, Sequence[int], Blocks, bool], Nodes | None]
-RULES: dict[str, Rule] = {"first_fit": first_fit, "best_fit": best_fit, "balance": balance}
+RULES: dict[str, Rule] = {
+    "first_fit": first_fit,
+    "best_fit": best_fit,
+    "balance": balance,
+}
 
 
 @dataclass(frozen=True)
@@ -116,7 +149,10 @@ class PlacedJob:
         """Devices of each node, numbered in the node."""
         nodes: dict[int, tuple[int, ...]] = {}
         for device in self.devices:
-            nodes[device // per_node] = (*nodes.get(device // per_node, ()), device % per_node)
+            nodes[device // per_node] = (
+                *nodes.get(device // per_node, ()),
+                device % per_node,
+            )
         return nodes
 
 
@@ -158,7 +194,11 @@ class Packing:
         """
         free = self.free
         per_node = self.cluster.devices_per_node
-        return 1 - max(max(free), free.count(per_node) * per_node) / sum(free) if sum(free) else 0.0
+        return (
+            1 - max(max(free), free.count(per_node) * per_node) / sum(free)
+            if sum(free)
+            else 0.0
+        )
 
     @property
     def balance(self) -> float:
@@ -199,7 +239,9 @@ class Packing:
 class Packer:
     """Packs one list of requests on one cluster, again and again."""
 
-    def __init__(self, cluster: Cluster, requests: Sequence[JobRequest], speeds: Speeds) -> None:
+    def __init__(
+        self, cluster: Cluster, requests: Sequence[JobRequest], speeds: Speeds
+    ) -> None:
         self.cluster = cluster
         self.requests = requests
         self.speeds = speeds
@@ -207,8 +249,12 @@ class Packer:
 
     def sort_by_priority(self) -> tuple[int, ...]:
         """The jobs that have a shape, by priority and then in their order."""
-        fitting = (number for number, request in enumerate(self.requests) if request.shapes)
-        return tuple(sorted(fitting, key=lambda number: -self.requests[number].job.priority))
+        fitting = (
+            number for number, request in enumerate(self.requests) if request.shapes
+        )
+        return tuple(
+            sorted(fitting, key=lambda number: -self.requests[number].job.priority)
+        )
 
     def usual(self, rule: str) -> Order:
         return Order(self.sort_by_priority(), (0,) * len(self.requests), rule)
@@ -246,16 +292,24 @@ class Packer:
         first = order.first[number]
         counts = [len(left) for left in free]
         rule = RULES[order.rule]
-        for shape in (request.shapes[first], *request.shapes[:first], *request.shapes[first + 1 :]):
+        for shape in (
+            request.shapes[first],
+            *request.shapes[:first],
+            *request.shapes[first + 1 :],
+        ):
             nodes = rule(shape, counts, self.blocks, request.job.together)
             if nodes is None:
                 continue
             per_node = self.cluster.devices_per_node
             devices = tuple(
-                node * per_node + device for node in nodes for device in free[node][: shape.each]
+                node * per_node + device
+                for node in nodes
+                for device in free[node][: shape.each]
             )
             for node in nodes:
                 del free[node][: shape.each]
             plan = self.speeds.plan_on(shape, devices)
-            return PlacedJob(request, shape, devices, now, now + hours(request.job, plan), plan)
+            return PlacedJob(
+                request, shape, devices, now, now + hours(request.job, plan), plan
+            )
         return None

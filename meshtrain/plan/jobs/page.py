@@ -25,7 +25,8 @@ def page(result: Result, reasons: Sequence[str]) -> str:
     device = packing.cluster.accelerator.name
     strategies = dict(report.figures(result))
     heads = [
-        f"{report.words(name)}{' ✓' if name == result.jobs.strategy else ''}" for name in strategies
+        f"{report.words(name)}{' ✓' if name == result.jobs.strategy else ''}"
+        for name in strategies
     ]
     figures = [
         (name, *map(escape, values))
@@ -34,15 +35,22 @@ def page(result: Result, reasons: Sequence[str]) -> str:
     tiles = [
         (f"{packing.utilisation:.1%}", "of the devices are busy now"),
         (f"{len(packing.now)} of {len(packing.requests)}", "jobs run now"),
-        (f"{packing.fragmentation:.2f}", "fragmentation: 1 - largest free block / free"),
+        (
+            f"{packing.fragmentation:.2f}",
+            "fragmentation: 1 - largest free block / free",
+        ),
         (f"{packing.balance:.2f}", "balance: 1 - std / mean of the nodes' load"),
         (count(packing.tokens_per_second), "tokens a second"),
         (report.when(packing.last_hours), "until all are done"),
     ]
-    waits = "".join(f'<p class="note">{escape(reason)}</p>' for reason in reasons) or "<p>None.</p>"
+    waits = (
+        "".join(f'<p class="note">{escape(reason)}</p>' for reason in reasons)
+        or "<p>None.</p>"
+    )
     # Four columns, which a phone has room for.
     jobs = pages.table(
-        ("job", "where", "a step", "time"), [_job(row, device) for row in report.job_rows(result)]
+        ("job", "where", "a step", "time"),
+        [_job(row, device) for row in report.job_rows(result)],
     )
     parts = [
         f"<h1>{escape(title)}</h1>",
@@ -68,7 +76,9 @@ def picture(result: Result) -> str:
     for place, (nodes, devices) in enumerate(rows):
         y = place * ROW + 18
         x = float(LABEL)
-        body.append(f'<text x="{LABEL - 8}" y="{y + 17}" text-anchor="end">{escape(nodes)}</text>')
+        body.append(
+            f'<text x="{LABEL - 8}" y="{y + 17}" text-anchor="end">{escape(nodes)}</text>'
+        )
         for number, group in groupby(devices):
             cells = len(list(group))
             name = "" if number is None else result.packing.requests[number].job.name
@@ -77,7 +87,9 @@ def picture(result: Result) -> str:
     return chart(len(rows) * ROW + 18, body, "devices of each node by job", size=12)
 
 
-def _box(x: float, y: float, width: float, count: int, number: int | None, name: str) -> list[str]:
+def _box(
+    x: float, y: float, width: float, count: int, number: int | None, name: str
+) -> list[str]:
     """`count` devices side by side with the job's letter, and its name where there is room."""
     colour = EMPTY if number is None else _colour(number)
     cells = [
@@ -106,7 +118,11 @@ def _job(row: JobRow, device: str) -> tuple[str, str, str, str]:
     name = f"{badge} {escape(row.name)}"
     if not row.devices:
         return name, row.nodes, "", ""
-    node = "node" if row.nodes.partition(":")[0].isdigit() and ";" not in row.nodes else "nodes"
+    node = (
+        "node"
+        if row.nodes.partition(":")[0].isdigit() and ";" not in row.nodes
+        else "nodes"
+    )
     where = f"{row.devices} × {device}, {node} {row.nodes}" + (
         f"<br>{report.MESH}: {row.mesh}" if row.mesh else ""
     )

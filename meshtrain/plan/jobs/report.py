@@ -21,7 +21,14 @@ from meshtrain.plan.jobs.requests import JobRequest, Speeds
 LETTERS = ascii_letters[26:] + ascii_letters[:26] + digits
 FREE = "·"
 MESH = "data x tensor x pipeline"
-FIGURES = ("utilisation", "fragmentation", "balance", "tokens/s", "mean end", "last end")
+FIGURES = (
+    "utilisation",
+    "fragmentation",
+    "balance",
+    "tokens/s",
+    "mean end",
+    "last end",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,15 +100,28 @@ def job_rows(result: Result) -> Iterator[JobRow]:
             slower = result.slowdown(placed) - 1
             islands = f", {shape.islands} islands" if shape.islands > 1 else ""
             mesh = f"{shape.data} x {shape.tensor} x {shape.pipeline}{islands}"
-            step = units.duration(plan.seconds) + (f" (+{slower:.1%})" if slower > 0.0005 else "")
+            step = units.duration(plan.seconds) + (
+                f" (+{slower:.1%})" if slower > 0.0005 else ""
+            )
             tokens = units.count(plan.tokens_per_second)
-        place = _place(placed, per_node), mesh, step, tokens, when(placed.start), when(placed.end)
-        yield JobRow(number, job.name, str(job.priority), str(placed.shape.devices), *place)
+        place = (
+            _place(placed, per_node),
+            mesh,
+            step,
+            tokens,
+            when(placed.start),
+            when(placed.end),
+        )
+        yield JobRow(
+            number, job.name, str(job.priority), str(placed.shape.devices), *place
+        )
 
 
 def _place(placed: PlacedJob, per_node: int) -> str:
     parts = []
-    for devices, group in groupby(placed.group_by_node(per_node).items(), key=lambda pair: pair[1]):
+    for devices, group in groupby(
+        placed.group_by_node(per_node).items(), key=lambda pair: pair[1]
+    ):
         where = (
             ""
             if len(devices) == per_node
@@ -114,11 +134,17 @@ def _place(placed: PlacedJob, per_node: int) -> str:
 def node_rows(packing: Packing) -> Iterator[tuple[str, list[int | None]]]:
     """Numbers of nodes that are the same, neighbours in one row, and the job on each device of one of them now."""
     per_node = packing.cluster.devices_per_node
-    grid: list[list[int | None]] = [[None] * per_node for _ in range(packing.cluster.nodes)]
-    numbers = {request.job.name: number for number, request in enumerate(packing.requests)}
+    grid: list[list[int | None]] = [
+        [None] * per_node for _ in range(packing.cluster.nodes)
+    ]
+    numbers = {
+        request.job.name: number for number, request in enumerate(packing.requests)
+    }
     for placed in packing.now:
         for device in placed.devices:
-            grid[device // per_node][device % per_node] = numbers[placed.request.job.name]
+            grid[device // per_node][device % per_node] = numbers[
+                placed.request.job.name
+            ]
     for row, group in groupby(enumerate(grid), key=lambda pair: pair[1]):
         yield spans([node for node, _ in group]), row
 
@@ -131,7 +157,9 @@ def spans(numbers: Sequence[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+    return ", ".join(
+        f"{first}" if first == last else f"{first}-{last}" for first, last in runs
+    )
 
 
 def headline(result: Result) -> str:
@@ -147,7 +175,13 @@ def words(strategy: str) -> str:
 
 
 def when(hours: float) -> str:
-    return "not known" if math.isinf(hours) else units.duration(hours * 3600) if hours else "now"
+    return (
+        "not known"
+        if math.isinf(hours)
+        else units.duration(hours * 3600)
+        if hours
+        else "now"
+    )
 
 
 def reason(result: Result, request: JobRequest) -> str:
@@ -200,12 +234,17 @@ def figures(result: Result) -> Iterator[tuple[str, list[str]]]:
             f"{packing.balance:.2f}",
         )
         tokens = units.count(packing.tokens_per_second)
-        yield name, [*shares, tokens, when(packing.mean_hours), when(packing.last_hours)]
+        yield (
+            name,
+            [*shares, tokens, when(packing.mean_hours), when(packing.last_hours)],
+        )
 
 
 def render(result: Result) -> RenderableType:
     """The whole report for a `rich` console."""
-    jobs = report.table("", "", "job", ">priority", ">devices", "nodes", ">starts", ">ends")
+    jobs = report.table(
+        "", "", "job", ">priority", ">devices", "nodes", ">starts", ">ends"
+    )
     speeds = report.table("", "", "job", MESH, ">a step", ">tokens/s")
     for row in job_rows(result):
         of_job = Text(row.letter, _style(row.number))
@@ -236,7 +275,14 @@ def render(result: Result) -> RenderableType:
     title = Text(headline(result), style="bold")
     timed = (Text(), speeds) if speeds.row_count else ()
     return Group(
-        title, jobs, *timed, *map(Text, choices(result)), Text(), nodes, Text(), strategies
+        title,
+        jobs,
+        *timed,
+        *map(Text, choices(result)),
+        Text(),
+        nodes,
+        Text(),
+        strategies,
     )
 
 
@@ -244,9 +290,12 @@ def _style(number: int | None) -> Style:
     if number is None:
         return Style(dim=True)
     # A terminal's 6 x 6 x 6 colours; without colours the letters say it.
-    red, green, blue = ((number * step + start) % 4 for step, start in ((1, 1), (3, 2), (2, 0)))
+    red, green, blue = (
+        (number * step + start) % 4 for step, start in ((1, 1), (3, 2), (2, 0))
+    )
     return Style(
-        color="black", bgcolor=f"color({16 + 36 * (red + 2) + 6 * (green + 2) + blue + 2})"
+        color="black",
+        bgcolor=f"color({16 + 36 * (red + 2) + 6 * (green + 2) + blue + 2})",
     )
 
 
@@ -263,22 +312,30 @@ def as_json(result: Result) -> dict:
         "goal": result.jobs.goal,
         "jobs": [_job_json(result, request) for request in packing.requests],
         **_figures_json(packing),
-        "strategies": {name: _figures_json(other) for name, other in result.packings.items()},
+        "strategies": {
+            name: _figures_json(other) for name, other in result.packings.items()
+        },
     }
 
 
 def _job_json(result: Result, request: JobRequest) -> dict:
     placed = result.placed.get(request.job.name)
     per_node = result.packing.cluster.devices_per_node
-    plan, nodes = (placed.plan, placed.group_by_node(per_node)) if placed else (None, {})
+    plan, nodes = (
+        (placed.plan, placed.group_by_node(per_node)) if placed else (None, {})
+    )
     return {
         "name": request.job.name,
         "priority": request.job.priority,
         "runs_now": bool(placed and not placed.start),
         "reason": reason(result, request) or None,
-        "choices": [_plan_json(plan) | {"devices": plan.devices} for plan in request.plans],
+        "choices": [
+            _plan_json(plan) | {"devices": plan.devices} for plan in request.plans
+        ],
         "devices": placed.shape.devices if placed else None,
-        "nodes": [{"node": node, "devices": list(devices)} for node, devices in nodes.items()],
+        "nodes": [
+            {"node": node, "devices": list(devices)} for node, devices in nodes.items()
+        ],
         "starts_seconds": placed.start * 3600 if placed else None,
         "ends_seconds": _known(placed.end * 3600) if placed else None,
         **_plan_json(plan),

@@ -44,7 +44,8 @@ class JobRequest:
     job: JobSpec
     shapes: tuple[JobShape, ...]
     reason: str = ""
-    plans: tuple[Plan, ...] = ()  # one for each number of devices, on nodes side by side
+    # One for each number of devices, on nodes side by side
+    plans: tuple[Plan, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,9 @@ class Speeds:
         """The plan of a shape on these devices of the cluster, numbered through all nodes."""
         if shape.config is None:
             return None
-        sizes = tuple(_share(devices, link.devices) for _, link in self.cluster.levels())
+        sizes = tuple(
+            _share(devices, link.devices) for _, link in self.cluster.levels()
+        )
         place = _view_cluster(self.cluster, shape, sizes)
         if (shape, place) not in self.known:
             self.known[shape, place] = estimate(shape.config, place)
@@ -78,10 +81,16 @@ class Speeds:
             # The last block may be smaller.
             layouts += [evenly] if evenly[-1] < self.cluster.nodes else []
         plans = [
-            self.plan_on(shape, [n * per_node + d for n in nodes for d in range(shape.each)])
+            self.plan_on(
+                shape, [n * per_node + d for n in nodes for d in range(shape.each)]
+            )
             for nodes in layouts
         ]
-        return min((plan for plan in plans if plan), key=lambda plan: plan.seconds, default=None)
+        return min(
+            (plan for plan in plans if plan),
+            key=lambda plan: plan.seconds,
+            default=None,
+        )
 
 
 def _share(devices: Sequence[int], block: int) -> int:
@@ -126,7 +135,9 @@ def configured(job: JobSpec) -> Config:
 
 def wanted(job: JobSpec) -> int:
     """The most devices that a job may take."""
-    return max(job.any_of) if job.any_of else job.devices or configured(job).mesh.devices
+    return (
+        max(job.any_of) if job.any_of else job.devices or configured(job).mesh.devices
+    )
 
 
 class _DoesNotFit(Exception):
@@ -151,9 +162,14 @@ def _request(job: JobSpec, goal: str, cluster: Cluster, speeds: Speeds) -> JobRe
         plan = speeds.side_by_side(shape) if goal != "utilisation" else None
         return plan.tokens_per_second if plan else 0.0
 
-    shapes.sort(key=lambda shape: (-tokens_per_second(shape), -shape.devices, shape.nodes))
+    shapes.sort(
+        key=lambda shape: (-tokens_per_second(shape), -shape.devices, shape.nodes)
+    )
     return JobRequest(
-        job, tuple(shapes), "" if shapes else "; ".join(dict.fromkeys(reasons)), tuple(plans)
+        job,
+        tuple(shapes),
+        "" if shapes else "; ".join(dict.fromkeys(reasons)),
+        tuple(plans),
     )
 
 
@@ -161,7 +177,9 @@ def _legal(job: JobSpec, devices: int, cluster: Cluster) -> list[JobShape]:
     """The shapes to take so many devices, those of the fewest nodes first."""
     per_node = cluster.devices_per_node
     if devices > cluster.devices:
-        raise _DoesNotFit(f"it takes {devices} devices, and {cluster.name} has {cluster.devices}")
+        raise _DoesNotFit(
+            f"it takes {devices} devices, and {cluster.name} has {cluster.devices}"
+        )
     sizes = [
         (devices // each, each)
         for each in range(min(devices, per_node), 0, -1)
@@ -176,7 +194,9 @@ def _legal(job: JobSpec, devices: int, cluster: Cluster) -> list[JobShape]:
     if job.together:
         block = first_block(cluster)
         sizes = [
-            (nodes, each) for nodes, each in sizes if nodes <= (1 if devices <= per_node else block)
+            (nodes, each)
+            for nodes, each in sizes
+            if nodes <= (1 if devices <= per_node else block)
         ]
         if not sizes:
             raise _DoesNotFit(
@@ -186,9 +206,13 @@ def _legal(job: JobSpec, devices: int, cluster: Cluster) -> list[JobShape]:
         return [JobShape(*sizes[0])]
     config = _layout(job, devices, cluster)
     wanted_nodes = config.survive.wanted
-    inside = [each for _, each in sizes if each % config.mesh.tensor == 0] or [sizes[0][1]]
+    inside = [each for _, each in sizes if each % config.mesh.tensor == 0] or [
+        sizes[0][1]
+    ]
     shapes = [
-        JobShape(n, each, config) for n, each in sizes if each in inside and wanted_nodes in (1, n)
+        JobShape(n, each, config)
+        for n, each in sizes
+        if each in inside and wanted_nodes in (1, n)
     ]
     if not shapes:
         raise _DoesNotFit(

@@ -36,16 +36,30 @@ def score(packing: Packing, goal: str) -> Score:
     The goal's figure of each priority counts first, highest priority first; then the other goals, fewer nodes a job,
     and larger free blocks.
     """
-    priorities = sorted({request.job.priority for request in packing.requests}, reverse=True)
+    priorities = sorted(
+        {request.job.priority for request in packing.requests}, reverse=True
+    )
     figures = {"utilisation": _busy, "throughput": _tokens, "latency": _done}
-    by_priority = [part for priority in priorities for part in figures[goal](packing, priority)]
+    by_priority = [
+        part for priority in priorities for part in figures[goal](packing, priority)
+    ]
     spread = sum(placed.shape.nodes for placed in packing.now)
-    return (*by_priority, *_busy(packing), *_tokens(packing), -spread, -packing.fragmentation)
+    return (
+        *by_priority,
+        *_busy(packing),
+        *_tokens(packing),
+        -spread,
+        -packing.fragmentation,
+    )
 
 
 def _busy(packing: Packing, priority: int | None = None) -> Score:
     return (
-        sum(p.shape.devices for p in packing.now if priority in (None, p.request.job.priority)),
+        sum(
+            p.shape.devices
+            for p in packing.now
+            if priority in (None, p.request.job.priority)
+        ),
     )
 
 
@@ -99,11 +113,15 @@ class Search:
             len(self.packer.requests[n].shapes) for n in self.packer.sort_by_priority()
         )
         return (
-            shapes * len(RULES) * math.prod(math.factorial(len(group)) for group in self._classes())
+            shapes
+            * len(RULES)
+            * math.prod(math.factorial(len(group)) for group in self._classes())
         )
 
     def _all(self) -> Iterator[Order]:
-        orders = itertools.product(*(itertools.permutations(group) for group in self._classes()))
+        orders = itertools.product(
+            *(itertools.permutations(group) for group in self._classes())
+        )
         for classes in orders:
             jobs = tuple(itertools.chain.from_iterable(classes))
             for first in itertools.product(
@@ -135,7 +153,9 @@ class Search:
         requests = self.packer.requests
         if kind < 0.3 and len(requests[job].shapes) > 1:
             first = self.random.randrange(len(requests[job].shapes))
-            return replace(order, first=(*order.first[:job], first, *order.first[job + 1 :]))
+            return replace(
+                order, first=(*order.first[:job], first, *order.first[job + 1 :])
+            )
         like = [
             n
             for n, other in enumerate(order.jobs)

@@ -11,7 +11,12 @@ from pathlib import Path
 from meshtrain.config import Config, ConfigError
 from meshtrain.errors import refusal, say
 from meshtrain.files import write_atomically
-from meshtrain.report.diagnosis.evidence import Diagnosis, DiagnosisPart, Evidence, Finding
+from meshtrain.report.diagnosis.evidence import (
+    Diagnosis,
+    DiagnosisPart,
+    Evidence,
+    Finding,
+)
 from meshtrain.report.diagnosis.layouts import layouts, links, remarks
 from meshtrain.report.diagnosis.rules import ALWAYS, ON_OUR_OWN, shared
 from meshtrain.report.diagnosis.tracing import attributed, newest_trace, trace_beside
@@ -36,7 +41,8 @@ def run(directory: Path, cluster: str | None = None) -> Diagnosis:
     diagnosis = diagnose(read(directory, attribution, cluster), missing)
     try:
         write_atomically(
-            directory / FINDINGS, (json.dumps(diagnosis.as_json(), indent=1) + "\n").encode()
+            directory / FINDINGS,
+            (json.dumps(diagnosis.as_json(), indent=1) + "\n").encode(),
         )
     # The run may be somebody else's.
     except OSError as error:
@@ -46,7 +52,9 @@ def run(directory: Path, cluster: str | None = None) -> Diagnosis:
     return diagnosis
 
 
-def _attribution(directory: Path, config: Config) -> tuple[Attribution | None, tuple[str, ...]]:
+def _attribution(
+    directory: Path, config: Config
+) -> tuple[Attribution | None, tuple[str, ...]]:
     """Returns the attribution of the newest trace, or of one that is made; or why there is none."""
     trace = newest_trace(directory)
     try:
@@ -78,8 +86,14 @@ def read(
     if facts.survived is not None and (ledger := facts.survived.ledger).wall:
         lost = (ledger.seconds["lost"] + ledger.seconds["down"]) / ledger.wall
     # For other devices than the run's a plan would be advice on another machine.
-    plan = facts.plan if cluster is not None or _devices_are_known(facts, attribution) else None
-    return Evidence(facts.config, facts.steps, facts.samples, facts.hosts, attribution, plan, lost)
+    plan = (
+        facts.plan
+        if cluster is not None or _devices_are_known(facts, attribution)
+        else None
+    )
+    return Evidence(
+        facts.config, facts.steps, facts.samples, facts.hosts, attribution, plan, lost
+    )
 
 
 def _devices_are_known(facts: RunFacts, attribution: Attribution | None) -> bool:
@@ -101,7 +115,9 @@ def diagnose(evidence: Evidence, missing: tuple[str, ...] = ()) -> Diagnosis:
     """
     others = sorted(shared(evidence), key=_most_first)
     rules = ALWAYS if others else (*ALWAYS, *ON_OUR_OWN, links, layouts)
-    findings = sorted((finding for rule in rules for finding in rule(evidence)), key=_most_first)
+    findings = sorted(
+        (finding for rule in rules for finding in rule(evidence)), key=_most_first
+    )
     return Diagnosis(
         findings=(*others, *findings),
         parts=tuple(_parts(evidence)),
@@ -130,10 +146,13 @@ def _parts(evidence: Evidence) -> list[DiagnosisPart]:
         scale = max(0.0, step - data - saves) / evidence.attribution.wall_seconds
         measured = evidence.attribution.parts.items()
         parts = [
-            DiagnosisPart(name, seconds * scale, expected.get(name)) for name, seconds in measured
+            DiagnosisPart(name, seconds * scale, expected.get(name))
+            for name, seconds in measured
         ]
     else:
-        parts = [DiagnosisPart(name, None, seconds) for name, seconds in expected.items()]
+        parts = [
+            DiagnosisPart(name, None, seconds) for name, seconds in expected.items()
+        ]
     return [
         *parts,
         DiagnosisPart("waiting for data", data, None),
@@ -145,7 +164,9 @@ def _cannot_tell(evidence: Evidence, missing: tuple[str, ...]) -> list[str]:
     """Returns which evidence is missing, and what is unknown without it."""
     sentences = [*missing]
     if not evidence.rows:
-        sentences.append("how fast the run is: it has written less than two rows of metrics.")
+        sentences.append(
+            "how fast the run is: it has written less than two rows of metrics."
+        )
     if not evidence.means("machine_cpu_ratio"):
         sentences.append(
             "whether others use the machine, and how near memory is to its limit: there are no samples of resources "

@@ -18,7 +18,8 @@ from meshtrain.survive import history as histories
 from meshtrain.survive.heartbeat import STEPPING
 
 LATEST = (
-    500  # rows that are looked at: what a run was like a day ago is no reason for how it is now
+    # Rows that are looked at: what a run was like a day ago is no reason for how it is now
+    500
 )
 PHASE = "phase_seconds."  # columns of the seconds that a process spent in each phase
 
@@ -29,7 +30,8 @@ class Evidence:
 
     config: Config
     steps: Columns  # rows of metrics.jsonl
-    samples: Mapping[int, Columns] = field(default_factory=dict)  # of resources/, by rank
+    # Of resources/, by rank
+    samples: Mapping[int, Columns] = field(default_factory=dict)
     hosts: Mapping[int, str] = field(default_factory=dict)  # by rank
     attribution: Attribution | None = None  # of a trace
     plan: Plan | None = None  # of this config on its cluster
@@ -71,7 +73,9 @@ class Evidence:
 
     def means(self, name: str) -> list[float]:
         """Returns the mean of each process whose samples say."""
-        return [mean for rank in self.samples if (mean := self.mean(rank, name)) is not None]
+        return [
+            mean for rank in self.samples if (mean := self.mean(rank, name)) is not None
+        ]
 
     def machines(self) -> Iterator[tuple[str, list[int]]]:
         """Yields each machine's name, and the ranks on it."""
@@ -92,9 +96,14 @@ class Evidence:
         """
         shares = {}
         for rank in self.samples:
-            spent = {phase: float(self.sampled(rank, PHASE + phase).sum()) for phase in STEPPING}
+            spent = {
+                phase: float(self.sampled(rank, PHASE + phase).sum())
+                for phase in STEPPING
+            }
             if whole := math.fsum(spent.values()):
-                shares[rank] = {phase: seconds / whole for phase, seconds in spent.items()}
+                shares[rank] = {
+                    phase: seconds / whole for phase, seconds in spent.items()
+                }
         return shares
 
 
@@ -143,7 +152,8 @@ class Diagnosis:
     mean_seconds: float | None = None  # of a step, by the rows
     planned_seconds: float | None = None
     cluster: str | None = None  # that it was planned for
-    remarks: tuple[str, ...] = ()  # sentences: what is large, and nothing better is known
+    # sentences: what is large, and nothing better is known
+    remarks: tuple[str, ...] = ()
     cannot_tell: tuple[str, ...] = ()  # sentences, with what would cure it
 
     @property
@@ -152,5 +162,9 @@ class Diagnosis:
         return self.findings[0].name if self.findings else "none"
 
     def as_json(self) -> dict[str, Any]:
-        findings = [asdict(finding) | {"excess": finding.excess} for finding in self.findings]
-        return histories.plain({"first": self.first} | asdict(self) | {"findings": findings})
+        findings = [
+            asdict(finding) | {"excess": finding.excess} for finding in self.findings
+        ]
+        return histories.plain(
+            {"first": self.first} | asdict(self) | {"findings": findings}
+        )

@@ -59,7 +59,15 @@ def layouts(evidence: Evidence) -> Iterator[Finding]:
         sentence = f"{_words(evidence, part, share)}."
         signal = f"share of the step: {part}"
         yield Finding(
-            part, signal, share, expected, severity, sentence, advice, cure.settings, sure
+            part,
+            signal,
+            share,
+            expected,
+            severity,
+            sentence,
+            advice,
+            cure.settings,
+            sure,
         )
 
 
@@ -80,7 +88,11 @@ def links(evidence: Evidence) -> Iterator[Finding]:
     """
     plan = evidence.plan
     attribution = evidence.attribution
-    if plan is None or attribution is None or plan.cluster.accelerator.platform == "cpu":
+    if (
+        plan is None
+        or attribution is None
+        or plan.cluster.accelerator.platform == "cpu"
+    ):
         return
     for axis in (*AXES, CONTEXT):
         took = _took(attribution, axis)
@@ -92,7 +104,13 @@ def links(evidence: Evidence) -> Iterator[Finding]:
         sentence = f"{_words(evidence, axis, took / attribution.wall_seconds)}, {slow}."
         advice = "Measure the links with `meshtrain probe`: one may be slow, or all of them slower than described."
         yield Finding(
-            "links", f"seconds of a step: {axis}", took, expected, excess, sentence, advice
+            "links",
+            f"seconds of a step: {axis}",
+            took,
+            expected,
+            excess,
+            sentence,
+            advice,
         )
 
 
@@ -107,9 +125,7 @@ def _large(evidence: Evidence) -> Iterator[tuple[str, float, Plan]]:
 
 def _words(evidence: Evidence, part: str, share: float) -> str:
     what = WORDS[part]
-    words = (
-        f"{what[0].upper()}{what[1:]} take{'s' * (part == 'recomputation')} {share:.0%} of the step"
-    )
+    words = f"{what[0].upper()}{what[1:]} take{'s' * (part == 'recomputation')} {share:.0%} of the step"
     across = (
         evidence.attribution.share("island")
         if evidence.attribution is not None and part == DATA
@@ -157,7 +173,10 @@ def fastest(plan: Plan, part: str) -> Cure | None:
             config = replaced(plan.config, **change)
             check(config)
             cures.append(
-                Cure(_settings(plan.config, config, change), estimate(config, plan.cluster))
+                Cure(
+                    _settings(plan.config, config, change),
+                    estimate(config, plan.cluster),
+                )
             )
     best = min(
         (cure for cure in cures if cure.planned.fits),
@@ -215,7 +234,11 @@ def changes(config: Config, part: str) -> Iterator[Change]:
     if part in ("bubble", "pipeline"):
         yield from _onto_data(config, "pipeline")
     if part == "recomputation":
-        unnamed = {name: () for name in ("remat_keep", "remat_offload") if getattr(parallel, name)}
+        unnamed = {
+            name: ()
+            for name in ("remat_keep", "remat_offload")
+            if getattr(parallel, name)
+        }
         for remat in ("none", "selective", "dots"):
             if remat != parallel.remat:
                 yield {"parallel": {"remat": remat, **unnamed}}
@@ -243,8 +266,12 @@ def _powers(size: int) -> Iterator[int]:
 def _settings(before: Config, after: Config, change: Change) -> tuple[str, ...]:
     """Returns the changed keys whose values differ, as --set takes them."""
     values = {
-        f"{section}.{key}": [getattr(getattr(config, section), key) for config in (before, after)]
+        f"{section}.{key}": [
+            getattr(getattr(config, section), key) for config in (before, after)
+        ]
         for section, keys in change.items()
         for key in keys
     }
-    return tuple(f"{path}={as_text(new)}" for path, (old, new) in values.items() if new != old)
+    return tuple(
+        f"{path}={as_text(new)}" for path, (old, new) in values.items() if new != old
+    )

@@ -21,9 +21,11 @@ LEAST = 0.08
 # Of a machine's CPU time, used by others, where none is left idle.
 OTHERS = 0.12
 FULL = 0.9
-COLLAPSED = 0.7  # of the largest load that there can be: nearly all tokens choose the same experts
+# Of the largest load that there can be: nearly all tokens choose the same experts
+COLLAPSED = 0.7
 MOST_RANKS = 8  # that are named beside the slowest
-COMPILED_ROWS = 4  # that compiled: the loss of validation text and the first save each compile once
+# That compiled: the loss of validation text and the first save each compile once
+COMPILED_ROWS = 4
 # seconds of a save that no disk explains; times as long as its bytes need
 SAVE_OVERHEAD = 0.5
 SLOW_DISK = 3.0
@@ -31,7 +33,9 @@ SLOW_DISK = 3.0
 Rule = Callable[[Evidence], Iterator[Finding]]
 
 
-def _share_finding(name: str, signal: str, share: float, sentence: str, advice: str) -> Finding:
+def _share_finding(
+    name: str, signal: str, share: float, sentence: str, advice: str
+) -> Finding:
     """The finding of a share of the time, all of which curing it would win."""
     return Finding(name, signal, share, LEAST, share, sentence, advice)
 
@@ -63,11 +67,15 @@ def shared(evidence: Evidence) -> Iterator[Finding]:
                 f"{ours:.0%}, and none is left. "
                 "No other verdict on speed holds meanwhile."
             )
-            advice = (
-                "End what else runs there, or give this run cores of its own; then diagnose again."
-            )
+            advice = "End what else runs there, or give this run cores of its own; then diagnose again."
             yield Finding(
-                "shared", "machine_cpu_ratio - cpu_ratio", others, OTHERS, won, sentence, advice
+                "shared",
+                "machine_cpu_ratio - cpu_ratio",
+                others,
+                OTHERS,
+                won,
+                sentence,
+                advice,
             )
 
 
@@ -81,7 +89,10 @@ def memory(evidence: Evidence) -> Iterator[Finding]:
             "of the memory that its limit allows",
             BY_RULE["memory_limit"].fires,
         ),
-        "memory_used_ratio": ("of its machine's memory", BY_RULE["machine_memory"].fires),
+        "memory_used_ratio": (
+            "of its machine's memory",
+            BY_RULE["machine_memory"].fires,
+        ),
     }
     near_limits = []
     for rank in evidence.samples:
@@ -108,7 +119,9 @@ def faults(evidence: Evidence) -> Iterator[Finding]:
             "for processes."
         )
         advice = "See `meshtrain survive stats` for which and where; save more often if it is work done again."
-        yield _share_finding("faults", "survive: lost and down", evidence.lost, sentence, advice)
+        yield _share_finding(
+            "faults", "survive: lost and down", evidence.lost, sentence, advice
+        )
 
 
 def slow_rank(evidence: Evidence) -> Iterator[Finding]:
@@ -126,16 +139,16 @@ def slow_rank(evidence: Evidence) -> Iterator[Finding]:
         else ""
     )
     more = f" and {len(others) - MOST_RANKS} more" if len(others) > MOST_RANKS else ""
-    sentence = (
-        f"Rank {rank}{f' on {host}' if host else ''} is slow: {pace.words()}{likewise}{more}."
-    )
+    sentence = f"Rank {rank}{f' on {host}' if host else ''} is slow: {pace.words()}{likewise}{more}."
     advice = (
         "Look at what else that machine does, at what its processes may use, and at its disk; or leave it out of "
         "the run."
     )
     signal = "phase_seconds, a rank beside the others"
     severity = pace.share - pace.least
-    yield Finding("slow_rank", signal, pace.share, pace.least, severity, sentence, advice)
+    yield Finding(
+        "slow_rank", signal, pace.share, pace.least, severity, sentence, advice
+    )
 
 
 def compiling(evidence: Evidence) -> Iterator[Finding]:
@@ -143,7 +156,11 @@ def compiling(evidence: Evidence) -> Iterator[Finding]:
     seconds = np.nan_to_num(evidence.step("compile_seconds"))
     rows = int(np.sum(seconds > 0))
     whole = evidence.seconds + float(np.sum(seconds))
-    if rows < COMPILED_ROWS or not whole or (share := float(np.sum(seconds)) / whole) < LEAST:
+    if (
+        rows < COMPILED_ROWS
+        or not whole
+        or (share := float(np.sum(seconds)) / whole) < LEAST
+    ):
         return
     data = evidence.config.data
     advice = "Something changes the shapes, or the program, from step to step: pad what is fed to it to a few shapes."
@@ -189,7 +206,9 @@ def saves(evidence: Evidence) -> Iterator[Finding]:
     count = int(np.isfinite(evidence.step("checkpoint_seconds")).sum())
     every = evidence.config.checkpoint.every
     less_often = (
-        f"ave less often, with --set checkpoint.every={4 * every}." if every else "ave less often."
+        f"ave less often, with --set checkpoint.every={4 * every}."
+        if every
+        else "ave less often."
     )
     rate = evidence.plan.cluster.storage_bandwidth * 1e9 if evidence.plan else None
     needed = count * SAVE_OVERHEAD + (nbytes / rate if rate else 0.0)
@@ -204,21 +223,32 @@ def saves(evidence: Evidence) -> Iterator[Finding]:
         f"{nbytes / seconds / 1e6:,.1f} MB/s, and "
         f"the steps stand still for it {share:.0%} of the time."
     )
-    advice = f"Put run.directory on a faster disk{f', or s{less_often}' if every else '.'}"
+    advice = (
+        f"Put run.directory on a faster disk{f', or s{less_often}' if every else '.'}"
+    )
     yield Finding(
-        "disk", "checkpoint_seconds", seconds / count, needed / count, share, sentence, advice
+        "disk",
+        "checkpoint_seconds",
+        seconds / count,
+        needed / count,
+        share,
+        sentence,
+        advice,
     )
 
 
 def host(evidence: Evidence) -> Iterator[Finding]:
     """The devices wait for Python: starting steps, writing rows. Counts the share that every rank spends."""
     share = min(
-        (shares["dispatch"] + shares["log"] for shares in evidence.phases().values()), default=0.0
+        (shares["dispatch"] + shares["log"] for shares in evidence.phases().values()),
+        default=0.0,
     )
     if share >= LEAST:
         sentence = f"The host needs {share:.0%} of the time to start steps and to write down what came of them."
         advice = "Take a larger batch, so that a step is longer; or write fewer rows, with --set log.every=10."
-        yield _share_finding("host", "phase_seconds: dispatch, log", share, sentence, advice)
+        yield _share_finding(
+            "host", "phase_seconds: dispatch, log", share, sentence, advice
+        )
 
 
 def collapsed(evidence: Evidence) -> Iterator[Finding]:
@@ -240,7 +270,9 @@ def collapsed(evidence: Evidence) -> Iterator[Finding]:
         "Keep loads even, with --set model.moe.balance=bias or sequence; or raise model.moe.bias_rate or "
         "balance_weight."
     )
-    yield Finding("router", "expert_load", load, COLLAPSED * most, 1 - 1 / load, sentence, advice)
+    yield Finding(
+        "router", "expert_load", load, COLLAPSED * most, 1 - 1 / load, sentence, advice
+    )
 
 
 def throttled(evidence: Evidence) -> Iterator[Finding]:
@@ -266,7 +298,14 @@ def throttled(evidence: Evidence) -> Iterator[Finding]:
         sentence = f"A device slows itself down {share:.0%} of the time ({device})."
         advice = "Look at its cooling and its power limit."
         yield Finding(
-            "throttled", "device_throttled", share, 0.5, LEAST, sentence, advice, sure=False
+            "throttled",
+            "device_throttled",
+            share,
+            0.5,
+            LEAST,
+            sentence,
+            advice,
+            sure=False,
         )
 
 

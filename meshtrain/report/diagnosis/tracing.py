@@ -77,15 +77,23 @@ def steps_traced(config: Config, directory: Path) -> Path:
         "alerts": (),
     }
     steps = {"steps": max(STEPS, config.train.steps)}
-    chosen = replaced(config, run={"directory": str(directory)}, telemetry=telemetry, train=steps)
+    chosen = replaced(
+        config, run={"directory": str(directory)}, telemetry=telemetry, train=steps
+    )
     (directory / CONFIG).write_text(to_yaml(chosen))
-    environment = {name: value for name, value in os.environ.items() if name not in NOT_ITS_OWN}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in NOT_ITS_OWN
+    }
     # On GPUs what runs in command buffers does not tell its name; elsewhere the flag changes nothing.
-    environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {NO_BUFFERS}".strip()
+    environment["XLA_FLAGS"] = (
+        f"{environment.get('XLA_FLAGS', '')} {NO_BUFFERS}".strip()
+    )
     command = [sys.executable, "-m", __spec__.name, str(directory)]
     # Its log is no part of this command's output.
     with (directory / "stderr").open("w+") as log:
-        ended = subprocess.run(command, env=environment, stdout=sys.stderr.fileno(), stderr=log)
+        ended = subprocess.run(
+            command, env=environment, stdout=sys.stderr.fileno(), stderr=log
+        )
         log.seek(0)
         last = log.read().strip().splitlines()[-1:]
     trace = newest_trace(directory)
@@ -118,7 +126,9 @@ def main(directory: Path) -> None:
             jax.block_until_ready(metrics)
             seconds = time.perf_counter() - began
             tracer.after_step(step, compiled, metrics)
-            metrics_file.write(json.dumps({"step": step, "step_seconds": seconds}) + "\n")
+            metrics_file.write(
+                json.dumps({"step": step, "step_seconds": seconds}) + "\n"
+            )
             metrics_file.flush()
             traced = " traced" if WARM < step <= WARM + TRACED else ""
             print(f"step {step}/{STEPS}  {seconds:.3f} s{traced}", flush=True)

@@ -50,9 +50,7 @@ UNNAMED = (
     "What ran in command buffers does not tell its names; trace a short run of its own with "
     f"XLA_FLAGS={NO_BUFFERS} (nothing behind the sign, not even quotes), and see from its step time what that changes."
 )
-TOGETHER = (
-    "{} wait and move in one: a collective's seconds may be waiting for a device that comes later."
-)
+TOGETHER = "{} wait and move in one: a collective's seconds may be waiting for a device that comes later."
 SHARED = (
     "Fake devices share the cores, so an idle stage leaves its own to the others: the bubble shows only where no "
     "device runs."
@@ -74,15 +72,25 @@ def attribute(trace: Trace) -> Attribution:
     for spans in walls:
         for window in trace.steps:
             spent, outside, gaps = share(spans, window)
-            for key, nanoseconds in [*spent.items(), (("host", ""), outside), (("idle", ""), gaps)]:
+            for key, nanoseconds in [
+                *spent.items(),
+                (("host", ""), outside),
+                (("idle", ""), gaps),
+            ]:
                 totals[key] += nanoseconds * scale
     devices = len({event.device for event in trace.events})
     counts = Counter(_collective(event, table) for event in trace.events)
     unjoined = sum(
-        event.op not in table for event in trace.events if event.op or trace.facts.platform == "cpu"
+        event.op not in table
+        for event in trace.events
+        if event.op or trace.facts.platform == "cpu"
     )
     moving, waiting = (
-        {kind: seconds for kind in COLLECTIVES if (seconds := totals.get((kind, state), 0.0))}
+        {
+            kind: seconds
+            for kind in COLLECTIVES
+            if (seconds := totals.get((kind, state), 0.0))
+        }
         for state in ("move", "wait")
     )
     return Attribution(
@@ -93,7 +101,9 @@ def attribute(trace: Trace) -> Attribution:
         seconds=_sum_kinds(totals, trace.facts.masked),
         moving=moving,
         waiting=waiting,
-        collectives=Counter({key: n / steps / devices for key, n in counts.items() if key}),
+        collectives=Counter(
+            {key: n / steps / devices for key, n in counts.items() if key}
+        ),
         events=len(trace.events),
         unjoined=unjoined,
         untraced_seconds=trace.untraced_seconds,
@@ -101,7 +111,9 @@ def attribute(trace: Trace) -> Attribution:
     )
 
 
-def _sum_kinds(totals: Mapping[Spending, float], masked: Mapping[str, float]) -> dict[Kind, float]:
+def _sum_kinds(
+    totals: Mapping[Spending, float], masked: Mapping[str, float]
+) -> dict[Kind, float]:
     """Their sums; waiting over pipeline is the bubble, and of what slots took, the share of those that are idle is
     masked.
     """
@@ -150,7 +162,10 @@ def _cpu_spans(trace: Trace, table: Instructions) -> list[Ranked]:
             for begin, end in waits[
                 first : bisect.bisect_left(waits, (event.end, event.end), first)
             ]:
-                spans += [(at, begin, 0, (kind, "move")), (begin, end, 1, (kind, "wait"))]
+                spans += [
+                    (at, begin, 0, (kind, "move")),
+                    (begin, end, 1, (kind, "wait")),
+                ]
                 at = end
             spans.append((at, event.end, 0, (kind, "move")))
     return spans
@@ -188,7 +203,9 @@ def _collective(event: TraceEvent, table: Instructions) -> tuple[str, str] | Non
     if one is not None and one.collective:
         return one.collective, one.axis
     if not (
-        named := re.match(r"nccl\w*?_(AllReduce|AllGather|ReduceScatter|SendRecv)", event.name)
+        named := re.match(
+            r"nccl\w*?_(AllReduce|AllGather|ReduceScatter|SendRecv)", event.name
+        )
     ):
         return None
     kind = NCCL[named.group(1)]
@@ -203,7 +220,9 @@ def _cannot_tell(trace: Trace, table: Instructions, unjoined: int) -> list[str]:
         if facts.mesh.get("pipeline", 1) > 1:
             sentences.append(SHARED)
     elif facts.platform != "gpu":
-        sentences.append(f"Traces of a {facts.platform} are not read, only those of CPUs and GPUs.")
+        sentences.append(
+            f"Traces of a {facts.platform} are not read, only those of CPUs and GPUs."
+        )
     else:
         if not trace.events:
             sentences.append(

@@ -55,10 +55,18 @@ MEANING: dict[Kind, str] = {
     "unknown": "instructions of which the program does not say what they are for",
 }
 NO_BUFFERS = (
-    "--xla_gpu_enable_command_buffer="  # in XLA_FLAGS: the empty list of what may go into one
+    # In XLA_FLAGS: the empty list of what may go into one
+    "--xla_gpu_enable_command_buffer="
 )
 KINDS: tuple[Kind, ...] = get_args(Kind)
-COLLECTIVES: tuple[Kind, ...] = ("data", "island", "tensor", "context", "expert", "pipeline")
+COLLECTIVES: tuple[Kind, ...] = (
+    "data",
+    "island",
+    "tensor",
+    "context",
+    "expert",
+    "pipeline",
+)
 
 # What trace and planner both know: a name, the kinds of a trace, and the fields of `plan.seconds.StepTime` that it
 # stands beside. The planner knows forward and backward of a layer only together, sums across islands as data's, and
@@ -99,8 +107,12 @@ def planned(parts: Mapping[str, float]) -> dict[str, float]:
     """Seconds of a plan (`StepTime.parts()`, or `plan --json`'s) by the names of `PARTS`; those that no plan knows are
     left out.
     """
-    known = {name: [f for f in fields if f in parts] for name, (_, fields) in PARTS.items()}
-    return {name: sum(parts[f] for f in fields) for name, fields in known.items() if fields}
+    known = {
+        name: [f for f in fields if f in parts] for name, (_, fields) in PARTS.items()
+    }
+    return {
+        name: sum(parts[f] for f in fields) for name, fields in known.items() if fields
+    }
 
 
 @dataclass(frozen=True)
@@ -123,14 +135,18 @@ class Attribution:
     collectives: Counter[tuple[str, str]] = field(default_factory=Counter)
     events: int = 0  # of instructions
     unjoined: int = 0  # events that name no instruction of the program
-    untraced_seconds: float | None = None  # of the same run's steps without tracing, if known
-    cannot_tell: list[str] = field(default_factory=list)  # a sentence each, with what would cure it
+    # Of the same run's steps without tracing, if known
+    untraced_seconds: float | None = None
+    # A sentence each, with what would cure it
+    cannot_tell: list[str] = field(default_factory=list)
 
     @property
     def attributed(self) -> float:
         """Share of the wall of which is known what it went into: all but `idle` and `unknown`."""
         return (
-            sum(s for kind, s in self.seconds.items() if kind not in ("idle", "unknown"))
+            sum(
+                s for kind, s in self.seconds.items() if kind not in ("idle", "unknown")
+            )
             / self.wall_seconds
         )
 
@@ -141,5 +157,6 @@ class Attribution:
     def parts(self) -> dict[str, float]:
         """Seconds by the names of `PARTS`, to compare with `planned`."""
         return {
-            name: sum(self.seconds.get(k, 0.0) for k in kinds) for name, (kinds, _) in PARTS.items()
+            name: sum(self.seconds.get(k, 0.0) for k in kinds)
+            for name, (kinds, _) in PARTS.items()
         }

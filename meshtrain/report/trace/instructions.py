@@ -31,7 +31,8 @@ from meshtrain.report.trace.attribution import Kind
 CONTAINERS = frozenset(
     {"while", "conditional", "call", "async-start", "async-update", "async-done"}
 )
-AGAIN = "rematted_computation"  # jax.checkpoint's own name for what it computes once more
+# jax.checkpoint's own name for what it computes once more
+AGAIN = "rematted_computation"
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ class _Kinds:
             return self.kind_of(computation, user)
         operands = [self.module.named(computation).get(name) for name in op.operands]
         return next(
-            (kind for o in operands if o and (kind := kind_of(o.source)) != "unknown"), "unknown"
+            (kind for o in operands if o and (kind := kind_of(o.source)) != "unknown"),
+            "unknown",
         )
 
 
@@ -124,7 +126,9 @@ def kind_of(source: str) -> Kind:
         if word in (xla.LAYER, AGAIN):
             break
     else:
-        return "backward" if xla.BACKWARD in words and "transpose" in words else "schedule"
+        return (
+            "backward" if xla.BACKWARD in words and "transpose" in words else "schedule"
+        )
     if AGAIN in words:
         return "recomputation"
     return "backward" if "transpose(" in source or xla.BACKWARD in words else "forward"

@@ -30,9 +30,11 @@ from meshtrain.report import rows
 from meshtrain.telemetry.trace import EVENTS, FACTS, MODULE, STEP, Facts
 
 Span = tuple[float, float]  # begin and end, in nanoseconds of the trace's clock
-HANDED = 2000.0  # nanoseconds by which an `end` is later if an event did not do its work itself
+# Nanoseconds by which an `end` is later if an event did not do its work itself
+HANDED = 2000.0
 AROUND = 20  # steps before and after the traced ones, for their median
-WAITING = "Rendezvous"  # inside a collective's event on a CPU: the others are not there yet
+# Inside a collective's event on a CPU: the others are not there yet
+WAITING = "Rendezvous"
 
 
 class TraceEvent(NamedTuple):
@@ -75,7 +77,9 @@ def read_trace(directory: Path) -> Trace:
             f"{directory} holds no whole trace: {error.filename}: {refusal(error)}."
         ) from None
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{directory} holds no trace that can be read: {error}.") from None
+        raise ConfigError(
+            f"{directory} holds no trace that can be read: {error}."
+        ) from None
     try:
         # Held until all is read: a plane does not keep what it is a part of.
         profile = ProfileData.from_serialized_xspace(content)
@@ -94,9 +98,15 @@ def read_trace(directory: Path) -> Trace:
             f"{directory / EVENTS} holds none of the steps {facts.steps}; trace them again."
         )
     events, waits = (
-        _cpu_events(planes, facts) if facts.platform == "cpu" else (_gpu_events(planes, facts), {})
+        _cpu_events(planes, facts)
+        if facts.platform == "cpu"
+        else (_gpu_events(planes, facts), {})
     )
-    within = [e for e in events if any(e.begin < end and e.end > begin for begin, end in steps)]
+    within = [
+        e
+        for e in events
+        if any(e.begin < end and e.end > begin for begin, end in steps)
+    ]
     return Trace(
         facts,
         module,
@@ -108,8 +118,15 @@ def read_trace(directory: Path) -> Trace:
 
 
 def _steps(planes: Iterable[Any], facts: Facts) -> list[Span]:
-    lines = [line for plane in planes if plane.name.startswith("/host:") for line in plane.lines]
-    annotations = [event for line in lines for event in line.events if event.name == STEP]
+    lines = [
+        line
+        for plane in planes
+        if plane.name.startswith("/host:")
+        for line in plane.lines
+    ]
+    annotations = [
+        event for line in lines for event in line.events if event.name == STEP
+    ]
     return sorted(
         {
             (e.start_ns, e.end_ns)
@@ -147,7 +164,14 @@ def _cpu_events(
                         op = str(stats["hlo_op"])
                         device = int(stats["device_ordinal"])
                         events.append(
-                            TraceEvent(name, op, device, name_of_line, event.start_ns, event.end_ns)
+                            TraceEvent(
+                                name,
+                                op,
+                                device,
+                                name_of_line,
+                                event.start_ns,
+                                event.end_ns,
+                            )
                         )
                         numbers.append(stats.get("_p", -1))
     begins: dict[int, list[float]] = defaultdict(list)
@@ -155,7 +179,9 @@ def _cpu_events(
         begins[event.device].append(event.begin)
     for i, event in enumerate(events):
         if ends.get(numbers[i], 0.0) > event.end + HANDED:
-            later = begins[event.device][bisect.bisect_left(begins[event.device], event.end) :][:1]
+            later = begins[event.device][
+                bisect.bisect_left(begins[event.device], event.end) :
+            ][:1]
             events[i] = event._replace(end=min([ends[numbers[i]], *later]))
     return events, {line: sorted(spans) for line, spans in waits.items()}
 
@@ -177,7 +203,13 @@ def _gpu_events(planes: Iterable[Any], facts: Facts) -> list[TraceEvent]:
                     device = int(number.group(1))
                     events.append(
                         TraceEvent(
-                            event.name, op, device, line.name, event.start_ns, event.end_ns, graph
+                            event.name,
+                            op,
+                            device,
+                            line.name,
+                            event.start_ns,
+                            event.end_ns,
+                            graph,
                         )
                     )
     return events
@@ -193,6 +225,10 @@ def _untraced(metrics: Path, traced: list[int]) -> float | None:
     seconds = columns["step_seconds"]
     first = min(traced)
     last = max(traced)
-    near = (steps >= first - AROUND) & (steps <= last + AROUND) & ((steps < first) | (steps > last))
+    near = (
+        (steps >= first - AROUND)
+        & (steps <= last + AROUND)
+        & ((steps < first) | (steps > last))
+    )
     seconds = np.sort(seconds[near & np.isfinite(seconds)])
     return float(seconds[len(seconds) // 2]) if len(seconds) else None

@@ -27,7 +27,11 @@ from meshtrain.errors import ConfigError
             '{"zero_optimization": {"stag": 3}, "seed": 1}',
             "did you mean zero_optimization.stage?",
         ),
-        ("x.yaml", "stage: sft\nseed: 1\nseed: 1\n", "seed ... twice, in lines 2 and 3"),
+        (
+            "x.yaml",
+            "stage: sft\nseed: 1\nseed: 1\n",
+            "seed ... twice, in lines 2 and 3",
+        ),
         (
             "x.json",
             '{"seed": 1,\n "bf16": {"enabled": true,\n "enabled": true}}',
@@ -35,7 +39,11 @@ from meshtrain.errors import ConfigError
         ),
         ("x.yaml", "stage: [sft\n", "is not valid YAML"),
         ("x.json", '{"seed": 1,\n}', "x.json, line 2 is not valid JSON"),
-        ("x.yaml", "train: {steps: 3}\n", "has no key of LLaMA-Factory or of DeepSpeed"),
+        (
+            "x.yaml",
+            "train: {steps: 3}\n",
+            "has no key of LLaMA-Factory or of DeepSpeed",
+        ),
         ("x.yaml", "stage: " + "[" * 3000, "x.yaml"),
         ("x.yaml", "- stage\n", "holds no keys with values"),
         ("x.yaml", "", "holds no keys with values"),
@@ -49,12 +57,15 @@ def test_a_file_that_is_none_of_theirs_is_refused(write, name, content, says):
 
 
 def test_an_unknown_key_is_named(converted):
-    _, text, said = converted({"stage": "sft", "my_own": {"inner": 3}, "use_axft_loss": True})
+    _, text, said = converted(
+        {"stage": "sft", "my_own": {"inner": 3}, "use_axft_loss": True}
+    )
     assert "my_own.inner 3" in said[0] and "changes what is learned" in said[0]
     # a loss that is not here is none that an unknown one is taken for
     assert "use_axft_loss true" in said[1]
     assert (
-        "# Left out: my_own.inner 3 (line 2): no key of LLaMA-Factory's that is known here." in text
+        "# Left out: my_own.inner 3 (line 2): no key of LLaMA-Factory's that is known here."
+        in text
     )
 
 
@@ -64,13 +75,15 @@ def test_a_misspelt_key_that_would_be_left_out_anyway_refuses_nothing(converted)
     )
     text = text.replace("\n#   ", " ")
     assert (
-        "(like zero_optimization.stage3_param_persistence_threshold, which is left out too)" in text
+        "(like zero_optimization.stage3_param_persistence_threshold, which is left out too)"
+        in text
     )
 
 
 def test_tabs_exponents_and_quotes_are_read_as_they_are_meant(write):
     file = write(
-        '{\n\t"optimizer":\t{"type": "AdamW", "params": {"lr": 3e-5}},\n\t"seed": 7\n}', "x.json"
+        '{\n\t"optimizer":\t{"type": "AdamW", "params": {"lr": 3e-5}},\n\t"seed": 7\n}',
+        "x.json",
     )
     assert "learning_rate: 3.0e-05" in convert([file])[0]
     file = write(
@@ -111,7 +124,12 @@ LORA = {"stage": "sft", "output_dir": "x"}
         (
             {"bf16": True},
             {"fp16": {"enabled": True}},
-            ["fp16.enabled is true", "ds.json, line 3", "bf16 is true", "lf.yaml, line 1"],
+            [
+                "fp16.enabled is true",
+                "ds.json, line 3",
+                "bf16 is true",
+                "lf.yaml, line 1",
+            ],
         ),
         (
             {"bf16": True, "fp16": True},
@@ -123,14 +141,21 @@ LORA = {"stage": "sft", "output_dir": "x"}
             {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
             ["ds.json, line 3", "ds.json, line 6"],
         ),
-        ({"bf16": True}, {"bf16": {"enabled": False}}, ["bf16 is true", "bf16.enabled is false"]),
+        (
+            {"bf16": True},
+            {"bf16": {"enabled": False}},
+            ["bf16 is true", "bf16.enabled is false"],
+        ),
         (
             None,
             {
                 "optimizer": {"params": {"lr": 1e-3}},
                 "scheduler": {"params": {"warmup_max_lr": 1e-4}},
             },
-            ["optimizer.params.lr is 0.001", "scheduler.params.warmup_max_lr is 0.0001"],
+            [
+                "optimizer.params.lr is 0.001",
+                "scheduler.params.warmup_max_lr is 0.0001",
+            ],
         ),
         (
             {"gradient_checkpointing": True, "disable_gradient_checkpointing": True},
@@ -179,18 +204,26 @@ def test_auto_and_defaults_contradict_nothing(converted):
         "gradient_clipping": 0.3,
     }
     ds["bf16"] = {"enabled": "auto"}
-    sections, text, _ = converted({**LORA, "per_device_train_batch_size": 3, "bf16": True}, ds)
+    sections, text, _ = converted(
+        {**LORA, "per_device_train_batch_size": 3, "bf16": True}, ds
+    )
     assert (
         sections["train"]["global_batch_size"] == 3 * 4 * 8
         and sections["parallel"]["microbatches"] == 4
     )
     assert (
-        sections["precision"]["compute"] == "bfloat16" and sections["optimizer"]["grad_clip"] == 0.3
+        sections["precision"]["compute"] == "bfloat16"
+        and sections["optimizer"]["grad_clip"] == 0.3
     )
-    assert "train_micro_batch_size_per_gpu auto" in text and "as the trainer's file has it" in text
+    assert (
+        "train_micro_batch_size_per_gpu auto" in text
+        and "as the trainer's file has it" in text
+    )
 
 
-def test_a_section_of_deepspeeds_has_its_own_defaults_beside_the_trainers_file(converted):
+def test_a_section_of_deepspeeds_has_its_own_defaults_beside_the_trainers_file(
+    converted,
+):
     sections, _, said = converted(LORA, {"scheduler": {"type": "WarmupLR"}})
     assert (
         sections["optimizer"]["learning_rate"] == 1e-3
@@ -225,7 +258,11 @@ LF = {
     "deepspeed": "examples/deepspeed/ds_z3_config.json",
     "output_dir": "saves/mine",
 }
-DS = {"train_batch_size": "auto", "zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}}
+DS = {
+    "train_batch_size": "auto",
+    "zero_optimization": {"stage": 3},
+    "bf16": {"enabled": "auto"},
+}
 
 
 @pytest.fixture
@@ -241,7 +278,9 @@ def test_what_is_printed_loads_and_plans(theirs, capsys, tmp_path):
     (tmp_path / "ours.yaml").write_text(printed.out)
     config = mt.load(tmp_path / "ours.yaml")
     assert (
-        config.model.family == "qwen2" and config.lora.rank == 4 and config.parallel.zero_stage == 3
+        config.model.family == "qwen2"
+        and config.lora.rank == 4
+        and config.parallel.zero_stage == 3
     )
     assert (
         config.mesh.devices == 4
@@ -250,7 +289,8 @@ def test_what_is_printed_loads_and_plans(theirs, capsys, tmp_path):
     )
     assert mt.plan(config).fits
     assert re.match(
-        rf"# From {theirs} \(LLaMA-Factory\) and .*\(DeepSpeed\), for 4 devices\.\n", printed.out
+        rf"# From {theirs} \(LLaMA-Factory\) and .*\(DeepSpeed\), for 4 devices\.\n",
+        printed.out,
     )
     assert re.fullmatch(
         r"meshtrain: dataset mine: .*dataset_info\.json.*: data/mine\.json is a guess\.\n",
@@ -268,11 +308,15 @@ def test_no_key_is_passed_over_in_silence(theirs, capsys):
         return re.sub(r"line \d+", "", capsys.readouterr().out)
 
     whole = printed(LF)
-    silent = {key for key in LF if printed({k: v for k, v in LF.items() if k != key}) == whole}
+    silent = {
+        key for key in LF if printed({k: v for k, v in LF.items() if k != key}) == whole
+    }
     assert silent == {"stage", "do_train", "finetuning_type", "lora_target"}
 
 
-def test_a_file_that_deepspeed_names_and_that_is_not_there_is_said(theirs, write, capsys):
+def test_a_file_that_deepspeed_names_and_that_is_not_there_is_said(
+    theirs, write, capsys
+):
     theirs.write_text(yaml.safe_dump(LF | {"deepspeed": "nowhere.json"}))
     assert main(["config", str(theirs)]) == 0
     said = capsys.readouterr().err

@@ -37,9 +37,18 @@ TAKEN = [
         "optimizer.type",
         "Lion",
         {},
-        {"optimizer.name": "lion", "optimizer.learning_rate": 1e-3, "optimizer.weight_decay": 0.0},
+        {
+            "optimizer.name": "lion",
+            "optimizer.learning_rate": 1e-3,
+            "optimizer.weight_decay": 0.0,
+        },
     ),
-    ("optimizer.type", "Adam", {}, {"optimizer.name": "adamw", "optimizer.beta2": 0.999}),
+    (
+        "optimizer.type",
+        "Adam",
+        {},
+        {"optimizer.name": "adamw", "optimizer.beta2": 0.999},
+    ),
     ("optimizer.params.lr", 3e-5, ADAM, {"optimizer.learning_rate": 3e-5}),
     (
         "optimizer.params.betas",
@@ -50,7 +59,12 @@ TAKEN = [
     ("optimizer.params.eps", 1e-6, ADAM, {"optimizer.eps": 1e-6}),
     ("optimizer.params.weight_decay", 3e-7, ADAM, {"optimizer.weight_decay": 3e-7}),
     ("optimizer.params.max_grad_norm", 0.7, ADAM, {"optimizer.grad_clip": 0.7}),
-    ("optimizer.params.momentum", 0.7, {"optimizer.type": "SGD"}, {"optimizer.beta1": 0.7}),
+    (
+        "optimizer.params.momentum",
+        0.7,
+        {"optimizer.type": "SGD"},
+        {"optimizer.beta1": 0.7},
+    ),
     # torch's has no momentum unless it is given, and Lion's second beta is another than Adam's
     ("optimizer.type", "SGD", {}, {"optimizer.name": "sgd", "optimizer.beta1": 0.0}),
     ("optimizer.type", "Lion", {}, {"optimizer.beta1": 0.9, "optimizer.beta2": 0.99}),
@@ -101,7 +115,12 @@ TAKEN = [
     ("communication_data_type", "bf16", {}, {"precision.reduce": "bfloat16"}),
     ("zero_optimization", True, {}, {"parallel.zero_stage": 1}),
     ("zero_optimization.stage", 3, {}, {"parallel.zero_stage": 3}),
-    ("zero_optimization.offload_optimizer.device", "cpu", {}, {"parallel.offload_optimizer": True}),
+    (
+        "zero_optimization.offload_optimizer.device",
+        "cpu",
+        {},
+        {"parallel.offload_optimizer": True},
+    ),
     (
         "zero_optimization.offload_optimizer.device",
         "none",
@@ -115,7 +134,12 @@ TAKEN = [
         {"train_micro_batch_size_per_gpu": 3},
         {"mesh.tensor": 4, "mesh.data": 2, "train.global_batch_size": 6},
     ),
-    ("activation_checkpointing.partition_activations", True, {}, {"parallel.remat": "full"}),
+    (
+        "activation_checkpointing.partition_activations",
+        True,
+        {},
+        {"parallel.remat": "full"},
+    ),
     ("tensorboard.enabled", True, {}, {"telemetry.trackers": ["tensorboard"]}),
     ("wandb.enabled", True, {}, {"telemetry.trackers": ["wandb"]}),
 ]
@@ -146,7 +170,9 @@ def test_a_key_becomes_ours(converted, key, value, others, becomes):
 
 
 def test_the_table_has_no_key_that_is_neither_taken_nor_left_out():
-    methods = {key for key, row in TABLE.items() if row.becomes} - {key for key, *_ in TAKEN}
+    methods = {key for key, row in TABLE.items() if row.becomes} - {
+        key for key, *_ in TAKEN
+    }
     assert methods == {
         "optimizer.params.adam_w_mode",
         "scheduler.params.warmup_min_lr",
@@ -164,7 +190,9 @@ def test_every_key_that_is_left_out_is_named_with_its_value_and_line(converted):
         if row.becomes is None
     ]
     keys = sorted(set(keys) - {"zero_optimization.zenflow.inner"})
-    given = nested({"optimizer.type": "Adam"} | {key: f"word{k}" for k, key in enumerate(keys)})
+    given = nested(
+        {"optimizer.type": "Adam"} | {key: f"word{k}" for k, key in enumerate(keys)}
+    )
     _, text, _ = converted(ds=given)
     text = " ".join(text.replace("\n#  ", "").split())
     lines = json.dumps(given, indent=2).splitlines()
@@ -197,7 +225,12 @@ def test_every_key_that_is_left_out_is_named_with_its_value_and_line(converted):
         ),
         ("optimizer.type", "Lamb", {}, "changes what is learned: optimizer.type Lamb"),
         ("scheduler.type", "OneCycle", {}, "so cosine stands"),
-        ("optimizer.params.adam_w_mode", False, ADAM, "weight decay is always decoupled here"),
+        (
+            "optimizer.params.adam_w_mode",
+            False,
+            ADAM,
+            "weight decay is always decoupled here",
+        ),
         ("_comment", "hello", {}, "it is a comment"),
         (
             "optimizer.params.momentum",
@@ -264,11 +297,14 @@ def test_what_is_otherwise_here_is_named(converted, key, value, others, says):
         ),
     ],
 )
-def test_what_changes_what_is_learned_is_said_at_once(converted, key, value, others, says):
+def test_what_changes_what_is_learned_is_said_at_once(
+    converted, key, value, others, says
+):
     given = nested({"steps_per_print": 10, **others, key: value})
     _, _, said = converted(ds=given)
     assert any(
-        says in sentence and "which changes what is learned" in sentence for sentence in said
+        says in sentence and "which changes what is learned" in sentence
+        for sentence in said
     ), said
 
 
@@ -285,13 +321,17 @@ def test_what_changes_what_is_learned_is_said_at_once(converted, key, value, oth
 )
 def test_what_is_as_here_is_not(converted, key, value):
     linear = {"scheduler.type": "WarmupLR", "scheduler.params.warmup_type": "linear"}
-    _, _, said = converted(ds=nested(ADAM | linear | {"steps_per_print": 10, key: value}))
+    _, _, said = converted(
+        ds=nested(ADAM | linear | {"steps_per_print": 10, key: value})
+    )
     assert said == []
 
 
 def test_a_rate_and_an_optimizer_that_only_a_script_can_know_are_said(converted):
     _, _, said = converted(ds={"steps_per_print": 10})
-    assert "no file has an optimizer" in said[0] and "so the rate is constant" in said[1]
+    assert (
+        "no file has an optimizer" in said[0] and "so the rate is constant" in said[1]
+    )
 
 
 def test_ranks_for_which_there_is_no_axis_are_refused(converted):

@@ -25,11 +25,18 @@ from meshtrain.errors import ConfigError
 def test_batch_and_microbatches_follow_from_the_devices(
     converted, batch, devices, data, rows, microbatches
 ):
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    names = (
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+    )
     sections, _, said = converted(
         ds={name: n for name, n in zip(names, batch, strict=True) if n}, devices=devices
     )
-    assert sections["mesh"]["data"] == data and sections["train"]["global_batch_size"] == rows
+    assert (
+        sections["mesh"]["data"] == data
+        and sections["train"]["global_batch_size"] == rows
+    )
     assert sections["parallel"]["microbatches"] == microbatches
     assert any("--devices is not given" in sentence for sentence in said) == (
         devices is None and data == 1
@@ -37,7 +44,9 @@ def test_batch_and_microbatches_follow_from_the_devices(
 
 
 def test_devices_that_tensor_ranks_do_not_divide_are_refused(converted):
-    with pytest.raises(ConfigError, match=r"--devices 6 .*autotp_size 4 \(.*ds.json, line 3\)"):
+    with pytest.raises(
+        ConfigError, match=r"--devices 6 .*autotp_size 4 \(.*ds.json, line 3\)"
+    ):
         converted(ds={"tensor_parallel": {"autotp_size": 4}}, devices=6)
 
 
@@ -45,7 +54,8 @@ def test_a_warm_up_that_is_a_share_of_unknown_steps_is_said(converted):
     sections, text, said = converted({"stage": "sft", "warmup_ratio": 0.1})
     assert sections["optimizer"]["warmup_steps"] == 0
     assert (
-        "warmup_ratio 0.1" in said[0] and "set optimizer.warmup_steps, or give --steps" in said[0]
+        "warmup_ratio 0.1" in said[0]
+        and "set optimizer.warmup_steps, or give --steps" in said[0]
     )
     assert "# To do: warmup_ratio" in text
 
@@ -57,8 +67,15 @@ def test_what_was_never_evaluated_is_not_evaluated_here(converted):
 
 
 def test_a_dataset_is_the_file_that_their_list_names(write, tmp_path):
-    one = {"file_name": "first.json", "formatting": "sharegpt", "columns": {"messages": "talk"}}
-    write(json.dumps({"one": one, "two": {"file_name": "second.json"}}), "data/dataset_info.json")
+    one = {
+        "file_name": "first.json",
+        "formatting": "sharegpt",
+        "columns": {"messages": "talk"},
+    }
+    write(
+        json.dumps({"one": one, "two": {"file_name": "second.json"}}),
+        "data/dataset_info.json",
+    )
     write("x" * 300, "data/first.json")
     write("x" * 100, "data/second.json")
     file = write({"stage": "sft", "dataset": "one,two"}, "examples/train_lora/x.yaml")
@@ -74,7 +91,8 @@ def test_a_dataset_of_pictures_is_refused(write, media):
     write(json.dumps({"mine": mine}), "data/dataset_info.json")
     file = write({"stage": "sft", "dataset": "mine"}, "examples/x.yaml")
     with pytest.raises(
-        ConfigError, match=f"dataset mine has {media} beside its text, which are not read here"
+        ConfigError,
+        match=f"dataset mine has {media} beside its text, which are not read here",
     ):
         convert([file], 1)
 

@@ -18,7 +18,12 @@ TAKEN = [
     ("finetuning_type", "lora", {}, {"lora.rank": 8}),
     ("lora_rank", 64, {}, {"lora.rank": 64}),
     ("lora_alpha", 32, {}, {"lora.alpha": 32}),
-    ("lora_target", "q_proj,v_proj,gate_up_proj", {}, {"lora.targets": ["q", "v", "gate", "up"]}),
+    (
+        "lora_target",
+        "q_proj,v_proj,gate_up_proj",
+        {},
+        {"lora.targets": ["q", "v", "gate", "up"]},
+    ),
     ("lora_target", "all", {}, {"lora.targets": None}),
     ("lora_dropout", 0.05, {}, {"lora.dropout": 0.05}),
     ("use_rslora", True, {}, {"lora.rslora": True}),
@@ -34,7 +39,12 @@ TAKEN = [
         FREEZE,
         {"train.trainable": ["blocks.mlp.*", "blocks.attention.*"]},
     ),
-    ("freeze_extra_modules", "norm", FREEZE, {"train.trainable": ["blocks.mlp.*", "head.norm*"]}),
+    (
+        "freeze_extra_modules",
+        "norm",
+        FREEZE,
+        {"train.trainable": ["blocks.mlp.*", "head.norm*"]},
+    ),
     ("pref_beta", 0.3, {"stage": "dpo"}, {"train.dpo_beta": 0.3}),
     ("dataset", "one", {"dataset_dir": "there"}, {"data.source": "there/one.json"}),
     (
@@ -43,7 +53,12 @@ TAKEN = [
         {},
         {"data.source": "mixture", "data.mixture": ["data/one.json", "data/two.json"]},
     ),
-    ("interleave_probs", "0.3,0.7", {"dataset": "one,two"}, {"data.weights": [0.3, 0.7]}),
+    (
+        "interleave_probs",
+        "0.3,0.7",
+        {"dataset": "one,two"},
+        {"data.weights": [0.3, 0.7]},
+    ),
     ("dataset_dir", "there", {"dataset": "one"}, {"data.source": "there/one.json"}),
     (
         "eval_dataset",
@@ -55,7 +70,12 @@ TAKEN = [
     ("packing", True, {}, {"data.batching": "packed"}),
     ("neat_packing", True, {}, {"data.batching": "packed"}),
     ("val_size", 0.1, {}, {"data.validation": 0.1, "eval.every": None}),
-    ("eval_strategy", "steps", {"val_size": 0.1, "logging_steps": 7}, {"eval.every": 7}),
+    (
+        "eval_strategy",
+        "steps",
+        {"val_size": 0.1, "logging_steps": 7},
+        {"eval.every": 7},
+    ),
     ("evaluation_strategy", "steps", {"val_size": 0.1}, {"eval.every": 500}),
     ("eval_steps", 50, EVAL, {"eval.every": 50}),
     ("early_stopping_steps", 3, EVAL, {"eval.patience": 3}),
@@ -126,7 +146,11 @@ TAKEN = [
         "lr_scheduler_type",
         "warmup_stable_decay",
         {"max_steps": 320, "warmup_steps": 20},
-        {"optimizer.schedule": "wsd", "optimizer.final_ratio": 0, "optimizer.decay_ratio": 0.625},
+        {
+            "optimizer.schedule": "wsd",
+            "optimizer.final_ratio": 0,
+            "optimizer.decay_ratio": 0.625,
+        },
     ),
     (
         "lr_scheduler_kwargs",
@@ -169,7 +193,12 @@ TAKEN = [
     ("save_steps", 50, {}, {"checkpoint.every": 50}),
     ("save_strategy", "no", {"save_steps": 50}, {"checkpoint.every": None}),
     ("save_total_limit", 5, {}, {"checkpoint.keep": 5}),
-    ("report_to", ["wandb", "tensorboard"], {}, {"telemetry.trackers": ["wandb", "tensorboard"]}),
+    (
+        "report_to",
+        ["wandb", "tensorboard"],
+        {},
+        {"telemetry.trackers": ["wandb", "tensorboard"]},
+    ),
 ]
 
 
@@ -192,7 +221,9 @@ def test_the_table_has_no_key_that_is_neither_taken_nor_left_out():
     """What refuses or names alone has a test below; all others stand above."""
     taken = {key for key, *_ in TAKEN}
     methods = {
-        key for key, row in TABLE.items() if row.becomes and not row.why and key not in taken
+        key
+        for key, row in TABLE.items()
+        if row.becomes and not row.why and key not in taken
     }
     assert methods == {
         "pref_loss",
@@ -210,8 +241,12 @@ def test_the_table_has_no_key_that_is_neither_taken_nor_left_out():
     }
 
 
-@pytest.mark.parametrize("key", [key for key, row in TABLE.items() if row.becomes and row.why])
-def test_a_method_that_is_not_here_is_said_at_once_to_change_what_is_learned(converted, key):
+@pytest.mark.parametrize(
+    "key", [key for key, row in TABLE.items() if row.becomes and row.why]
+)
+def test_a_method_that_is_not_here_is_said_at_once_to_change_what_is_learned(
+    converted, key
+):
     value = {
         "enable_thinking": False,
         "ignore_pad_token_for_loss": False,
@@ -223,7 +258,9 @@ def test_a_method_that_is_not_here_is_said_at_once_to_change_what_is_learned(con
     }.get(key, True)
     _, _, said = converted({"stage": "sft", key: value})
     lost = [
-        sentence for sentence in said if "is left out, which changes what is learned" in sentence
+        sentence
+        for sentence in said
+        if "is left out, which changes what is learned" in sentence
     ]
     assert any(sentence.startswith(f"{key} ") for sentence in lost)
 
@@ -281,13 +318,20 @@ def test_every_key_that_is_left_out_is_named_with_its_value_and_line(converted):
         "stage: sft\n" + "".join(f"{key}: word{k}\n" for k, key in enumerate(keys))
     )
     text = " ".join(text.replace("\n#  ", "").split())
-    missing = [key for k, key in enumerate(keys) if f"{key} word{k} (line {k + 2})" not in text]
+    missing = [
+        key for k, key in enumerate(keys) if f"{key} word{k} (line {k + 2})" not in text
+    ]
     assert len(keys) > 150 and not missing
 
 
 def test_what_changes_what_is_learned_is_said_at_once(converted):
     _, text, said = converted(
-        {"neftune_noise_alpha": 5, "use_dora": True, "train_on_prompt": False, "optim": "lomo"}
+        {
+            "neftune_noise_alpha": 5,
+            "use_dora": True,
+            "train_on_prompt": False,
+            "optim": "lomo",
+        }
     )
     told = [sentence.partition(" (")[0] for sentence in said]
     assert told == ["neftune_noise_alpha 5", "optim lomo", "use_dora true"]
@@ -298,7 +342,10 @@ def test_what_changes_what_is_learned_is_said_at_once(converted):
     "keys, says",
     [
         ({"stage": "kto"}, "stage is kto; there are pt, sft, dpo"),
-        ({"stage": "dpo", "finetuning_type": "full"}, "so finetuning_type must be lora"),
+        (
+            {"stage": "dpo", "finetuning_type": "full"},
+            "so finetuning_type must be lora",
+        ),
         ({"stage": "dpo", "pref_loss": "orpo"}, "pref_loss is orpo"),
         ({"lora_target": "q_proj,in_proj"}, "adapters stand beside q_proj, k_proj"),
         (
@@ -339,7 +386,11 @@ def test_what_a_file_leaves_out_is_as_llama_factory_has_it(converted):
         "beta2": 0.999,
         "eps": 1e-8,
     }
-    assert sections["train"] == {"global_batch_size": 16, "sequence_length": 2048, "epochs": 3.0}
+    assert sections["train"] == {
+        "global_batch_size": 16,
+        "sequence_length": 2048,
+        "epochs": 3.0,
+    }
     assert (sections["lora"], sections["checkpoint"], sections["run"]) == (
         {"rank": 8},
         {"every": 500},

@@ -39,7 +39,11 @@ def test_a_crop_keeps_its_share_of_the_area_and_about_its_shape(height, width):
             9 * 7 / (7 * 300)
         )  # none that is drawn fits, but for the smallest
     else:
-        assert 0.06 < min(shares) < 0.2 and 0.6 < max(shares) <= 1 and 0.3 < np.mean(shares) < 0.6
+        assert (
+            0.06 < min(shares) < 0.2
+            and 0.6 < max(shares) <= 1
+            and 0.3 < np.mean(shares) < 0.6
+        )
 
 
 def test_each_shift_of_up_to_so_many_pixels_and_each_side_comes_up_as_often():
@@ -107,9 +111,15 @@ def test_cutmix_pastes_one_box_whose_area_is_the_other_classes_share(size):
 def test_both_are_switched_between_and_some_images_are_left_alone():
     draw, kinds = np.random.default_rng(0), []
     for _ in range(2000):
-        left, share = blended(ImagesConfig(mixup=0.8, cutmix=1.0, switch=0.25, mixed=0.6), draw)
+        left, share = blended(
+            ImagesConfig(mixup=0.8, cutmix=1.0, switch=0.25, mixed=0.6), draw
+        )
         kinds.append(
-            "none" if share == 1 else "cutmix" if set(np.unique(left)) <= {0.0, 1.0} else "mixup"
+            "none"
+            if share == 1
+            else "cutmix"
+            if set(np.unique(left)) <= {0.0, 1.0}
+            else "mixup"
         )
     shares = [kinds.count(kind) / 2000 for kind in ("none", "cutmix", "mixup")]
     # Some boxes fall out so small that nothing is pasted.

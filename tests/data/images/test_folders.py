@@ -44,10 +44,19 @@ def test_a_folder_with_train_and_validation_has_its_own_split(tmp_path, validati
     write_images(tmp_path / validation, {"cat": 3}, seed=1)
     train, held = opened(tmp_path)
     assert train.classes == ("cat", "dog") and held is not None
-    assert names(train) == ["cat/0.png", "cat/1.png", "dog/0.png", "dog/1.png", "dog/2.png"]
+    assert names(train) == [
+        "cat/0.png",
+        "cat/1.png",
+        "dog/0.png",
+        "dog/1.png",
+        "dog/2.png",
+    ]
     assert names(held) == ["cat/0.png", "cat/1.png", "cat/2.png"]
     assert "2 classes (cat, dog)" in train.describe()
-    assert tells(refusal(tmp_path, validation=0.1), f"a folder {validation} ... leave the key out")
+    assert tells(
+        refusal(tmp_path, validation=0.1),
+        f"a folder {validation} ... leave the key out",
+    )
     write_images(tmp_path / validation, {"fox": 1})
     assert "has a class fox that" in refusal(tmp_path)
     (tmp_path / "val").mkdir(exist_ok=True)
@@ -65,10 +74,15 @@ def test_without_held_out_images_a_share_is_held_out_by_name(tmp_path, inside):
     (tmp_path / inside / "a" / "0.png").unlink()
     (tmp_path / inside / "a" / "1.png").unlink()
     _, after = opened(tmp_path, size=4, validation=0.3)
-    assert after is not None and set(names(after)) == set(names(held)) - {"a/0.png", "a/1.png"}
+    assert after is not None and set(names(after)) == set(names(held)) - {
+        "a/0.png",
+        "a/1.png",
+    }
 
 
-def test_folders_within_a_class_belong_to_it_and_what_is_hidden_or_no_image_does_not(tmp_path):
+def test_folders_within_a_class_belong_to_it_and_what_is_hidden_or_no_image_does_not(
+    tmp_path,
+):
     write_images(tmp_path, {"cat": 1, "cat/more": 1, ".cache": 1, "dog": 1})
     (tmp_path / "cat" / "notes.txt").write_text("no image")
     Image.new("RGB", (4, 4)).save(tmp_path / "stray.png")
@@ -82,7 +96,9 @@ def test_a_class_without_images_and_a_folder_without_classes_are_refused(tmp_pat
     (tmp_path / "empty").mkdir()
     assert "no images: it has no files" in refusal(tmp_path)
     write_images(tmp_path, {"full": 2})
-    assert "the class empty of" in (said := refusal(tmp_path)) and "has no image" in said
+    assert (
+        "the class empty of" in (said := refusal(tmp_path)) and "has no image" in said
+    )
 
 
 def damage(folder: Path) -> None:
@@ -92,9 +108,9 @@ def damage(folder: Path) -> None:
     (folder / "a" / "cut.png").write_bytes(whole[: len(whole) // 2])
     (folder / "a" / "empty.png").write_bytes(b"")
     (folder / "b" / "text.jpg").write_text("no image")
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(
-        folder / "b" / "x.jpeg"
-    )
+    Image.fromarray(
+        np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    ).save(folder / "b" / "x.jpeg")
     cut = (folder / "b" / "x.jpeg").read_bytes()
     (folder / "b" / "x.jpeg").write_bytes(cut[: len(cut) * 3 // 4])
 
@@ -120,21 +136,35 @@ def test_files_that_are_no_whole_images_are_skipped_and_named(tmp_path, caplog):
 def test_files_that_are_no_whole_images_are_refused_by_choice(tmp_path):
     damage(tmp_path)
     said = refusal(tmp_path, validation=0.0, bad_documents="refuse")
-    assert "4 files cannot be taken" in said and "cut.png" in said and "data.bad_documents" in said
+    assert (
+        "4 files cannot be taken" in said
+        and "cut.png" in said
+        and "data.bad_documents" in said
+    )
 
 
-def test_files_are_looked_at_once_as_long_as_they_stay_as_they_are(tmp_path, monkeypatch):
+def test_files_are_looked_at_once_as_long_as_they_stay_as_they_are(
+    tmp_path, monkeypatch
+):
     write_images(tmp_path / "once", {"a": 3, "b": 3})
     looked: list[str] = []
     from meshtrain.data.images import folders
 
     look = folders._check
-    monkeypatch.setattr(folders, "_check", lambda file: looked.append(file.name) or look(file))
+    monkeypatch.setattr(
+        folders, "_check", lambda file: looked.append(file.name) or look(file)
+    )
     before = opened(tmp_path / "once", validation=0.0)[0].digest
     assert len(looked) == 6
-    assert opened(tmp_path / "once", validation=0.0)[0].digest == before and len(looked) == 6
+    assert (
+        opened(tmp_path / "once", validation=0.0)[0].digest == before
+        and len(looked) == 6
+    )
     write_images(tmp_path / "once", {"b": 4}, seed=3)
-    assert opened(tmp_path / "once", validation=0.0)[0].digest != before and len(looked) == 13
+    assert (
+        opened(tmp_path / "once", validation=0.0)[0].digest != before
+        and len(looked) == 13
+    )
 
 
 def test_an_index_that_is_damaged_is_made_again(tmp_path, cache):
@@ -173,15 +203,23 @@ def test_pictures_of_every_kind_are_read_as_grey_or_colours_the_right_way_up(tmp
     for name, picture in saved.items():
         picture.save(tmp_path / name)
         data = (tmp_path / name).read_bytes()
-        assert np.array_equal(decoded(data, 3), np.asarray(picture.convert("RGB"))), name
-        assert np.array_equal(decoded(data, 1)[..., 0], np.asarray(picture.convert("L"))), name
+        assert np.array_equal(decoded(data, 3), np.asarray(picture.convert("RGB"))), (
+            name
+        )
+        assert np.array_equal(
+            decoded(data, 1)[..., 0], np.asarray(picture.convert("L"))
+        ), name
     deep = (colours[..., 0].astype(np.uint16) << 8) + 77
     Image.fromarray(deep).save(tmp_path / "deep.png")
-    assert np.array_equal(decoded((tmp_path / "deep.png").read_bytes(), 1)[..., 0], colours[..., 0])
+    assert np.array_equal(
+        decoded((tmp_path / "deep.png").read_bytes(), 1)[..., 0], colours[..., 0]
+    )
     turned = Image.Exif()
     turned[0x0112] = 6  # to be turned by a quarter
     image.save(tmp_path / "turned.png", exif=turned)
-    assert np.array_equal(decoded((tmp_path / "turned.png").read_bytes(), 3), np.rot90(colours, -1))
+    assert np.array_equal(
+        decoded((tmp_path / "turned.png").read_bytes(), 3), np.rot90(colours, -1)
+    )
 
 
 def test_without_pillow_a_sentence_names_the_extra(tmp_path, monkeypatch):

@@ -52,8 +52,12 @@ def pictures(batches: SplitBatches, k: int, **rows) -> np.ndarray:
     return np.rint((images * 0.5 + 0.5) * 255).astype(int)
 
 
-@pytest.mark.parametrize(("policy", "last"), [("randaugment", "pad"), ("autoaugment", "drop")])
-def test_rows_of_a_batch_are_those_of_the_whole_batch_whoever_reads_them(policy, last, folder):
+@pytest.mark.parametrize(
+    ("policy", "last"), [("randaugment", "pad"), ("autoaugment", "drop")]
+)
+def test_rows_of_a_batch_are_those_of_the_whole_batch_whoever_reads_them(
+    policy, last, folder
+):
     for size in (6, 5):
         images = EVERYTHING | {"policy": policy}
         given = image_config(
@@ -82,7 +86,9 @@ def test_a_batch_follows_from_seed_and_step_and_every_one_differs(folder):
     per = train.batches_per_epoch
     batches = [train.batch(k) for k in range(2 * per)]
     assert all(same(again.batch(k), batches[k]) for k in reversed(range(2 * per)))
-    assert not any(np.array_equal(batches[0]["patches"], batch["patches"]) for batch in batches[1:])
+    assert not any(
+        np.array_equal(batches[0]["patches"], batch["patches"]) for batch in batches[1:]
+    )
     assert not np.array_equal(other.batch(0)["patches"], batches[0]["patches"])
 
 
@@ -129,19 +135,28 @@ def test_mixed_images_are_what_their_labels_and_shares_say(folder, last):
         found, first, second = (unpatched(y[:rows], 2) for y in three)
         left = (found == first).all(-1)
         assert (left | (found == second).all(-1)).all()
-        np.testing.assert_allclose(left.mean((1, 2)), cutmix.batch(k)["mix"][:rows, 0], atol=1e-6)
+        np.testing.assert_allclose(
+            left.mean((1, 2)), cutmix.batch(k)["mix"][:rows, 0], atol=1e-6
+        )
 
 
 def test_held_out_images_are_not_changed_and_none_is_left_out(folder):
     given = image_config(
-        folder, size=10, channels=3, images={**EVERYTHING, "crop": 0.3}, validation=0.3, batch=4
+        folder,
+        size=10,
+        channels=3,
+        images={**EVERYTHING, "crop": 0.3},
+        validation=0.3,
+        batch=4,
     )
     plain = image_config(folder, size=10, channels=3, validation=0.3, batch=4)
     (_, held), (_, untouched) = open_data(given), open_data(plain)
     many = held.batches_per_epoch
     for k in range(many):
         assert same(held.batch(k), untouched.batch(k)) and "mix" not in held.batch(k)
-    count = sum(int(held.batch(k).get("weights", np.ones(4)).sum()) for k in range(many))
+    count = sum(
+        int(held.batch(k).get("weights", np.ones(4)).sum()) for k in range(many)
+    )
     assert count == len(held.batches.rows.indices) and count % 4  # type: ignore[attr-defined]
 
 
@@ -150,14 +165,25 @@ def test_rows_that_fill_a_batch_up_for_the_mesh_are_empty(folder):
     train, alone = open_data(uneven)[0], open_data(changed(folder, batch=5))[0]
     assert train.batch_shape(0) == (8, 17) and train.tokens(0) == 5 * 17
     batch = train.batch(0)
-    assert same({name: x[:5] for name, x in batch.items() if name != "weights"}, alone.batch(0))
-    assert batch["weights"].tolist() == [[1.0]] * 5 + [[0.0]] * 3 and not batch["patches"][5:].any()
+    assert same(
+        {name: x[:5] for name, x in batch.items() if name != "weights"}, alone.batch(0)
+    )
+    assert (
+        batch["weights"].tolist() == [[1.0]] * 5 + [[0.0]] * 3
+        and not batch["patches"][5:].any()
+    )
     assert same(train.batch(0, slice(4, 8)), part(batch, slice(4, 8)))
 
 
 def test_many_threads_make_of_large_images_what_one_makes(folder, monkeypatch):
     given = image_config(
-        folder, size=64, patch=16, channels=3, images=EVERYTHING, validation=0.0, batch=8
+        folder,
+        size=64,
+        patch=16,
+        channels=3,
+        images=EVERYTHING,
+        validation=0.0,
+        batch=8,
     )
     threaded = open_data(given)[0].batch(3)
     monkeypatch.setattr("meshtrain.data.images.image_batches.LARGE", 1000)
@@ -166,7 +192,9 @@ def test_many_threads_make_of_large_images_what_one_makes(folder, monkeypatch):
 
 def test_an_image_that_vanishes_while_a_run_goes_on_is_named(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "copy")
-    train, _ = open_data(image_config(tmp_path / "copy", channels=3, validation=0.0, batch=23))
+    train, _ = open_data(
+        image_config(tmp_path / "copy", channels=3, validation=0.0, batch=23)
+    )
     (tmp_path / "copy" / "dog" / "4.png").unlink()
     with pytest.raises(ConfigError, match=r"dog/4\.png .* cannot be now"):
         train.batch(0)
@@ -207,11 +235,19 @@ def test_digits_have_the_share_held_out_that_is_asked_for():
 def test_drawn_images_follow_from_the_seed_and_fill_the_classes():
     given = {"size": 6, "patch": 3, "channels": 2, "classes": 7, "batch": 200}
     train, held = open_data(image_config("synthetic", **given))
-    again, other = (open_data(image_config("synthetic", seed=seed, **given))[0] for seed in (0, 1))
+    again, other = (
+        open_data(image_config("synthetic", seed=seed, **given))[0] for seed in (0, 1)
+    )
     batch = train.batch(4)
-    assert held is not None and batch["patches"].shape == (200, 4, 18) and train.digest == ""
+    assert (
+        held is not None
+        and batch["patches"].shape == (200, 4, 18)
+        and train.digest == ""
+    )
     assert np.array_equal(again.batch(4)["patches"], batch["patches"])
-    assert not any(np.array_equal(b.batch(4)["patches"], batch["patches"]) for b in (other, held))
+    assert not any(
+        np.array_equal(b.batch(4)["patches"], batch["patches"]) for b in (other, held)
+    )
     assert set(batch["labels"][:, 0].tolist()) == set(range(7))
     assert batch["patches"].min() == -1 and batch["patches"].max() == 1
 
@@ -227,9 +263,15 @@ def test_more_classes_than_the_model_has_are_refused_with_their_number(tmp_path)
 def test_images_that_fill_no_batch_are_padded_and_none_held_out_is_refused(tmp_path):
     write_images(tmp_path, {"a": 3, "b": 2})
     train, held = open_data(image_config(tmp_path, channels=3, validation=0.0, batch=6))
-    assert held is None and train.batches_per_epoch == 1 and train.batch(0)["weights"].sum() == 5
+    assert (
+        held is None
+        and train.batches_per_epoch == 1
+        and train.batch(0)["weights"].sum() == 5
+    )
     assert tells(train.describe(), "no batch ... global_batch_size 6 ... padded")
-    asked = load(image_config(tmp_path, channels=3, validation=0.0, batch=5), ["eval.every=1"])
+    asked = load(
+        image_config(tmp_path, channels=3, validation=0.0, batch=5), ["eval.every=1"]
+    )
     says = r"eval\.every is 1, .* no image .* hold"
     with pytest.raises(ConfigError, match=says):
         open_data(asked)
@@ -271,7 +313,9 @@ def test_held_out_images_may_be_a_source_of_their_own_with_the_same_classes(tmp_
 
 def test_the_digest_names_what_is_read_and_not_where_it_lies(tmp_path):
     write_images(tmp_path / "one", {"a": 4, "b": 4})
-    shutil.copytree(tmp_path / "one", tmp_path / "elsewhere" / "one", copy_function=shutil.copy)
+    shutil.copytree(
+        tmp_path / "one", tmp_path / "elsewhere" / "one", copy_function=shutil.copy
+    )
 
     def digest(folder: Path) -> str:
         return open_data(image_config(folder, channels=3, validation=0.0))[0].digest

@@ -22,16 +22,24 @@ def write(path: Path, kind: str, **arrays: np.ndarray) -> Path:
         for name, array in arrays.items():
             np.save(path / f"{name}.npy", array)
         return path
-    (np.savez if kind == "plain" else np.savez_compressed)(path.with_suffix(".npz"), **arrays)  # type: ignore[arg-type]
+    write_arrays = np.savez if kind == "plain" else np.savez_compressed
+    write_arrays(path.with_suffix(".npz"), **arrays)
     return path.with_suffix(".npz")
 
 
 @pytest.mark.parametrize("kind", ["plain", "compressed", "folder"])
 @pytest.mark.parametrize(
     "names",
-    [("images", "labels"), ("x", "y"), ("train_images", "train_labels"), ("x_train", "y_train")],
+    [
+        ("images", "labels"),
+        ("x", "y"),
+        ("train_images", "train_labels"),
+        ("x_train", "y_train"),
+    ],
 )
-def test_arrays_are_read_as_they_are_under_the_names_that_people_give_them(tmp_path, kind, names):
+def test_arrays_are_read_as_they_are_under_the_names_that_people_give_them(
+    tmp_path, kind, names
+):
     path = write(
         tmp_path / "data",
         kind,
@@ -59,7 +67,9 @@ def test_arrays_are_read_in_both_orders_and_all_number_types(tmp_path):
         labels=LABELS.astype(np.uint8),
     )
     source = open_arrays(path, image_config(path))
-    assert all(np.array_equal(source.pictures.pixels(i)[..., 0], GREY[i]) for i in range(20))
+    assert all(
+        np.array_equal(source.pictures.pixels(i)[..., 0], GREY[i]) for i in range(20)
+    )
 
 
 def test_held_out_arrays_beside_those_to_train_on_are_the_validation_split(tmp_path):
@@ -72,11 +82,16 @@ def test_held_out_arrays_beside_those_to_train_on_are_the_validation_split(tmp_p
         y_test=LABELS[15:],
     )
     train, held = open_data(image_config(path, batch=5))
-    assert held is not None and (train.batches_per_epoch, held.batches_per_epoch) == (3, 1)
+    assert held is not None and (train.batches_per_epoch, held.batches_per_epoch) == (
+        3,
+        1,
+    )
     found = {row.tobytes() for row in held.batch(0)["patches"]}
     whole, _ = open_data(
         image_config(
-            write(tmp_path / "all", "plain", x=GREY[15:], y=LABELS[15:]), batch=5, validation=0.0
+            write(tmp_path / "all", "plain", x=GREY[15:], y=LABELS[15:]),
+            batch=5,
+            validation=0.0,
         )
     )
     assert {row.tobytes() for row in whole.batch(0)["patches"]} == found
@@ -86,7 +101,10 @@ def test_held_out_arrays_beside_those_to_train_on_are_the_validation_split(tmp_p
 def test_a_share_of_arrays_is_held_out_to_the_image(tmp_path):
     path = write(tmp_path / "data", "folder", images=GREY, labels=LABELS)
     train, held = open_data(image_config(path, batch=5, validation=0.25))
-    assert held is not None and (train.batches_per_epoch, held.batches_per_epoch) == (3, 1)
+    assert held is not None and (train.batches_per_epoch, held.batches_per_epoch) == (
+        3,
+        1,
+    )
     rows = {
         row.tobytes()
         for b in (train, held)
@@ -97,21 +115,21 @@ def test_a_share_of_arrays_is_held_out_to_the_image(tmp_path):
 
 
 def test_the_digest_follows_from_the_content(tmp_path):
-    first = open_data(image_config(write(tmp_path / "a", "folder", images=GREY, labels=LABELS)))[
-        0
-    ].digest
+    first = open_data(
+        image_config(write(tmp_path / "a", "folder", images=GREY, labels=LABELS))
+    )[0].digest
     assert (
-        open_data(image_config(write(tmp_path / "b", "folder", images=GREY, labels=LABELS)))[
-            0
-        ].digest
+        open_data(
+            image_config(write(tmp_path / "b", "folder", images=GREY, labels=LABELS))
+        )[0].digest
         == first
     )
     other = GREY.copy()
     other[3, 4, 5] ^= 1
     assert (
-        open_data(image_config(write(tmp_path / "c", "folder", images=other, labels=LABELS)))[
-            0
-        ].digest
+        open_data(
+            image_config(write(tmp_path / "c", "folder", images=other, labels=LABELS))
+        )[0].digest
         != first
     )
     assert open_data(image_config(tmp_path / "a", validation=0.3))[0].digest != first
@@ -125,7 +143,10 @@ def test_the_digest_follows_from_the_content(tmp_path):
             {"images": GREY[0], "labels": LABELS},
             "shape [8, 8]; it must be [n, height, width]",
         ),
-        ({"images": GREY.astype(np.int64), "labels": LABELS}, "are int64; they must be uint8"),
+        (
+            {"images": GREY.astype(np.int64), "labels": LABELS},
+            "are int64; they must be uint8",
+        ),
         (
             {"images": GREY, "labels": LABELS[:5]},
             "int64[5]; for 20 images ... 20 whole numbers",
@@ -149,7 +170,9 @@ def test_the_digest_follows_from_the_content(tmp_path):
     ],
 )
 @pytest.mark.parametrize("kind", ["plain", "folder"])
-def test_arrays_that_are_no_images_with_classes_are_refused(tmp_path, kind, arrays, said):
+def test_arrays_that_are_no_images_with_classes_are_refused(
+    tmp_path, kind, arrays, said
+):
     assert tells(refusal(write(tmp_path / "data", kind, **arrays)), said)
 
 

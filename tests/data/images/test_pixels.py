@@ -19,7 +19,9 @@ DRAW = np.random.default_rng(0)
 @pytest.mark.parametrize(
     ("size", "patch", "channels"), [(8, 2, 1), (9, 3, 3), (6, 6, 5), (4, 1, 2)]
 )
-def test_a_patch_holds_its_pixels_row_by_row_each_with_its_channels(size, patch, channels):
+def test_a_patch_holds_its_pixels_row_by_row_each_with_its_channels(
+    size, patch, channels
+):
     images = DRAW.random((2, size, size, channels), np.float32)
     cut = patches(images, patch)
     across = size // patch
@@ -34,7 +36,8 @@ def test_a_patch_holds_its_pixels_row_by_row_each_with_its_channels(size, patch,
 def test_grey_is_what_pillow_makes_of_colours_and_repeated_where_colours_are_wanted():
     pixels = DRAW.integers(0, 256, (7, 5, 3), dtype=np.uint8)
     assert np.array_equal(
-        convert_channels(pixels, 1)[..., 0], np.asarray(Image.fromarray(pixels).convert("L"))
+        convert_channels(pixels, 1)[..., 0],
+        np.asarray(Image.fromarray(pixels).convert("L")),
     )
     assert np.array_equal(
         convert_channels(pixels[..., :1], 3),
@@ -53,9 +56,13 @@ def test_an_image_of_another_shape_is_cropped_to_the_square_in_its_middle_or_str
     assert np.array_equal(
         fitted(wide, 4, "stretch")[0, :, 0], [1, 4, 7, 10]
     )  # the mean of three columns each
-    assert fitted(wide, 4, "crop").shape == fitted(wide, 4, "stretch").shape == (4, 4, 1)
+    assert (
+        fitted(wide, 4, "crop").shape == fitted(wide, 4, "stretch").shape == (4, 4, 1)
+    )
     square = wide[:, :4]
-    assert fitted(square, 4, "crop") is square and fitted(square, 4, "stretch") is square
+    assert (
+        fitted(square, 4, "crop") is square and fitted(square, 4, "stretch") is square
+    )
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])

@@ -41,7 +41,9 @@ def test_randaugment_draws_n_operations_evenly_all_of_one_magnitude(noted):
     assert abs(sum(sign for _, _, sign in noted)) < 5 * 4200**0.5
 
 
-def test_autoaugment_draws_a_pair_and_each_of_its_operations_as_often_as_the_policy_says(noted):
+def test_autoaugment_draws_a_pair_and_each_of_its_operations_as_often_as_the_policy_says(
+    noted,
+):
     draw, times = np.random.default_rng(0), 10_000
     for _ in range(times):
         autoaugment(None, draw)
@@ -57,7 +59,9 @@ def test_autoaugment_draws_a_pair_and_each_of_its_operations_as_often_as_the_pol
 
 DRAW = np.random.default_rng(0)
 COLOURS = DRAW.integers(0, 256, (24, 30, 3), dtype=np.uint8)  # 30 wide, 24 high
-SMOOTH = np.asarray(Image.fromarray(COLOURS).resize((60, 48), Image.Resampling.BICUBIC)).copy()
+SMOOTH = np.asarray(
+    Image.fromarray(COLOURS).resize((60, 48), Image.Resampling.BICUBIC)
+).copy()
 # Half of the way; sign 1 or -1 where it matters.
 PILLOW = {
     "identity": lambda image, sign: image,
@@ -66,10 +70,16 @@ PILLOW = {
     "invert": lambda image, sign: ImageOps.invert(image),
     "posterize": lambda image, sign: ImageOps.posterize(image, 6),
     "solarize": lambda image, sign: ImageOps.solarize(image, 128),
-    "brightness": lambda image, sign: ImageEnhance.Brightness(image).enhance(1 + sign * 0.45),
+    "brightness": lambda image, sign: ImageEnhance.Brightness(image).enhance(
+        1 + sign * 0.45
+    ),
     "color": lambda image, sign: ImageEnhance.Color(image).enhance(1 + sign * 0.45),
-    "contrast": lambda image, sign: ImageEnhance.Contrast(image).enhance(1 + sign * 0.45),
-    "sharpness": lambda image, sign: ImageEnhance.Sharpness(image).enhance(1 + sign * 0.45),
+    "contrast": lambda image, sign: ImageEnhance.Contrast(image).enhance(
+        1 + sign * 0.45
+    ),
+    "sharpness": lambda image, sign: ImageEnhance.Sharpness(image).enhance(
+        1 + sign * 0.45
+    ),
     "rotate": lambda image, sign: image.rotate(sign * 15, Image.Resampling.BILINEAR),
     # Where a pixel comes from: (x + 0.15 y, y) and (x, y + 0.15 x); of 60 x 48 pixels 150 / 331 are 27 x 21, half of
     # them 13 x 10.
@@ -81,11 +91,15 @@ PILLOW = {
 
 
 def moved(image: Image.Image, *matrix: float) -> Image.Image:
-    return image.transform(image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR)
+    return image.transform(
+        image.size, Image.Transform.AFFINE, matrix, Image.Resampling.BILINEAR
+    )
 
 
 def after(name: str, pixels: np.ndarray, share: float, sign: int = 1) -> np.ndarray:
-    return np.asarray(OPERATIONS[name](Image.fromarray(pixels), share, sign)).astype(int)
+    return np.asarray(OPERATIONS[name](Image.fromarray(pixels), share, sign)).astype(
+        int
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,12 +127,18 @@ def test_an_operation_is_that_of_pillow(name):
     for sign in (1, -1):
         expected = PILLOW[name](Image.fromarray(SMOOTH // 2), sign)
         assert np.array_equal(after(name, SMOOTH // 2, 0.5, sign), np.asarray(expected))
-        assert after(name, COLOURS[..., 0], 0.5, sign).shape == (24, 30), "of grey images too"
+        assert after(name, COLOURS[..., 0], 0.5, sign).shape == (24, 30), (
+            "of grey images too"
+        )
 
 
-@pytest.mark.parametrize(("share", "bits"), [(0.0, 8), (0.3, 7), (0.5, 6), (0.75, 5), (1.0, 4)])
+@pytest.mark.parametrize(
+    ("share", "bits"), [(0.0, 8), (0.3, 7), (0.5, 6), (0.75, 5), (1.0, 4)]
+)
 def test_posterize_keeps_eight_to_four_bits(share, bits):
-    assert np.array_equal(after("posterize", COLOURS, share), COLOURS >> (8 - bits) << (8 - bits))
+    assert np.array_equal(
+        after("posterize", COLOURS, share), COLOURS >> (8 - bits) << (8 - bits)
+    )
 
 
 @pytest.mark.parametrize(("share", "threshold"), [(0.0, 256), (0.25, 192), (1.0, 0)])
@@ -129,5 +149,11 @@ def test_solarize_inverts_from_a_threshold_on(share, threshold):
 
 def test_policies_are_as_long_as_their_papers_have_them_and_name_operations_that_there_are():
     assert len(RANDAUGMENT) == len(set(RANDAUGMENT)) == 14 and len(IMAGENET) == 25
-    assert {*RANDAUGMENT, *(name for pair in IMAGENET for name, _, _ in pair)} == set(OPERATIONS)
-    assert all(0 <= p <= 1 and 0 <= magnitude <= 9 for pair in IMAGENET for _, p, magnitude in pair)
+    assert {*RANDAUGMENT, *(name for pair in IMAGENET for name, _, _ in pair)} == set(
+        OPERATIONS
+    )
+    assert all(
+        0 <= p <= 1 and 0 <= magnitude <= 9
+        for pair in IMAGENET
+        for _, p, magnitude in pair
+    )

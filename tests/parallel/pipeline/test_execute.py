@@ -77,12 +77,16 @@ class Cell:
 def configuration(cell: Cell, folder: Path, **model: Any) -> Config:
     data, tensor, stages = cell.mesh
     virtual = stages * cell.chunks
-    split = [(0, 3, 1)[k % 3] for k in range(virtual)] if cell.layers == "split" else None
+    split = (
+        [(0, 3, 1)[k % 3] for k in range(virtual)] if cell.layers == "split" else None
+    )
     layers = sum(split) if split else virtual + (cell.layers == "uneven")
     schedule = cell.schedule
     if schedule == "csv":
         schedule = str(folder / "own.csv")
-        Path(schedule).write_text(ragged_table(stages, cell.microbatches, cell.chunks).to_csv())
+        Path(schedule).write_text(
+            ragged_table(stages, cell.microbatches, cell.chunks).to_csv()
+        )
     sizes = {
         "layers": layers,
         "d_model": 16,
@@ -105,7 +109,10 @@ def configuration(cell: Cell, folder: Path, **model: Any) -> Config:
                 "zero_stage": cell.zero,
                 "sequence_parallel": cell.sequence_parallel,
             },
-            "train": {"global_batch_size": data * cell.microbatches, "sequence_length": LENGTH},
+            "train": {
+                "global_batch_size": data * cell.microbatches,
+                "sequence_length": LENGTH,
+            },
         }
     )
 
@@ -122,7 +129,10 @@ def parameters_of(layout: Layout) -> Tree:
     """Numbers that do not amplify rounding with depth: a residual stream of about unit size, to which each layer adds
     little.
     """
-    scales = {"embedding.tokens": 4.0, "attention.out": layout.config.model.layers**-0.5}
+    scales = {
+        "embedding.tokens": 4.0,
+        "attention.out": layout.config.model.layers**-0.5,
+    }
     scales["mlp.down"] = scales["attention.out"]
 
     def scaled(leaf: Placed, x: np.ndarray) -> np.ndarray:
@@ -140,7 +150,9 @@ def expected(config: Config) -> tuple[Tree, float, Tree]:
     model = reference.Model(config.model.family)
     tokens, labels = token_batches(config, 1)[0]
     loss, gradient = jax.jit(
-        jax.value_and_grad(lambda p: reference.loss(model, p, tokens=tokens, labels=labels))
+        jax.value_and_grad(
+            lambda p: reference.loss(model, p, tokens=tokens, labels=labels)
+        )
     )(parameters)
     return parameters, float(loss), jax.tree.map(np.asarray, gradient)
 
@@ -157,9 +169,13 @@ def assert_gradients(config: Config, masked: bool) -> None:
     tokens, labels = token_batches(config, 1)[0]
     batch = jax.device_put({"tokens": tokens, "labels": labels}, program.batch_sharding)
     live = place(program.layout, parameters)
-    loss, gradient = jax.jit(program.gradients)(live, batch, jnp.int32(0), jnp.float32(1))
+    loss, gradient = jax.jit(program.gradients)(
+        live, batch, jnp.int32(0), jnp.float32(1)
+    )
     np.testing.assert_allclose(float(loss), right_loss, rtol=TOLERANCE)
-    seen = jax.tree.map(np.asarray, program.layout.canonical(jax.tree.map(np.asarray, gradient)))
+    seen = jax.tree.map(
+        np.asarray, program.layout.canonical(jax.tree.map(np.asarray, gradient))
+    )
     norm = np.sqrt(sum(np.sum(g**2) for g in jax.tree.leaves(right)))
 
     def compare(leaf: Placed, seen: np.ndarray, right: np.ndarray) -> None:
@@ -180,22 +196,43 @@ CHOSEN = [
     Cell("1f1b", (2, 1, 4), 1, 16, layers="split", zero=3),
     Cell("1f1b", (1, 1, 8), 1, 5, masked=True, remat="full"),
     Cell(
-        "1f1b", (2, 2, 2), 1, 1, masked=True, layers="uneven", vocab="edge", zero=2, family="gpt2"
+        "1f1b",
+        (2, 2, 2),
+        1,
+        1,
+        masked=True,
+        layers="uneven",
+        vocab="edge",
+        zero=2,
+        family="gpt2",
     ),
-    Cell("interleaved", (2, 2, 2), 3, 5, layers="uneven", zero=2, sequence_parallel=True),
+    Cell(
+        "interleaved", (2, 2, 2), 3, 5, layers="uneven", zero=2, sequence_parallel=True
+    ),
     Cell("interleaved", (1, 1, 4), 2, 8, masked=True, layers="split", vocab="edge"),
     Cell("looped_bfs", (2, 1, 2), 4, 2, masked=True, zero=3, remat="full"),
     Cell("looped_bfs", (1, 1, 4), 2, 6, vocab="edge", family="gpt2"),
     Cell("zb_h1", (1, 2, 4), 1, 9, vocab="edge", remat="full", layers="uneven"),
     Cell("zb_h1", (2, 1, 2), 1, 4, masked=True, zero=3, remat="dots"),
-    Cell("zb_h1", (1, 2, 2), 1, 4, masked=True, remat="selective", sequence_parallel=True),
+    Cell(
+        "zb_h1", (1, 2, 2), 1, 4, masked=True, remat="selective", sequence_parallel=True
+    ),
     Cell("zb_interleaved", (2, 1, 2), 2, 4, zero=2, family="gpt2"),
     Cell("zb_interleaved", (1, 1, 8), 2, 8, masked=True),
     Cell("v_1f1b", (2, 1, 4), 2, 4, masked=True, layers="uneven", zero=0),
     Cell("v_1f1b", (1, 2, 2), 2, 7, remat="dots", sequence_parallel=True),
     Cell("paired", (1, 2, 2), 1, 4, masked=True, sequence_parallel=True),
     Cell("paired", (2, 1, 4), 2, 8, layers="uneven", zero=3, remat="selective"),
-    Cell("paired", (2, 2, 1), 1, 3, masked=True, zero=3, remat="dots", sequence_parallel=True),
+    Cell(
+        "paired",
+        (2, 2, 1),
+        1,
+        3,
+        masked=True,
+        zero=3,
+        remat="dots",
+        sequence_parallel=True,
+    ),
     Cell("paired", (1, 2, 1), 1, 4, remat="full", family="gpt2"),
     Cell("zb_paired", (1, 2, 2), 2, 4, masked=True, remat="full"),
     Cell("zb_paired", (2, 1, 2), 1, 5, layers="split", vocab="edge", zero=2),
@@ -205,13 +242,23 @@ CHOSEN = [
 
 
 # On the fewest devices: chunks with stages out of order.
-NOW = min((c for c in CHOSEN if c.schedule == "v_1f1b"), key=lambda c: math.prod(c.mesh))
+NOW = min(
+    (c for c in CHOSEN if c.schedule == "v_1f1b"), key=lambda c: math.prod(c.mesh)
+)
 
 
 # The other schedules.
 FEW = [
     next(c for c in CHOSEN if c.schedule == s)
-    for s in ("gpipe", "interleaved", "looped_bfs", "zb_h1", "zb_interleaved", "paired", "csv")
+    for s in (
+        "gpipe",
+        "interleaved",
+        "looped_bfs",
+        "zb_h1",
+        "zb_interleaved",
+        "paired",
+        "csv",
+    )
 ]
 
 
@@ -245,7 +292,9 @@ B3,
 def test_a_clock_of_pairs_may_have_the_halves_on_different_stages(masked, tmp_path):
     (tmp_path / "pairs.csv").write_text(OWN_PAIRS)
     config = configuration(Cell("1f1b", (1, 2, 2), 1, 4, layers="uneven"), tmp_path)
-    assert_gradients(replaced(config, parallel={"schedule": str(tmp_path / "pairs.csv")}), masked)
+    assert_gradients(
+        replaced(config, parallel={"schedule": str(tmp_path / "pairs.csv")}), masked
+    )
 
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -262,7 +311,9 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("feature", FEATURES)
-def test_on_one_stage_pairs_give_the_gradients_of_microbatches_one_after_the_other(feature):
+def test_on_one_stage_pairs_give_the_gradients_of_microbatches_one_after_the_other(
+    feature,
+):
     model = {
         "layers": 2,
         "d_model": 16,
@@ -276,24 +327,38 @@ def test_on_one_stage_pairs_give_the_gradients_of_microbatches_one_after_the_oth
     for schedule in ("auto", "paired"):
         given = more | {
             "model": {
-                key: value for key, value in (model | more.get("model", {})).items() if value
+                key: value
+                for key, value in (model | more.get("model", {})).items()
+                if value
             },
             "mesh": mesh,
             "parallel": {"schedule": schedule, "microbatches": 3},
-            "train": {"global_batch_size": 3 * mesh.get("data", 1), "sequence_length": LENGTH},
+            "train": {
+                "global_batch_size": 3 * mesh.get("data", 1),
+                "sequence_length": LENGTH,
+            },
         }
         config = load(given)
         program = Program(config, make_mesh(config))
         program.local = LocalStep(program.layout, "accelerator", program.hooks)
         assert (program.layout.table is not None) == (schedule == "paired")
         tokens, labels = token_batches(config, 1)[0]
-        batch = jax.device_put({"tokens": tokens, "labels": labels}, program.batch_sharding)
+        batch = jax.device_put(
+            {"tokens": tokens, "labels": labels}, program.batch_sharding
+        )
         live = place(program.layout, canonical_numbers(program.layout))
-        loss, gradient = jax.jit(program.gradients)(live, batch, jnp.int32(0), jnp.float32(1))[:2]
-        found.append((float(loss), [np.asarray(leaf) for leaf in jax.tree.leaves(gradient)]))
+        loss, gradient = jax.jit(program.gradients)(
+            live, batch, jnp.int32(0), jnp.float32(1)
+        )[:2]
+        found.append(
+            (float(loss), [np.asarray(leaf) for leaf in jax.tree.leaves(gradient)])
+        )
     (loss, gradients), (paired_loss, paired) = found
     tolerance = 2e-3 if feature == "float16" else 1e-5
-    assert paired_loss == pytest.approx(loss, rel=tolerance) and len(paired) == len(gradients) > 5
+    assert (
+        paired_loss == pytest.approx(loss, rel=tolerance)
+        and len(paired) == len(gradients) > 5
+    )
     for seen, right in zip(paired, gradients, strict=True):
         assert np.abs(seen - right).max() <= tolerance * np.abs(right).max()
     assert max(np.abs(leaf).max() for leaf in gradients) > 1e-3
@@ -306,19 +371,25 @@ def innermost_loops(jaxpr: Any) -> list[set[str]]:
         for inner in jaxprs_in_params(eqn.params):
             within = innermost_loops(inner)
             if eqn.primitive.name == "scan" and not within:
-                stacks = " ".join(str(inner_eqn.source_info.name_stack) for inner_eqn in inner.eqns)
-                within = [{slot for slot in (xla.FORWARD, xla.BACKWARD) if slot in stacks}]
+                stacks = " ".join(
+                    str(inner_eqn.source_info.name_stack) for inner_eqn in inner.eqns
+                )
+                within = [
+                    {slot for slot in (xla.FORWARD, xla.BACKWARD) if slot in stacks}
+                ]
             loops += within
     return loops
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    "schedule, stages", [("paired", 1), ("paired", 2), ("zb_paired", 2), ("interleaved", 2)]
+    "schedule, stages",
+    [("paired", 1), ("paired", 2), ("zb_paired", 2), ("interleaved", 2)],
 )
 def test_a_pair_is_one_loop_over_layers(schedule, stages, tmp_path):
     program = program_of(
-        configuration(Cell(schedule, (1, 2, stages), 1, 4, layers="uneven"), tmp_path), True
+        configuration(Cell(schedule, (1, 2, stages), 1, 4, layers="uneven"), tmp_path),
+        True,
     )
     scalars = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
     jaxpr = jax.make_jaxpr(program.gradients)(
@@ -344,14 +415,20 @@ def test_layers_lie_where_the_table_places_them(schedule, tmp_path):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("masked", [False, True])
-def test_evaluation_runs_the_forward_slots_and_gives_the_reference_loss(masked, tmp_path):
-    config = configuration(Cell("zb_interleaved", (1, 2, 4), 2, 6, layers="uneven"), tmp_path)
+def test_evaluation_runs_the_forward_slots_and_gives_the_reference_loss(
+    masked, tmp_path
+):
+    config = configuration(
+        Cell("zb_interleaved", (1, 2, 4), 2, 6, layers="uneven"), tmp_path
+    )
     parameters, loss, _ = expected(one_device(config))
     program = program_of(config, masked)
     tokens, labels = token_batches(config, 1)[0]
     batch = jax.device_put({"tokens": tokens, "labels": labels}, program.batch_sharding)
     np.testing.assert_allclose(
-        float(program.eval_step(place(program.layout, parameters), batch)), loss, rtol=TOLERANCE
+        float(program.eval_step(place(program.layout, parameters), batch)),
+        loss,
+        rtol=TOLERANCE,
     )
 
 
@@ -360,7 +437,10 @@ def test_evaluation_runs_the_forward_slots_and_gives_the_reference_loss(masked, 
 
 def last_carry(program: Program, masters: Tree, batches: Tree) -> Carry:
     """What the buffers of a device hold after the last clock."""
-    executor, weights = program.local.executor, program.local.zero.gather_params(masters)
+    executor, weights = (
+        program.local.executor,
+        program.local.zero.gather_params(masters),
+    )
     assert executor is not None
     stage = Stage(executor.forward, executor.table.chunks, weights, batches, None)
     execution = Execution(executor.compiled, stage, jnp.float32(1))
@@ -375,7 +455,8 @@ def used_places(program: Program) -> np.ndarray:
 
     def local(masters: Tree, batch: Tree) -> jax.Array:
         batches, _ = program.local.microbatches(batch)
-        [[(inputs, _)]] = last_carry(program, masters, batches).stash  # one segment, of one place
+        # One segment, of one place
+        [[(inputs, _)]] = last_carry(program, masters, batches).stash
         return jnp.any(inputs != 0, axis=tuple(range(1, inputs.ndim)))[None]
 
     out = PartitionSpec(("data", "pipeline"))
@@ -396,14 +477,18 @@ def test_entries_held_are_those_that_the_simulator_counts(schedule, tmp_path):
         configuration(Cell(schedule, (1, 1, 4), chunks, 8), tmp_path), masked=False
     )
     table = make_table(schedule, 4, 8, chunks)
-    assert used_places(program).tolist() == simulate(table, Durations()).peak_in_flight.tolist()
+    assert (
+        used_places(program).tolist()
+        == simulate(table, Durations()).peak_in_flight.tolist()
+    )
 
 
 def in_both_modes(schedules: Sequence[str], now: set[tuple[str, bool]]) -> list[Any]:
     """(schedule, masked), slow but for those in `now`."""
     slow = pytest.mark.slow
     return [
-        pytest.param(*c, marks=() if c in now else slow) for c in product(schedules, (False, True))
+        pytest.param(*c, marks=() if c in now else slow)
+        for c in product(schedules, (False, True))
     ]
 
 
@@ -431,7 +516,9 @@ def test_memory_does_not_grow_with_the_microbatches(schedule, masked, tmp_path):
     few, many = (
         temp_bytes(
             program_of(
-                configuration(dataclasses.replace(cell, microbatches=m), tmp_path, d_model=128),
+                configuration(
+                    dataclasses.replace(cell, microbatches=m), tmp_path, d_model=128
+                ),
                 masked,
             )
         )
@@ -445,7 +532,10 @@ def test_gpipe_holds_every_microbatch(tmp_path):
     cell = Cell("gpipe", (1, 1, 2))
     few, many = (
         temp_bytes(
-            program_of(configuration(dataclasses.replace(cell, microbatches=m), tmp_path), False)
+            program_of(
+                configuration(dataclasses.replace(cell, microbatches=m), tmp_path),
+                False,
+            )
         )
         for m in (8, 64)
     )
@@ -457,7 +547,10 @@ def test_full_remat_keeps_the_layers_inputs_and_nothing_else(tmp_path):
     kept = {}
     for remat in ("none", "full"):
         program = program_of(
-            configuration(Cell("1f1b", (1, 1, 4), layers="uneven", remat=remat), tmp_path), False
+            configuration(
+                Cell("1f1b", (1, 1, 4), layers="uneven", remat=remat), tmp_path
+            ),
+            False,
         )
         kept[remat] = stash_shapes(program)
     depth, layers = make_table("1f1b", 4, 8).stages * 2 - 1, 2
@@ -483,12 +576,17 @@ def stash_shapes(program: Program) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("schedule, masked", in_both_modes(SCHEDULES, now={("1f1b", True)}))
+@pytest.mark.parametrize(
+    "schedule, masked", in_both_modes(SCHEDULES, now={("1f1b", True)})
+)
 def test_the_program_is_no_larger_for_more_microbatches(schedule, masked, tmp_path):
     cell = Cell(schedule, (1, 1, 4), legal_chunks(schedule) or 2, masked=masked)
     operations = [
         lowered(
-            program_of(configuration(dataclasses.replace(cell, microbatches=m), tmp_path), masked)
+            program_of(
+                configuration(dataclasses.replace(cell, microbatches=m), tmp_path),
+                masked,
+            )
         )
         .as_text()
         .count(" = stablehlo.")
@@ -510,7 +608,13 @@ FACTORS: list[list[Any]] = [
         for chunks in many
     ],
     [(1, 1, 2), (2, 2, 2), (4, 1, 2), (1, 1, 4), (2, 1, 4), (1, 2, 4), (1, 1, 8)],
-    ["one", "fewer than the stages", "as many", "one more than twice", "four times as many"],
+    [
+        "one",
+        "fewer than the stages",
+        "as many",
+        "one more than twice",
+        "four times as many",
+    ],
     [False, True],  # masked
     ["even", "uneven", "split"],
     ["spread", "edge"],
@@ -540,7 +644,9 @@ def cell_of(levels: tuple[Any, ...]) -> Cell | None:
     if (zero and mesh[0] == 1) or (sequence_parallel and mesh[1] == 1):
         return None
     p = mesh[2]
-    microbatches = dict(zip(FACTORS[2], (1, max(1, p - 1), p, 2 * p + 1, 4 * p), strict=True))[many]
+    microbatches = dict(
+        zip(FACTORS[2], (1, max(1, p - 1), p, 2 * p + 1, 4 * p), strict=True)
+    )[many]
     return Cell(
         schedule,
         mesh,
@@ -562,7 +668,8 @@ def everything() -> list[Cell]:
         0, [len(factor) for factor in FACTORS], (6000, len(FACTORS))
     )
     levels = [
-        tuple(factor[i] for factor, i in zip(FACTORS, draw, strict=True)) for draw in draws.tolist()
+        tuple(factor[i] for factor, i in zip(FACTORS, draw, strict=True))
+        for draw in draws.tolist()
     ]
     chosen = covering([drawn for drawn in dict.fromkeys(levels) if cell_of(drawn)])
     return [cell for drawn in chosen if (cell := cell_of(drawn))]

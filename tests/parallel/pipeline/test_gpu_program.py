@@ -26,7 +26,13 @@ pytestmark = needs_compiler
 
 MICROBATCHES = 16
 SMALL = {"d_model": 4096, "heads": 32, "d_ff": 8192, "vocab_size": 32768}
-LLAMA_8B = {"d_model": 4096, "heads": 32, "kv_heads": 8, "d_ff": 14336, "vocab_size": 128256}
+LLAMA_8B = {
+    "d_model": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "d_ff": 14336,
+    "vocab_size": 128256,
+}
 # messages beside the layers' collectives of each sort, and alone: (model, layers of a chunk, tokens, parallel's keys,
 # mesh)
 LAYOUTS = {
@@ -65,7 +71,10 @@ REACHED = 0.7  # share of the peak that a matrix product reaches
 def given(layout: str) -> dict[str, Any]:
     model, layers, tokens, parallel, mesh = LAYOUTS[layout]
     return {
-        "model": {**model, "layers": layers * mesh["pipeline"] * parallel.get("virtual_stages", 1)},
+        "model": {
+            **model,
+            "layers": layers * mesh["pipeline"] * parallel.get("virtual_stages", 1),
+        },
         "mesh": mesh,
         "parallel": {"microbatches": MICROBATCHES, "remat": "none", **parallel},
         "precision": {"compute": "bfloat16"},
@@ -107,7 +116,9 @@ def steady(work: Work) -> dict[str, list[IssuedCollective]]:
 
 
 def arrays(kind: str) -> list[tuple[int, ...]]:
-    return [tuple(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", kind)]
+    return [
+        tuple(map(int, dims.split(","))) for dims in re.findall(r"\w\[([\d,]+)\]", kind)
+    ]
 
 
 def squeezed(array: tuple[int, ...]) -> tuple[int, ...]:
@@ -125,7 +136,9 @@ def test_no_stage_work_stands_under_a_conditional(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_messages_of_the_steady_clocks_travel_under_matrix_products_of_at_least_their_time(layout):
+def test_messages_of_the_steady_clocks_travel_under_matrix_products_of_at_least_their_time(
+    layout,
+):
     config = load(given(layout))
     cluster = named("h100", config.mesh.devices)
     link, rate = (
@@ -140,23 +153,34 @@ def test_messages_of_the_steady_clocks_travel_under_matrix_products_of_at_least_
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_steady_clock_neither_copies_nor_fills_what_the_layers_leave_for_the_backward(layout):
+def test_a_steady_clock_neither_copies_nor_fills_what_the_layers_leave_for_the_backward(
+    layout,
+):
     """Residuals lie in rings [slots, layers, ...]: a clock's loops over layers write and read them there, and nothing
     else does.
     """
     work, config, layers = program(layout), load(given(layout)), LAYOUTS[layout][1]
     table = make_table(
-        config.parallel.schedule, config.mesh.pipeline, MICROBATCHES, config.parallel.virtual_stages
+        config.parallel.schedule,
+        config.mesh.pipeline,
+        MICROBATCHES,
+        config.parallel.virtual_stages,
     )
     depth = allocate(table).depths.stash
     for body in steady(work):
         ops = work.module.computations[body]
         carried = next(op for op in ops if op.opcode == "parameter")
-        rings = {a for a in arrays(carried.result) if a[:2] == (depth, layers) and len(a) > 3}
+        rings = {
+            a for a in arrays(carried.result) if a[:2] == (depth, layers) and len(a) > 3
+        }
         assert rings
         slots_and_rings = {squeezed(a) for ring in rings for a in (ring, ring[1:])}
         moves = [op for op in ops if work.only_moves(op) and work.moved(body, op).bytes]
-        found = [op.name for op in moves if slots_and_rings & set(map(squeezed, arrays(op.result)))]
+        found = [
+            op.name
+            for op in moves
+            if slots_and_rings & set(map(squeezed, arrays(op.result)))
+        ]
         assert not found
 
 

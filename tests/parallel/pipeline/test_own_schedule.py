@@ -58,7 +58,9 @@ def test_without_its_entry_it_is_refused():
 
 
 def test_one_that_cannot_run_is_refused():
-    SCHEDULES.register(Schedule("hasty", lambda p, m, v: (lazy(p, m, v)[0], lazy(p, m, v)[1] - 4)))
+    SCHEDULES.register(
+        Schedule("hasty", lambda p, m, v: (lazy(p, m, v)[0], lazy(p, m, v)[1] - 4))
+    )
     try:
         with pytest.raises(
             ConfigError,
@@ -70,8 +72,12 @@ def test_one_that_cannot_run_is_refused():
 
 
 def test_clocks_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match=r"clocks of F, of B and perhaps of W, each \(2, 4\)"):
-        Schedule("short", lambda p, m, v: (lazy(p, m, v)[0], lazy(p, m - 1, v)[1])).table(2, 4, 1)
+    with pytest.raises(
+        ValueError, match=r"clocks of F, of B and perhaps of W, each \(2, 4\)"
+    ):
+        Schedule(
+            "short", lambda p, m, v: (lazy(p, m, v)[0], lazy(p, m - 1, v)[1])
+        ).table(2, 4, 1)
 
 
 @pytest.mark.thorough
@@ -81,11 +87,19 @@ def test_it_trains_like_another(registered):
         config = configuration(schedule)
         program = Program(config, make_mesh(config))
         tokens, labels = token_batches(config, 1)[0]
-        batch = jax.device_put({"tokens": tokens, "labels": labels}, program.batch_sharding)
+        batch = jax.device_put(
+            {"tokens": tokens, "labels": labels}, program.batch_sharding
+        )
         live = place(program.layout, canonical_numbers(program.layout))
-        loss, gradient = jax.jit(program.gradients)(live, batch, np.int32(0), np.float32(1))
-        losses[schedule] = [np.asarray(leaf) for leaf in (loss, *jax.tree.leaves(gradient))]
-        assert program.layout.table is not None and program.layout.table.name == schedule
+        loss, gradient = jax.jit(program.gradients)(
+            live, batch, np.int32(0), np.float32(1)
+        )
+        losses[schedule] = [
+            np.asarray(leaf) for leaf in (loss, *jax.tree.leaves(gradient))
+        ]
+        assert (
+            program.layout.table is not None and program.layout.table.name == schedule
+        )
     for lazy_leaf, leaf in zip(losses["lazy"], losses["1f1b"], strict=True):
         np.testing.assert_allclose(lazy_leaf, leaf, rtol=1e-5, atol=1e-7)
 
@@ -94,11 +108,16 @@ def test_it_trains_like_another(registered):
 def test_it_is_planned_drawn_and_searched(registered):
     config, cluster = configuration("lazy"), named("h100", 8)
     planned, eager = plan(config, cluster), plan(configuration("1f1b"), cluster)
-    assert planned.clocks == eager.clocks + 3 and planned.depths.stash == 4 > eager.depths.stash
+    assert (
+        planned.clocks == eager.clocks + 3
+        and planned.depths.stash == 4 > eager.depths.stash
+    )
     assert planned.seconds > eager.seconds
     assert planned.timeline is not None and gantt_text(planned.timeline)
     assert ("lazy", 1) in schedules(4, MeshConfig(pipeline=2))
-    mine = [c for c in candidates(config, cluster, 8) if c.base.parallel.schedule == "lazy"]
+    mine = [
+        c for c in candidates(config, cluster, 8) if c.base.parallel.schedule == "lazy"
+    ]
     assert mine and all(np.isfinite(c.seconds) for c in mine)
 
 

@@ -28,7 +28,14 @@ from meshtrain.step import Program
 
 pytestmark = pytest.mark.thorough
 
-SIZES = {"layers": 9, "d_model": 24, "heads": 6, "kv_heads": 2, "d_ff": 50, "vocab_size": 257}
+SIZES = {
+    "layers": 9,
+    "d_model": 24,
+    "heads": 6,
+    "kv_heads": 2,
+    "d_ff": 50,
+    "vocab_size": 257,
+}
 MESH = {"data": 2, "tensor": 2, "pipeline": 2}
 CELLS: dict[str, dict[str, Any]] = {
     "tensor": {},
@@ -67,14 +74,21 @@ ROUNDED = {"sums in bfloat16": 2**-7, "compressed": 0.02}
 
 def config_of(cell: str, folder: Path) -> Config:
     given = CELLS[cell]
-    parallel = {"schedule": "interleaved", "virtual_stages": 2, "microbatches": 4, "zero_stage": 1}
+    parallel = {
+        "schedule": "interleaved",
+        "virtual_stages": 2,
+        "microbatches": 4,
+        "zero_stage": 1,
+    }
     if cell == "own table":
         table = make_table("interleaved", 2, 4, 2)
         # both at moments that the package would not choose, one of them beside forwards and backwards
         sends = table.sends.copy()
         sends[G, 1], sends[R, 1] = 1, int(table.when()[1].reshape(2, -1)[1].max()) + 2
         parallel["schedule"] = str(folder / "own.csv")
-        Path(parallel["schedule"]).write_text(dataclasses.replace(table, sends=sends).to_csv())
+        Path(parallel["schedule"]).write_text(
+            dataclasses.replace(table, sends=sends).to_csv()
+        )
     return load(
         {
             **given,
@@ -97,7 +111,9 @@ def program_of(config: Config, sends: bool) -> Program:
 
 
 @pytest.mark.parametrize("cell", thorough_but(CELLS, lambda _: False, FEW))
-def test_gradients_sent_beside_the_clocks_are_those_sent_before_and_after_them(cell, tmp_path):
+def test_gradients_sent_beside_the_clocks_are_those_sent_before_and_after_them(
+    cell, tmp_path
+):
     config = config_of(cell, tmp_path)
     (loss, right), (same, seen) = (
         loss_and_gradients(program_of(config, sends)) for sends in (False, True)
@@ -109,14 +125,18 @@ def test_gradients_sent_beside_the_clocks_are_those_sent_before_and_after_them(c
         )
         assert max(jax.tree.leaves(off)) < ROUNDED[cell]
         return
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), seen, right)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), seen, right
+    )
 
 
 def test_the_same_bytes_go_over_data_in_a_piece_for_each_chunk(tmp_path):
     config, found = config_of("tensor", tmp_path), []
     for sends in (False, True):
         sent = Counter()
-        for one in collectives(program_of(config, sends).lower().compile(), make_mesh(config)):
+        for one in collectives(
+            program_of(config, sends).lower().compile(), make_mesh(config)
+        ):
             if one.axis == "data" and one.kind in ("all-gather", "reduce-scatter"):
                 sent[one.kind] += one.sent * round(one.times)
         found.append(sent)
@@ -139,7 +159,14 @@ def test_on_cpu_nothing_is_sent_beside_the_clocks(tmp_path):
         ({}, {"mesh": {"data": 1, "tensor": 2, "pipeline": 2}}),
         ({"microbatches": 2}, {"mesh": {"data": 4, "pipeline": 2, "islands": 2}}),
         ({}, {"lora": {"rank": 2}}),
-        ({}, {"train": {"objective": "dpo"}, "lora": {"rank": 2}, "data": {"format": "pairs"}}),
+        (
+            {},
+            {
+                "train": {"objective": "dpo"},
+                "lora": {"rank": 2},
+                "data": {"format": "pairs"},
+            },
+        ),
     ],
 )
 def test_where_nothing_is_held_or_could_travel_the_table_has_neither(parallel, more):

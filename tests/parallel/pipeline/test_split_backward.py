@@ -35,7 +35,13 @@ def layer(x: jax.Array, weights: tuple[jax.Array, jax.Array, jax.Array]) -> jax.
 def arguments() -> tuple[Any, jax.Array, jax.Array]:
     """Weights, input and cotangent."""
     random = np.random.default_rng(0)
-    shapes = [(WIDTH,), (WIDTH, HIDDEN), (HIDDEN, WIDTH), (BATCH, WIDTH), (BATCH, WIDTH)]
+    shapes = [
+        (WIDTH,),
+        (WIDTH, HIDDEN),
+        (HIDDEN, WIDTH),
+        (BATCH, WIDTH),
+        (BATCH, WIDTH),
+    ]
     scale, up, down, x, cotangent = (
         jnp.asarray(random.standard_normal(s), jnp.float32) for s in shapes
     )
@@ -45,7 +51,9 @@ def arguments() -> tuple[Any, jax.Array, jax.Array]:
 def backward(remat: bool) -> Any:
     """(x, residuals, cotangent) -> (input gradient, weight gradients), over residuals as the executor stashes them."""
     weights, x, _ = arguments()
-    _, vjp = jax.vjp(lambda w, x: (jax.checkpoint(layer) if remat else layer)(x, w), weights, x)
+    _, vjp = jax.vjp(
+        lambda w, x: (jax.checkpoint(layer) if remat else layer)(x, w), weights, x
+    )
     kept, tree = jax.tree.flatten(vjp)
 
     def run(kept: list[jax.Array], cotangent: jax.Array) -> tuple[jax.Array, Any]:
@@ -60,7 +68,9 @@ def products(jaxpr: Jaxpr, times: int = 1) -> Counter:
     found: Counter = Counter()
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":
-            found[(*sorted(str(v.aval) for v in eqn.invars), str(eqn.outvars[0].aval))] += times
+            found[
+                (*sorted(str(v.aval) for v in eqn.invars), str(eqn.outvars[0].aval))
+            ] += times
         turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         for value in jax.tree.leaves(
             eqn.params, is_leaf=lambda p: hasattr(p, "eqns") or hasattr(p, "jaxpr")
@@ -99,7 +109,9 @@ def test_no_matrix_product_is_done_twice():
     stash = jax.eval_shape(halves.first, kept, cotangent)[1]
     whole = products(jax.make_jaxpr(run)(kept, cotangent).jaxpr)
     first = products(jax.make_jaxpr(halves.first)(kept, cotangent).jaxpr)
-    second = products(jax.make_jaxpr(lambda s, k: halves.second(s, k, None))(stash, kept).jaxpr)
+    second = products(
+        jax.make_jaxpr(lambda s, k: halves.second(s, k, None))(stash, kept).jaxpr
+    )
     assert first + second == whole
     assert (
         total(whole) == 4
@@ -113,7 +125,9 @@ def test_with_remat_the_forward_is_recomputed_for_the_input_gradient_only():
     stash = jax.eval_shape(halves.first, kept, cotangent)[1]
     whole = products(jax.make_jaxpr(run)(kept, cotangent).jaxpr)
     first = products(jax.make_jaxpr(halves.first)(kept, cotangent).jaxpr)
-    second = products(jax.make_jaxpr(lambda s, k: halves.second(s, k, None))(stash, kept).jaxpr)
+    second = products(
+        jax.make_jaxpr(lambda s, k: halves.second(s, k, None))(stash, kept).jaxpr
+    )
     assert total(second) == 2
     assert first + second == whole
 
@@ -122,9 +136,9 @@ def test_the_stash_holds_only_what_w_reads_of_i():
     _, kept, cotangent, halves = split(remat=False)
     stash = jax.eval_shape(halves.first, kept, cotangent)[1]
     second = jax.make_jaxpr(lambda s, k: halves.second(s, k, None))(stash, kept).jaxpr
-    read = {v for eqn in second.eqns for v in eqn.invars if not hasattr(v, "val")} | set(
-        second.outvars
-    )
+    read = {
+        v for eqn in second.eqns for v in eqn.invars if not hasattr(v, "val")
+    } | set(second.outvars)
     assert all(v in read for v in second.invars[: len(stash)])
     elements = sum(np.prod(s.shape) for s in stash)
     # the output cotangent of each product (HIDDEN and WIDTH), and what the norm's scale needs (WIDTH)
@@ -138,10 +152,16 @@ def test_the_second_half_runs_without_what_is_lost():
 
 
 def test_a_loop_is_taken_whole():
-    w, x, cotangent = jnp.ones((WIDTH, WIDTH)), jnp.arange(float(WIDTH)), jnp.ones(WIDTH)
+    w, x, cotangent = (
+        jnp.ones((WIDTH, WIDTH)),
+        jnp.arange(float(WIDTH)),
+        jnp.ones(WIDTH),
+    )
 
     def run(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-        _, vjp = jax.vjp(lambda w, x: lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ w), x), w, x)
+        _, vjp = jax.vjp(
+            lambda w, x: lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ w), x), w, x
+        )
         gradient, gx = vjp(cotangent)
         return gx, gradient
 
@@ -161,7 +181,9 @@ def test_a_weight_gradient_that_is_a_loop_or_kernel_of_products_is_left_for_w(
     """As those of experts are. A loop without products is run at once, like any other gradient that takes none."""
     call = pallas.pallas_call
     monkeypatch.setattr(
-        pallas, "pallas_call", lambda *given, **keys: call(*given, **{**keys, "interpret": True})
+        pallas,
+        "pallas_call",
+        lambda *given, **keys: call(*given, **{**keys, "interpret": True}),
     )
     random = np.random.default_rng(0)
     up, down, rows, cotangent = (
@@ -169,10 +191,14 @@ def test_a_weight_gradient_that_is_a_loop_or_kernel_of_products_is_left_for_w(
         for s in ((2, 16, 32), (2, 32, 16), (48, 16), (48, 16))
     )
 
-    def run(rows: jax.Array, blocks: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, Any]:
+    def run(
+        rows: jax.Array, blocks: jax.Array, cotangent: jax.Array
+    ) -> tuple[jax.Array, Any]:
         def layer(weights: tuple[jax.Array, ...], rows: jax.Array) -> jax.Array:
             up, down, scale = weights
-            hidden = jax.nn.silu(grouped(rows, up, jnp.array([0, 1, 1]), blocks, platform))
+            hidden = jax.nn.silu(
+                grouped(rows, up, jnp.array([0, 1, 1]), blocks, platform)
+            )
             hidden = hidden * lax.fori_loop(0, 2, lambda _, s: s * s, scale)
             return grouped(hidden, down, jnp.array([0, 1, 1]), blocks, platform)
 
@@ -185,14 +211,18 @@ def test_a_weight_gradient_that_is_a_loop_or_kernel_of_products_is_left_for_w(
     (to_rows,), stash = halves.first(*given)
     gradients = halves.second(stash, *given[:2], None)
     right_to_rows, right = run(*given)
-    for ours, theirs in zip((to_rows, *gradients), (right_to_rows, *right), strict=True):
+    for ours, theirs in zip(
+        (to_rows, *gradients), (right_to_rows, *right), strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
     first = jax.make_jaxpr(halves.first)(*given).jaxpr
     second = jax.make_jaxpr(lambda stash, *kept: halves.second(stash, *kept, None))(
         stash, *given[:2]
     ).jaxpr
     names = [eqn.primitive.name for eqn in second.eqns]
-    assert [name for name in names if name in ("while", "scan", "pallas_call")] == [product] * 2
+    assert [name for name in names if name in ("while", "scan", "pallas_call")] == [
+        product
+    ] * 2
     turns = 2 if product == "scan" else 1  # one for each expert
     assert (
         total(products(first)) == 3 * turns
@@ -206,7 +236,14 @@ def test_a_weight_gradient_that_is_a_loop_or_kernel_of_products_is_left_for_w(
 def slots_products(**parallel: Any) -> list[Counter]:
     """Matrix products of one B, one I and one W of a stage of 3 llama layers."""
     mesh = {"data": 2, "tensor": 2, "pipeline": 2}
-    model = {"layers": 6, "d_model": 16, "heads": 4, "kv_heads": 2, "d_ff": 24, "vocab_size": 37}
+    model = {
+        "layers": 6,
+        "d_model": 16,
+        "heads": 4,
+        "kv_heads": 2,
+        "d_ff": 24,
+        "vocab_size": 37,
+    }
     schedule = {"schedule": "zb_h1", "microbatches": 2, **parallel}
     train = {"global_batch_size": 4, "sequence_length": 8}
     config = load({"model": model, "mesh": mesh, "parallel": schedule, "train": train})
@@ -216,14 +253,28 @@ def slots_products(**parallel: Any) -> list[Counter]:
     def local(masters: Any, batch: Any) -> jax.Array:
         batches, _ = program.local.microbatches(batch)
         stage = Stage(
-            program.local.forward, 1, program.local.zero.gather_params(masters), batches, None
+            program.local.forward,
+            1,
+            program.local.zero.gather_params(masters),
+            batches,
+            None,
         )
         zero, x = jnp.int32(0), stage.zeros()
         work = Slot(jnp.array(True), zero, zero, zero, cot=zero)
-        stash, left = (empty((1, stage.layers), of) for of in stage.stash_shapes(split=True))
-        sums = vary(jax.tree.map(lambda w: jnp.zeros(w.shape), stage.blocks.differentiated), AXES)
+        stash, left = (
+            empty((1, stage.layers), of) for of in stage.stash_shapes(split=True)
+        )
+        sums = vary(
+            jax.tree.map(lambda w: jnp.zeros(w.shape), stage.blocks.differentiated),
+            AXES,
+        )
         for function, *given in (
-            (lambda stash, x, sums: stage.backward(stash, x, sums, work), stash, x, sums),
+            (
+                lambda stash, x, sums: stage.backward(stash, x, sums, work),
+                stash,
+                x,
+                sums,
+            ),
             (
                 lambda stash, x, left: stage.input_gradient(stash, x, left, work),
                 stash,
@@ -231,7 +282,9 @@ def slots_products(**parallel: Any) -> list[Counter]:
                 left,
             ),
             (
-                lambda stash, left, sums: stage.weight_gradient(stash, left, sums, work),
+                lambda stash, left, sums: stage.weight_gradient(
+                    stash, left, sums, work
+                ),
                 stash,
                 left,
                 sums,
@@ -239,11 +292,15 @@ def slots_products(**parallel: Any) -> list[Counter]:
         ):
             traced = jax.make_jaxpr(function)(*given)
             # less the forward that a vjp traces, where its residuals are in the stash
-            counted.append(products(dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))[0]))
+            counted.append(
+                products(dce_jaxpr(traced.jaxpr, [True] * len(traced.jaxpr.outvars))[0])
+            )
         return jnp.zeros(())
 
     specs = (program.layout.shards, PartitionSpec("data"))
-    mapped = jax.shard_map(local, mesh=program.mesh, in_specs=specs, out_specs=PartitionSpec())
+    mapped = jax.shard_map(
+        local, mesh=program.mesh, in_specs=specs, out_specs=PartitionSpec()
+    )
     jax.eval_shape(mapped, program.layout.masters, program.batch_shapes())
     return counted
 

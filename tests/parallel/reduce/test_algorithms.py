@@ -25,7 +25,9 @@ from meshtrain.hlo import Module, collectives
 from meshtrain.parallel.reduce import double_tree
 from meshtrain.parallel.reduce.algorithms import all_gather, all_reduce, reduce_scatter
 
-FLAT = [name for name, entry in ALGORITHMS.items() if name != "psum" and not entry.by_levels]
+FLAT = [
+    name for name, entry in ALGORITHMS.items() if name != "psum" and not entry.by_levels
+]
 # A prime, so that nothing divides it; padding is far below 1%.
 ODD = (53, 191)
 PIECES = 3
@@ -55,9 +57,13 @@ class Compiled:
                     found[name] = program(x[0] * 2**i)[None] / 2**i
             return found
 
-        mapped = jax.shard_map(local, mesh=mesh, in_specs=everywhere, out_specs=everywhere)
+        mapped = jax.shard_map(
+            local, mesh=mesh, in_specs=everywhere, out_specs=everywhere
+        )
         compiled = jax.jit(mapped).lower(x).compile()
-        self.results = {name: np.asarray(y, np.float64) for name, y in compiled(x).items()}
+        self.results = {
+            name: np.asarray(y, np.float64) for name, y in compiled(x).items()
+        }
         self.module = Module(compiled.as_text())
         self.collectives = defaultdict(list)
         for c in collectives(self.module, mesh):
@@ -78,7 +84,8 @@ def flat(n, dtype):
 
 every_n = pytest.mark.parametrize(
     "n",
-    thorough_but((2, 3, 4, 6, 8), (3, 4).__contains__, [8]),  # odd and a power of two; two of them
+    # Odd and a power of two; two of them
+    thorough_but((2, 3, 4, 6, 8), (3, 4).__contains__, [8]),
 )
 every_program = pytest.mark.parametrize("name", [*FLAT, "pipelined"])
 
@@ -102,7 +109,9 @@ def test_in_bfloat16_it_errs_no_more_than_additions_round(n, name):
     exact = np.asarray(numbers(n, "bfloat16"), np.float64).sum(0)
     assert (found == found[0]).all()
     # each of n - 1 additions by at most half of 2^-7 of the partial sum
-    assert np.linalg.norm(found[0] - exact) < math.sqrt(n - 1) * 2**-8 * np.linalg.norm(exact)
+    assert np.linalg.norm(found[0] - exact) < math.sqrt(n - 1) * 2**-8 * np.linalg.norm(
+        exact
+    )
 
 
 @every_n
@@ -110,19 +119,23 @@ def test_in_bfloat16_it_errs_no_more_than_additions_round(n, name):
 def test_only_messages_are_sent_and_as_many_bytes_as_theory_says(n, name):
     compiled = flat(n, "float32")
     assert {c.kind for c in compiled.collectives[name]} == {"collective-permute"}
-    assert compiled.bytes(name) == pytest.approx(2 * (n - 1) / n * 4 * math.prod(ODD), rel=0.01)
+    assert compiled.bytes(name) == pytest.approx(
+        2 * (n - 1) / n * 4 * math.prod(ODD), rel=0.01
+    )
 
 
 @every_n
 def test_messages_follow_each_other_as_often_as_theory_says(n):
     k, folded = n.bit_length() - 1, 2 * (n & (n - 1) > 0)
-    counts = {name: len(found) for name, found in flat(n, "float32").collectives.items()}
+    counts = {
+        name: len(found) for name, found in flat(n, "float32").collectives.items()
+    }
     assert counts["ring"] == counts["two_way_ring"] == 2 * (n - 1)
     assert steps(n, "ring") == 2 * (n - 1) and steps(n, "two_way_ring") == 2 * (n // 2)
     assert counts["halving_doubling"] == 2 * k + folded
-    assert counts["double_tree"] <= 4 * (1 + math.log2(n)) and counts["pipelined"] <= 4 * (
-        PIECES + math.log2(n)
-    )
+    assert counts["double_tree"] <= 4 * (1 + math.log2(n)) and counts[
+        "pipelined"
+    ] <= 4 * (PIECES + math.log2(n))
 
 
 def steps(n, name):
@@ -139,12 +152,15 @@ def steps(n, name):
 def test_two_trees_leave_no_device_idle_or_overtaxed(n):
     """Each is within one tree at most, and in a step sends one message and receives one."""
     within = [
-        {p for tree, _, p in double_tree.edges(n) if tree == t} for t in range(double_tree.TREES)
+        {p for tree, _, p in double_tree.edges(n) if tree == t}
+        for t in range(double_tree.TREES)
     ]
     assert not within[0] & within[1]
     passed = defaultdict(int)
     for step in double_tree.messages_up(n, PIECES):
-        assert len({m.source for m in step}) == len({m.target for m in step}) == len(step)
+        assert (
+            len({m.source for m in step}) == len({m.target for m in step}) == len(step)
+        )
         for m in step:
             passed[m.source] += 1
     # Of a root the other tree is all that it sends up.
@@ -161,14 +177,20 @@ def halves(n, dtype):
         f"{name} scatter": functools.partial(reduce_scatter, name, axes="x", dim=1)
         for name in names
     }
-    programs |= {f"{name} gather": functools.partial(all_gather, name, axis="x") for name in names}
+    programs |= {
+        f"{name} gather": functools.partial(all_gather, name, axis="x")
+        for name in names
+    }
     return Compiled(mesh_of((n,), ("x",)), programs, numbers(n, dtype, (3, 7 * n, 5)))
 
 
 @every_n
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_halves_scatter_along_a_dimension_and_gather_along_the_first(n, dtype):
-    compiled, x = halves(n, dtype), np.asarray(numbers(n, dtype, (3, 7 * n, 5)), np.float64)
+    compiled, x = (
+        halves(n, dtype),
+        np.asarray(numbers(n, dtype, (3, 7 * n, 5)), np.float64),
+    )
     parts = np.stack(np.split(x.sum(0), n, axis=1))
     for name, found in compiled.results.items():
         if name.endswith("gather"):
@@ -176,9 +198,13 @@ def test_the_halves_scatter_along_a_dimension_and_gather_along_the_first(n, dtyp
             sent = (n - 1) * x[0].size
         else:
             off = np.linalg.norm(found - parts) / np.linalg.norm(parts)
-            assert off < (1e-6 if dtype == "float32" else math.sqrt(n - 1) * 2**-8), name
+            assert off < (1e-6 if dtype == "float32" else math.sqrt(n - 1) * 2**-8), (
+                name
+            )
             sent = (n - 1) / n * x[0].size
-        assert {c.kind for c in compiled.collectives[name]} == {"collective-permute"}, name
+        assert {c.kind for c in compiled.collectives[name]} == {"collective-permute"}, (
+            name
+        )
         if dtype == "float32":
             assert compiled.bytes(name) == pytest.approx(4 * sent, rel=0.01), name
 
@@ -198,14 +224,22 @@ def test_over_two_axes_the_hierarchical_one_sends_a_share_across_and_the_others_
     n = islands * inside
     names = ["ring", "double_tree", "hierarchical"]
     programs = {
-        name: functools.partial(all_reduce, name, axes=("island", "data")) for name in names
+        name: functools.partial(all_reduce, name, axes=("island", "data"))
+        for name in names
     }
-    compiled = Compiled(mesh_of(shape, ("island", "data")), programs, numbers(n, "float32"))
-    exact, nbytes = np.asarray(numbers(n, "float32"), np.float64).sum(0), 4 * math.prod(ODD)
+    compiled = Compiled(
+        mesh_of(shape, ("island", "data")), programs, numbers(n, "float32")
+    )
+    exact, nbytes = (
+        np.asarray(numbers(n, "float32"), np.float64).sum(0),
+        4 * math.prod(ODD),
+    )
     for name, found in compiled.results.items():
         assert (found == found[0]).all(), name
         assert np.linalg.norm(found[0] - exact) < 1e-6 * np.linalg.norm(exact), name
-        assert compiled.bytes(name) == pytest.approx(2 * (n - 1) / n * nbytes, rel=0.01), name
+        assert compiled.bytes(name) == pytest.approx(
+            2 * (n - 1) / n * nbytes, rel=0.01
+        ), name
     by_axis = defaultdict(float)
     for c in compiled.collectives["hierarchical"]:
         by_axis[c.axis] += c.sent
@@ -231,7 +265,8 @@ def test_what_all_devices_have_is_typed_so_and_the_axes_that_were_not_summed_ove
         numbers(8, "float32"),
     )
     kept = {
-        name: {"tensor"} if name == "hierarchical" else {"island", "tensor"} for name in ALGORITHMS
+        name: {"tensor"} if name == "hierarchical" else {"island", "tensor"}
+        for name in ALGORITHMS
     }
     assert seen == kept
 
@@ -253,6 +288,8 @@ def test_an_algorithm_says_where_it_has_no_reduce_scatter():
     for name, entry in ALGORITHMS.items():
         assert (entry.programs is None) == (entry.seconds is None) == (name == "psum")
         if name != "psum":
-            assert bool(entry.no_scatter(8)) == (entry.programs().reduce_scatter is None)
+            assert bool(entry.no_scatter(8)) == (
+                entry.programs().reduce_scatter is None
+            )
             assert not ALGORITHMS[entry.instead].no_scatter(6)
     assert ALGORITHMS["halving_doubling"].no_scatter(6)

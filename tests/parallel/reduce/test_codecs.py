@@ -31,13 +31,17 @@ def through(name, rows, block=256):
     """What arrives of rows, and what was sent."""
     chosen = codec(name, block)
     sent = jax.jit(chosen.encode)(rows)
-    return np.asarray(jax.jit(lambda s: chosen.decode(s, rows.shape[1]))(sent)), np.asarray(sent)
+    return np.asarray(
+        jax.jit(lambda s: chosen.decode(s, rows.shape[1]))(sent)
+    ), np.asarray(sent)
 
 
 def rows_of(k, n=3, seed=0):
     """Of very different sizes, block by block and number by number."""
     draw = np.random.default_rng(seed)
-    return (draw.standard_normal((n, k)) * 10.0 ** draw.integers(-6, 4, (n, k))).astype(np.float32)
+    return (draw.standard_normal((n, k)) * 10.0 ** draw.integers(-6, 4, (n, k))).astype(
+        np.float32
+    )
 
 
 def e4m3_numbers():
@@ -90,16 +94,21 @@ def reference(name, rows, block):
             scale = np.abs(part).max() * np.float32(1 / LARGEST[name])
             rounded = nearest_e4m3 if name == "float8" else half_even
             out[i, start : start + block] = [
-                np.float32(rounded(np.float32(x / scale))) * scale if scale else 0.0 for x in part
+                np.float32(rounded(np.float32(x / scale))) * scale if scale else 0.0
+                for x in part
             ]
     return out
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("k", "block"), [(64, 16), (77, 16), (33, 256), (1, 16), (256, 256)])
+@pytest.mark.parametrize(
+    ("k", "block"), [(64, 16), (77, 16), (33, 256), (1, 16), (256, 256)]
+)
 def test_a_codec_is_its_format_number_by_number(name, k, block):
     rows = rows_of(k)
-    np.testing.assert_array_equal(through(name, rows, block)[0], reference(name, rows, block))
+    np.testing.assert_array_equal(
+        through(name, rows, block)[0], reference(name, rows, block)
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -109,14 +118,19 @@ def test_as_many_bytes_are_sent_as_the_sizes_say_without_padding_to_a_block(name
     assert sent.dtype == np.uint8
     assert sent.shape == (3, codec(name).nbytes(k))
     values = {"bfloat16": 2 * k, "float8": k, "int8": k, "int4": (k + 1) // 2}[name]
-    assert codec(name).nbytes(k) == values + (0 if name == "bfloat16" else 4 * -(-k // 256))
+    assert codec(name).nbytes(k) == values + (
+        0 if name == "bfloat16" else 4 * -(-k // 256)
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_error_is_at_most_half_a_step(name):
     rows = rows_of(1000)
     arrived = through(name, rows)[0]
-    error, size = np.abs(arrived.astype(np.float64) - rows), np.abs(rows.astype(np.float64))
+    error, size = (
+        np.abs(arrived.astype(np.float64) - rows),
+        np.abs(rows.astype(np.float64)),
+    )
     largest = np.stack(
         [np.abs(rows[:, s : s + 256]).max(axis=1) for s in range(0, 1000, 256)], axis=1
     )
@@ -160,7 +174,9 @@ def test_the_largest_numbers_arrive_and_those_that_are_no_normal_ones_do_no_harm
     huge[0, 3] *= -1
     np.testing.assert_allclose(through(name, huge, 16)[0], huge, rtol=1e-2)
     largest = through(name, np.full((1, 16), FLOAT_MAX, np.float32), 16)[0]
-    assert ((largest >= FLOAT_MAX * 0.99) | np.isnan(largest)).all(), "an overflow is not hidden"
+    assert ((largest >= FLOAT_MAX * 0.99) | np.isnan(largest)).all(), (
+        "an overflow is not hidden"
+    )
     small = np.array([[1e-45, -1e-40, 1e-38, 0.0] * 4], np.float32)
     arrived = through(name, small, 16)[0]
     assert np.isfinite(arrived).all()
@@ -189,10 +205,15 @@ def largest(row, ratio):
 SHAPES = [(3, 7, 0.3), (1, 1, 0.01), (4, 1000, 0.01), (2, 257, 1.0)]
 
 
-@pytest.mark.parametrize("shape", thorough_but(SHAPES, SHAPES[:1].__contains__), ids=str)
+@pytest.mark.parametrize(
+    "shape", thorough_but(SHAPES, SHAPES[:1].__contains__), ids=str
+)
 def test_the_largest_arrive_as_they_are_and_the_others_as_zero(shape):
     rows, k, ratio = shape
-    codec, x = TopK(ratio), np.random.default_rng(0).standard_normal((rows, k)).astype(np.float32)
+    codec, x = (
+        TopK(ratio),
+        np.random.default_rng(0).standard_normal((rows, k)).astype(np.float32),
+    )
     sent = codec.encode(jnp.asarray(x))
     assert sent.dtype == jnp.uint8
     assert sent.shape == (rows, codec.nbytes(k)) == (rows, 8 * max(1, round(ratio * k)))
@@ -215,25 +236,37 @@ def test_five_steps_with_feedback_are_those_of_numpy():
         np.random.default_rng(1),
     )
     owed = {
-        name: np.zeros((4, *w.whole), np.float32) for name, w in made.weights.items() if w.decayed
+        name: np.zeros((4, *w.whole), np.float32)
+        for name, w in made.weights.items()
+        if w.decayed
     }
     assert owed
     for _ in range(5):
         gradients = made.draw(random)
         sums, _ = made.close(gradients)
         for name, residual in owed.items():
-            weight, total = made.weights[name], np.zeros(made.weights[name].whole, np.float64)
+            weight, total = (
+                made.weights[name],
+                np.zeros(made.weights[name].whole, np.float64),
+            )
             for rank in range(4):
                 given = gradients[name][rank, 0, 0] + residual[rank]
-                padding = [(0, m - n) for n, m in zip(weight.whole, weight.padded, strict=True)]
+                padding = [
+                    (0, m - n) for n, m in zip(weight.whole, weight.padded, strict=True)
+                ]
                 parts = np.split(np.pad(given, padding), 4, axis=weight.zero_dim)
                 sent = np.concatenate(
-                    [largest(part.reshape(-1), RATIO).reshape(part.shape) for part in parts],
+                    [
+                        largest(part.reshape(-1), RATIO).reshape(part.shape)
+                        for part in parts
+                    ],
                     axis=weight.zero_dim,
                 )[tuple(slice(n) for n in weight.whole)]
                 residual[rank] = given - sent
                 total += sent
-            np.testing.assert_allclose(sums[name], total, rtol=1e-6, atol=1e-6, err_msg=name)
+            np.testing.assert_allclose(
+                sums[name], total, rtol=1e-6, atol=1e-6, err_msg=name
+            )
     flat = jax.tree.leaves(made.kept.residual, is_leaf=lambda x: x is None)
     for name, x in zip(made.weights, flat, strict=True):
         if x is None:

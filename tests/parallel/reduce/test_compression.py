@@ -18,7 +18,14 @@ from meshtrain.parallel.reduce.sizes import scatters_compressed
 from meshtrain.step import Program
 
 # Large enough that norms, which are sent as they are, weigh as little as in a model that somebody would compress.
-MODEL = {"layers": 2, "d_model": 256, "heads": 4, "kv_heads": 2, "d_ff": 512, "vocab_size": 264}
+MODEL = {
+    "layers": 2,
+    "d_model": 256,
+    "heads": 4,
+    "kv_heads": 2,
+    "d_ff": 512,
+    "vocab_size": 264,
+}
 STEPS = 3
 
 
@@ -55,7 +62,9 @@ def stepped(compression: str):
     tokens, labels = token_batches(config, 1)[0]
     metrics = []
     for _ in range(STEPS + 1):
-        state, found = compiled(state, program.place({"tokens": tokens, "labels": labels}))
+        state, found = compiled(
+            state, program.place({"tokens": tokens, "labels": labels})
+        )
         metrics.append(jax.device_get(found))
     return program, collectives(compiled, program.mesh), metrics
 
@@ -87,7 +96,9 @@ def test_gradients_take_so_much_fewer_bytes_in_the_compiled_step(name):
     assert gradient_bytes(plain[1]) / gradient_bytes(packed[1]) >= LEAST[name]
     program, found, _ = packed
     matrices = [
-        weight for weight in program.layout.flat if scatters_compressed(program.config, weight)
+        weight
+        for weight in program.layout.flat
+        if scatters_compressed(program.config, weight)
     ]
     assert len(matrices) > 5
     exchanges = [c for c in found if c.kind == "all-to-all" and c.axes]
@@ -105,7 +116,9 @@ def test_descent_goes_as_far_as_without_but_for_what_was_left_out(name):
     plain, packed = ([m["loss"] for m in stepped(of)[2]] for of in ("none", name))
     errors = [float(m["reduce_error"]) for m in stepped(name)[2]]
     fell, falls = plain[0] - plain[-1], packed[0] - packed[-1]
-    assert packed[0] == pytest.approx(plain[0], rel=1e-6), "the first loss knows of no gradient yet"
+    assert packed[0] == pytest.approx(plain[0], rel=1e-6), (
+        "the first loss knows of no gradient yet"
+    )
     assert packed[-1] != plain[-1]
     # The error of the sum is at most that of its parts where those are as large; twice as much for the curvature.
     ranks = stepped(name)[0].config.mesh.data
@@ -128,21 +141,30 @@ def test_an_overflow_is_seen_through_compression_and_its_step_skipped():
     config = configuration(
         "int8",
         data=2,
-        precision={"compute": "float16", "loss_scale": 2.0**30, "loss_scale_hysteresis": 1},
+        precision={
+            "compute": "float16",
+            "loss_scale": 2.0**30,
+            "loss_scale_hysteresis": 1,
+        },
         model=MODEL | {"layers": 1, "d_model": 32, "d_ff": 32},
     )
     program = Program(config, make_mesh(config))
     state = start(program, canonical_numbers(program.layout))
     before = jax.device_get(state.params)
     tokens, labels = token_batches(config, 1)[0]
-    state, metrics = program.train_step(state, program.place({"tokens": tokens, "labels": labels}))
+    state, metrics = program.train_step(
+        state, program.place({"tokens": tokens, "labels": labels})
+    )
     assert int(metrics["skipped"]) == 1
     assert float(metrics["loss_scale"]) == 2.0**29
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.params), before)
 
 
 EVERYWHERE = {
-    "at use, ZeRO-2, tied": ({"data": 4}, {"zero_stage": 2, "zero_hold": False, "microbatches": 2}),
+    "at use, ZeRO-2, tied": (
+        {"data": 4},
+        {"zero_stage": 2, "zero_hold": False, "microbatches": 2},
+    ),
     "1f1b at use, all axes": (
         {"data": 2, "tensor": 2, "pipeline": 2},
         {"zero_stage": 3, "zero_hold": False, "microbatches": 4},

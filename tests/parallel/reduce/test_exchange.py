@@ -29,13 +29,20 @@ def codec(name, block=16):
 
 def mesh_of(data, islands=1):
     return make_mesh(
-        load({"mesh": {"data": data, "islands": islands}, "train": {"global_batch_size": data}})
+        load(
+            {
+                "mesh": {"data": data, "islands": islands},
+                "train": {"global_batch_size": data},
+            }
+        )
     )
 
 
 def weight(shape, zero_dim, data=8, stacked=True):
     """A weight of layers x rows x columns, or of rows x columns, whole but for ZeRO."""
-    padded = tuple(-(-n // data) * data if d == zero_dim else n for d, n in enumerate(shape))
+    padded = tuple(
+        -(-n // data) * data if d == zero_dim else n for d, n in enumerate(shape)
+    )
     axes = ("layers",) * stacked + ("embed", "mlp")
     return Placed(
         "w",
@@ -54,7 +61,8 @@ def weight(shape, zero_dim, data=8, stacked=True):
 def gradients(ranks, shape, seed=0):
     draw = np.random.default_rng(seed)
     return (
-        draw.standard_normal((ranks, *shape)) * 10.0 ** draw.integers(-3, 2, (ranks, *shape))
+        draw.standard_normal((ranks, *shape))
+        * 10.0 ** draw.integers(-3, 2, (ranks, *shape))
     ).astype(np.float32)
 
 
@@ -82,7 +90,9 @@ def scattered():
                 out[name, compression] = tuple(x[None] for x in sent)
         return out
 
-    run = jax.jit(jax.shard_map(local, mesh=mesh_of(8), in_specs=(specs,), out_specs=P(DATA)))
+    run = jax.jit(
+        jax.shard_map(local, mesh=mesh_of(8), in_specs=(specs,), out_specs=P(DATA))
+    )
     return given, weights, jax.device_get(run(given))
 
 
@@ -93,7 +103,9 @@ def test_a_scatter_sums_each_shard_on_its_rank(name, compression):
     g, w, (shards, arrived) = given[name], weights[name], out[name, compression]
     dim = w.zero_dim - (name == "layer")
     more = w.padded[w.zero_dim] - w.whole[w.zero_dim]
-    whole = np.pad(g.sum(axis=0), [(0, more if d == dim else 0) for d in range(g.ndim - 1)])
+    whole = np.pad(
+        g.sum(axis=0), [(0, more if d == dim else 0) for d in range(g.ndim - 1)]
+    )
     got = np.concatenate(list(shards), axis=dim)
     assert got.shape == whole.shape
     assert np.abs(got - whole).max() <= HALF[compression] * np.abs(g).max() * 8
@@ -112,7 +124,9 @@ def test_a_scatter_sums_each_shard_on_its_rank(name, compression):
 def reduced(islands):
     """The same across islands, of 2 data ranks each."""
     shapes = {"odd": (3, 7, 5), "short": (1, 2), "even": (4, 48)}
-    given = {name: gradients(islands * 2, shape, seed=1) for name, shape in shapes.items()}
+    given = {
+        name: gradients(islands * 2, shape, seed=1) for name, shape in shapes.items()
+    }
 
     def local(blocks):
         out = {}
@@ -132,7 +146,9 @@ def reduced(islands):
     out_specs = {(n, c): (P(DATA), rows, rows) for n in shapes for c in NAMES}
     mesh = mesh_of(2 * islands, islands)
     run = jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=({n: rows for n in shapes},), out_specs=out_specs)
+        jax.shard_map(
+            local, mesh=mesh, in_specs=({n: rows for n in shapes},), out_specs=out_specs
+        )
     )
     return given, jax.device_get(run(given))
 
@@ -145,7 +161,9 @@ def test_an_all_reduce_is_the_same_sum_in_all_islands(islands, compression):
     for name, g in given.items():
         _, everywhere, arrived = out[name, compression]
         by_island = everywhere.reshape(islands, 2, *g.shape[1:])
-        np.testing.assert_array_equal(by_island, np.broadcast_to(by_island[:1], by_island.shape))
+        np.testing.assert_array_equal(
+            by_island, np.broadcast_to(by_island[:1], by_island.shape)
+        )
         by_rank = g.reshape(islands, 2, *g.shape[1:])
         whole, most = by_rank.sum(axis=0), np.abs(g).max()
         # With more than two islands the sum is rounded once more.
@@ -164,7 +182,9 @@ def test_an_overflow_on_one_rank_is_seen_on_that_which_sums_it():
 
     g = gradients(8, w.whole)
     g[5, 1, 3, 2] = np.inf  # of rows 2 and 3, which rank 1 sums
-    run = jax.jit(jax.shard_map(local, mesh=mesh_of(8), in_specs=(P(DATA),), out_specs=P(DATA)))
+    run = jax.jit(
+        jax.shard_map(local, mesh=mesh_of(8), in_specs=(P(DATA),), out_specs=P(DATA))
+    )
     for shards in jax.device_get(run(g)).values():
         finite = np.isfinite(shards).reshape(8, -1).all(axis=1)
         assert list(np.flatnonzero(~finite)) == [1]

@@ -60,12 +60,20 @@ def test_what_was_sent_and_what_is_still_owed_add_up_to_all_gradients(cell):
     owed = made.residuals()
     for name, x in wanted.items():
         np.testing.assert_allclose(
-            made.sent[name] + owed[name], x, rtol=0, atol=1e-5 * np.abs(x).max(), err_msg=name
+            made.sent[name] + owed[name],
+            x,
+            rtol=0,
+            atol=1e-5 * np.abs(x).max(),
+            err_msg=name,
         )
-    lost = {name for name in owed if np.abs(owed[name]).max() > 1e-4 * np.abs(wanted[name]).max()}
-    assert lost == {weight.name for weight in made.weights.values() if weight.decayed}, (
-        "matrices lose something, norms nothing"
-    )
+    lost = {
+        name
+        for name in owed
+        if np.abs(owed[name]).max() > 1e-4 * np.abs(wanted[name]).max()
+    }
+    assert lost == {
+        weight.name for weight in made.weights.values() if weight.decayed
+    }, "matrices lose something, norms nothing"
     whole = np.sqrt(sum(np.sum(np.square(x)) for x in leaves(made.kept.residual)))
     assert statistics["residual_norm"] == pytest.approx(whole, rel=1e-5)
     assert 0 < statistics["reduce_error"] < 1
@@ -91,7 +99,8 @@ def test_an_overflow_shows_in_the_sums_or_in_what_is_left_out(kind, bad):
     gradients["blocks.mlp.up"][3, 1, 0, 1, 5, 7] = bad
     sums, statistics = made.close(gradients)
     assert not (
-        np.isfinite(sums["blocks.mlp.up"]).all() and np.isfinite(statistics["residual_norm"])
+        np.isfinite(sums["blocks.mlp.up"]).all()
+        and np.isfinite(statistics["residual_norm"])
     )
 
 

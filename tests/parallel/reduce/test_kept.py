@@ -21,17 +21,31 @@ from meshtrain.plan import memory
 from meshtrain.step import Program, State
 
 # Large enough that norms, which are sent as they are, weigh little.
-MODEL = {"layers": 2, "d_model": 256, "heads": 4, "kv_heads": 2, "d_ff": 512, "vocab_size": 264}
-TOPK, POWER = {"compression": "topk", "ratio": 0.01}, {"compression": "powersgd", "rank": 4}
+MODEL = {
+    "layers": 2,
+    "d_model": 256,
+    "heads": 4,
+    "kv_heads": 2,
+    "d_ff": 512,
+    "vocab_size": 264,
+}
+TOPK, POWER = (
+    {"compression": "topk", "ratio": 0.01},
+    {"compression": "powersgd", "rank": 4},
+)
 # (data, tensor, pipeline, islands)
 FLAT, ISLANDS, CUBE = (4, 1, 1, 1), (4, 1, 1, 2), (2, 2, 2, 1)
 
 
-def configuration(reduce, mesh=FLAT, directory="unused", compute="float32", **parallel: Any):
+def configuration(
+    reduce, mesh=FLAT, directory="unused", compute="float32", **parallel: Any
+):
     return load(
         {
             "model": MODEL,
-            "mesh": dict(zip(("data", "tensor", "pipeline", "islands"), mesh, strict=True)),
+            "mesh": dict(
+                zip(("data", "tensor", "pipeline", "islands"), mesh, strict=True)
+            ),
             "parallel": {"zero_stage": 1, "reduce": reduce, **parallel},
             "precision": {"compute": compute},
             "train": {"global_batch_size": 8, "sequence_length": 16},
@@ -43,7 +57,9 @@ def configuration(reduce, mesh=FLAT, directory="unused", compute="float32", **pa
 
 @cache
 def compiled(kind: str, mesh=FLAT, compute: str = "float32") -> Any:
-    config = configuration({"topk": TOPK, "powersgd": POWER}[kind], mesh, compute=compute)
+    config = configuration(
+        {"topk": TOPK, "powersgd": POWER}[kind], mesh, compute=compute
+    )
     program = Program(config, make_mesh(config))
     return program, program.lower().compile()
 
@@ -75,7 +91,9 @@ def test_topk_sends_a_fiftieth_in_one_exchange_a_matrix_and_no_dense_one():
     float32 = 3 / 4 * 4 * sum(weight.on_device() for weight in program.layout.flat)
     assert float32 / gradient_bytes(program, step) >= 45
     matrices = [weight for weight in program.layout.flat if weight.decayed]
-    exchanges = [c for c in collectives(step, program.mesh) if c.kind == "all-to-all" and c.axes]
+    exchanges = [
+        c for c in collectives(step, program.mesh) if c.kind == "all-to-all" and c.axes
+    ]
     assert len(exchanges) == len(matrices) > 5
     each = {
         4 * 8 * round(0.01 * weight.on_rank()) * 3 / 4 for weight in matrices
@@ -117,17 +135,24 @@ def test_a_skipped_step_leaves_what_is_owed_as_it_was_and_a_new_scale_owes_the_s
             for x in before.residual["blocks"]["mlp"].values()
         )
     )
-    assert 0 < norm < metrics[-1]["residual_norm"], "in units of the gradient, whatever the scale"
+    assert 0 < norm < metrics[-1]["residual_norm"], (
+        "in units of the gradient, whatever the scale"
+    )
     scale = float(state.scale.value)
     assert scale > 1000
     overflowing = jax.device_put(np.float32(1e30), state.scale.value.sharding)
     state, metrics = go(
-        program, step, state._replace(scale=state.scale._replace(value=overflowing)), [2]
+        program,
+        step,
+        state._replace(scale=state.scale._replace(value=overflowing)),
+        [2],
     )
     assert metrics[0]["skipped"] == 1
     assert same(State(*[None] * 4, before), State(*[None] * 4, state.reduce))
     lower = jax.device_put(np.float32(scale / 4), state.scale.value.sharding)
-    state, metrics = go(program, step, state._replace(scale=state.scale._replace(value=lower)), [3])
+    state, metrics = go(
+        program, step, state._replace(scale=state.scale._replace(value=lower)), [3]
+    )
     assert metrics[0]["skipped"] == 1, "and no more"
     after = np.sqrt(
         sum(
@@ -171,29 +196,46 @@ NOW = [
 
 @pytest.mark.parametrize(
     "cell",
-    thorough_but(list(product(MESHES, KEPT)), NOW.__contains__, [(CUBE, TOPK), (ISLANDS, KEPT[2])]),
+    thorough_but(
+        list(product(MESHES, KEPT)),
+        NOW.__contains__,
+        [(CUBE, TOPK), (ISLANDS, KEPT[2])],
+    ),
     ids=str,
 )
 def test_the_planner_knows_what_is_kept_on_a_device(cell):
     mesh, reduce = cell
-    model = {"layers": 5, "d_model": 96, "heads": 12, "kv_heads": 3, "d_ff": 190, "vocab_size": 257}
+    model = {
+        "layers": 5,
+        "d_model": 96,
+        "heads": 12,
+        "kv_heads": 3,
+        "d_ff": 190,
+        "vocab_size": 257,
+    }
     config = load(
         {
             "model": model,
-            "mesh": dict(zip(("data", "tensor", "pipeline", "islands"), mesh, strict=True)),
+            "mesh": dict(
+                zip(("data", "tensor", "pipeline", "islands"), mesh, strict=True)
+            ),
             "parallel": {"reduce": reduce, "microbatches": 2},
             "train": {"global_batch_size": 8, "sequence_length": 16},
         }
     )
     program = Program(config, make_mesh(config))
     shapes = program.state_shapes.reduce
-    held = sum(4 * np.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(shapes))
+    held = sum(
+        4 * np.prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(shapes)
+    )
     assert held == sum(sizes.feedback_bytes(config).values())
     planned = sum(item.nbytes for item in memory.between_steps(config))
     assert planned == pytest.approx(program.state_bytes, rel=0.005)
     if shapes is not None and reduce.get("feedback", True) and not reduce.get("over"):
         matrices = sum(
-            weight.on_device() for weight in program.layout.flat if sizes.compresses(config, weight)
+            weight.on_device()
+            for weight in program.layout.flat
+            if sizes.compresses(config, weight)
         )
         assert sizes.feedback_bytes(config)["residual"] == 4 * matrices, (
             "one whole float32 gradient a device"
@@ -211,7 +253,10 @@ def test_the_planner_knows_what_is_kept_on_a_device(cell):
             {"zero_stage": 3, "reduce": {"compression": "int8", "feedback": True}},
             "with parallel.reduce.feedback compresses",
         ),
-        ({"zero_stage": 3, "reduce": {**POWER, "feedback": False}}, "with its Q compresses"),
+        (
+            {"zero_stage": 3, "reduce": {**POWER, "feedback": False}},
+            "with its Q compresses",
+        ),
         (
             {"reduce": {"compression": "topk", "ratio": 0.6}},
             "parallel.reduce.ratio is 0.6, but topk sends 8 bytes",
@@ -221,7 +266,13 @@ def test_the_planner_knows_what_is_kept_on_a_device(cell):
 )
 def test_what_cannot_be_right_is_refused_in_one_sentence(parallel, told):
     with pytest.raises(ConfigError) as refused:
-        load({"mesh": {"data": 4}, "parallel": parallel, "train": {"global_batch_size": 8}})
+        load(
+            {
+                "mesh": {"data": 4},
+                "parallel": parallel,
+                "train": {"global_batch_size": 8},
+            }
+        )
     assert told in str(refused.value)
     assert str(refused.value).count("\n") == 0
 

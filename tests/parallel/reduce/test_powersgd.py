@@ -41,7 +41,9 @@ def test_five_steps_are_those_of_the_algorithm(flat):
     q = {name: x for name, x in by_name(flat, flat.kept.q).items() if x is not None}
     assert set(q) == {weight.name for weight in flat.weights.values() if weight.decayed}
     q = {
-        name: x.reshape(-1, as_matrices(name, np.zeros(flat.weights[name].whole)).shape[2], RANK)
+        name: x.reshape(
+            -1, as_matrices(name, np.zeros(flat.weights[name].whole)).shape[2], RANK
+        )
         for name, x in q.items()
     }
     owed = {name: np.zeros((4, *flat.weights[name].whole)) for name in q}
@@ -51,7 +53,9 @@ def test_five_steps_are_those_of_the_algorithm(flat):
         for name, begun in q.items():
             m = [
                 as_matrices(name, g[0, 0] + e)
-                for g, e in zip(gradients[name].astype(np.float64), owed[name], strict=True)
+                for g, e in zip(
+                    gradients[name].astype(np.float64), owed[name], strict=True
+                )
             ]
             total = []
             for layer, start in enumerate(begun):
@@ -76,7 +80,9 @@ def test_five_steps_are_those_of_the_algorithm(flat):
 def test_gradients_that_share_so_few_columns_arrive_whole():
     """Even through a Q that was drawn at random: nothing is left out but rounding."""
     made, random = (
-        Closing({"data": 4}, {"compression": "powersgd", "rank": RANK, "feedback": False}),
+        Closing(
+            {"data": 4}, {"compression": "powersgd", "rank": RANK, "feedback": False}
+        ),
         np.random.default_rng(4),
     )
     gradients = made.draw(random)
@@ -84,7 +90,9 @@ def test_gradients_that_share_so_few_columns_arrive_whole():
         if weight.decayed:
             m = as_matrices(name, gradients[name][0, 0, 0])
             thin = np.einsum(
-                "lnr,lcr->lnc", m[:, :, :RANK], random.standard_normal((len(m), m.shape[2], RANK))
+                "lnr,lcr->lnc",
+                m[:, :, :RANK],
+                random.standard_normal((len(m), m.shape[2], RANK)),
             )
             gradients[name][...] = thin.reshape(weight.whole)
     sums, statistics = made.close(gradients)
@@ -99,21 +107,32 @@ def test_gradients_that_share_so_few_columns_arrive_whole():
 @pytest.mark.thorough
 def test_layers_that_only_pad_a_stage_stay_zero():
     made = Closing(
-        {"data": 2, "pipeline": 2}, {"compression": "powersgd", "rank": RANK}, microbatches=2
+        {"data": 2, "pipeline": 2},
+        {"compression": "powersgd", "rank": RANK},
+        microbatches=2,
     )
     assert not (made.layout.layer_at >= 0).all()
-    gradients, padding = made.draw(np.random.default_rng(5)), made.layout.layer_at.reshape(-1) < 0
+    gradients, padding = (
+        made.draw(np.random.default_rng(5)),
+        made.layout.layer_at.reshape(-1) < 0,
+    )
     for name, weight in made.weights.items():
         if weight.stacked:
             each = len(padding) // 2
             for stage in range(2):
-                gradients[name][:, :, stage, padding[stage * each : (stage + 1) * each]] = 0
+                gradients[name][
+                    :, :, stage, padding[stage * each : (stage + 1) * each]
+                ] = 0
     for _ in range(2):
         sums, _ = made.close(gradients)
     residuals = made.residuals()
     for name, weight in made.weights.items():
         if weight.stacked:
-            assert np.abs(sums[name][padding]).max() == np.abs(residuals[name][padding]).max() == 0
+            assert (
+                np.abs(sums[name][padding]).max()
+                == np.abs(residuals[name][padding]).max()
+                == 0
+            )
             assert np.abs(sums[name][~padding]).max() > 0
 
 

@@ -151,16 +151,25 @@ def test_a_run_is_that_of_psum_and_its_gradients_travel_in_messages_alone(case):
 def test_what_an_algorithm_cannot_do_is_refused_in_a_sentence(
     algorithm, mesh, zero, parallel, said
 ):
-    with pytest.raises(ConfigError, match=f"^parallel.reduce.algorithm is {algorithm}, .*{said}"):
+    with pytest.raises(
+        ConfigError, match=f"^parallel.reduce.algorithm is {algorithm}, .*{said}"
+    ):
         configuration(algorithm, mesh, zero, **parallel)
 
 
 @pytest.mark.parametrize("algorithm", ["hierarchical", "double_tree"])
 def test_of_one_data_rank_nothing_is_refused(algorithm):
-    assert configuration(algorithm, {"tensor": 2}, 1).parallel.reduce.algorithm == algorithm
+    assert (
+        configuration(algorithm, {"tensor": 2}, 1).parallel.reduce.algorithm
+        == algorithm
+    )
 
 
 def test_another_algorithm_is_reported_at_a_resume_since_its_sums_end_in_other_bits():
-    old, new = (configuration(name, {"data": 2}, 1) for name in ("psum", "two_way_ring"))
+    old, new = (
+        configuration(name, {"data": 2}, 1) for name in ("psum", "two_way_ring")
+    )
     said = compare(dataclasses.asdict(old), new, "step 3", weights_only=False)
-    assert said == ["parallel.reduce.algorithm was psum and is two_way_ring from here on."]
+    assert said == [
+        "parallel.reduce.algorithm was psum and is two_way_ring from here on."
+    ]

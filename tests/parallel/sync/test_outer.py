@@ -29,7 +29,12 @@ WHOLE_ON_SEVERAL = [
 def test_copies_of_a_weight_stay_equal_whatever_shares_the_message(case):
     """What lies beside it differs from rank to rank, and must share no scale with it."""
     compression, mesh, model, name = case
-    reduce = {"compression": compression, "over": "islands", "block": 64, "feedback": False}
+    reduce = {
+        "compression": compression,
+        "over": "islands",
+        "block": 64,
+        "feedback": False,
+    }
     built = program(
         mesh,
         model=model,
@@ -41,20 +46,26 @@ def test_copies_of_a_weight_stay_equal_whatever_shares_the_message(case):
 
     def apart(x):
         return jax.device_put(
-            np.asarray(x) + 1e-2 * random.standard_normal(x.shape, np.float32), x.sharding
+            np.asarray(x) + 1e-2 * random.standard_normal(x.shape, np.float32),
+            x.sharding,
         )
 
     counted = jax.device_put(
-        np.arange(1, mesh["islands"] + 1, dtype=np.float32)[:, None], state.islands.counted.sharding
+        np.arange(1, mesh["islands"] + 1, dtype=np.float32)[:, None],
+        state.islands.counted.sharding,
     )
     own = jax.tree.map(apart, state.islands.params)
     before = [x.copy() for x in numbers(state.params)]
     exchange = built.islands.synchronize[0].lower(built.state_shapes).compile()
-    state, _ = exchange(state._replace(islands=state.islands._replace(params=own, counted=counted)))
+    state, _ = exchange(
+        state._replace(islands=state.islands._replace(params=own, counted=counted))
+    )
     assert largest_difference(before, state.params) > 1e-3
     assert copies_differ(state) == []
     sent = sum(
-        c.sent for c in collectives(exchange, built.mesh, built.taken) if c.axes == (ISLAND,)
+        c.sent
+        for c in collectives(exchange, built.mesh, built.taken)
+        if c.axes == (ISLAND,)
     )
     assert sent == pytest.approx(built.islands.outer.sent_bytes(0), rel=1e-6)
     assert sum(

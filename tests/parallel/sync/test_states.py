@@ -15,7 +15,9 @@ def of_islands(numbers, dtype=np.float32):
         ("island", "data"),
         axis_types=(AxisType.Auto,) * 2,
     )
-    return jax.device_put(np.array(numbers, dtype), NamedSharding(mesh, PartitionSpec("island")))
+    return jax.device_put(
+        np.array(numbers, dtype), NamedSharding(mesh, PartitionSpec("island"))
+    )
 
 
 def test_a_row_has_the_mean_over_islands_each_counted_once_and_broken_ones_left_out():
@@ -40,10 +42,12 @@ def test_islands_weigh_by_what_they_learned_from():
     assert visible({"loss": loss, "counted": of_islands([6.0, 2.0])}) == {"loss": 3.0}
     assert visible({"loss": loss, "counted": of_islands([0.0, 0.0])}) == {"loss": 2.0}
     # one that learned from nothing does not stand in for a broken one
-    assert math.isnan(visible({"norm": norm, "counted": of_islands([0.0, 9.0])})["norm"])
-    assert visible({"loss": jax.numpy.float32(1.5), "counted": jax.numpy.float32(3.0)}) == {
-        "loss": 1.5
-    }
+    assert math.isnan(
+        visible({"norm": norm, "counted": of_islands([0.0, 9.0])})["norm"]
+    )
+    assert visible(
+        {"loss": jax.numpy.float32(1.5), "counted": jax.numpy.float32(3.0)}
+    ) == {"loss": 1.5}
 
 
 def test_of_steps_that_islands_skipped_a_row_has_the_most():
@@ -59,4 +63,6 @@ def test_of_what_every_process_knows_of_all_islands_a_row_has_its_own():
         jax.device_put(np.float32(x), NamedSharding(mesh, PartitionSpec()))
         for x in ([5.0], [0.5, 0.25])
     )
-    assert visible({"learning_rate": rates, "counted": counted}) == {"learning_rate": 0.5}
+    assert visible({"learning_rate": rates, "counted": counted}) == {
+        "learning_rate": 0.5
+    }

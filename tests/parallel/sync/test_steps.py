@@ -3,7 +3,15 @@
 import jax
 import numpy as np
 import pytest
-from island_runs import batches, largest_difference, numbers, program, run, same_bits, spoiled
+from island_runs import (
+    batches,
+    largest_difference,
+    numbers,
+    program,
+    run,
+    same_bits,
+    spoiled,
+)
 
 from meshtrain.hlo import collectives
 from meshtrain.mesh import ISLAND
@@ -28,25 +36,37 @@ FLAT = {"data": 4, "islands": 2}  # no stages, which compile slowly
 
 
 def across(built: Program, jitted, *more):
-    found = collectives(jitted.lower(built.state_shapes, *more).compile(), built.mesh, built.taken)
+    found = collectives(
+        jitted.lower(built.state_shapes, *more).compile(), built.mesh, built.taken
+    )
     assert found, "the program has no collective at all: nothing is shown"
     return [c for c in found if ISLAND in c.axes]
 
 
 @pytest.fixture(scope="module")
 def streaming() -> Program:
-    return program(sync={"every": 4, "start": 2, "fragments": 2, "delay": 1, "outer_momentum": 0.5})
+    return program(
+        sync={"every": 4, "start": 2, "fragments": 2, "delay": 1, "outer_momentum": 0.5}
+    )
 
 
 @pytest.fixture(scope="module")
 def whole() -> Program:
     return program(
-        FLAT, sync={"every": 3, "start": 2, "outer_learning_rate": 0.7, "outer_momentum": 0.9}
+        FLAT,
+        sync={
+            "every": 3,
+            "start": 2,
+            "outer_learning_rate": 0.7,
+            "outer_momentum": 0.9,
+        },
     )
 
 
 @pytest.mark.thorough
-def test_no_collective_of_an_inner_step_crosses_islands_and_a_synchronous_one_does(whole):
+def test_no_collective_of_an_inner_step_crosses_islands_and_a_synchronous_one_does(
+    whole,
+):
     assert across(whole, whole.islands.local_step, whole.batch_shapes()) == []
     assert across(whole, whole.islands.synchronous, whole.batch_shapes())
 
@@ -54,7 +74,8 @@ def test_no_collective_of_an_inner_step_crosses_islands_and_a_synchronous_one_do
 def shard_elements(built: Program) -> int:
     """float32 masters on one device, counted on the arrays."""
     return sum(
-        int(np.prod(x.sharding.shard_shape(x.shape))) for x in jax.tree.leaves(built.layout.masters)
+        int(np.prod(x.sharding.shard_shape(x.shape)))
+        for x in jax.tree.leaves(built.layout.masters)
     )
 
 
@@ -66,12 +87,15 @@ def test_islands_are_brought_together_by_one_all_reduce_of_a_shard(whole):
 
 
 @pytest.mark.thorough
-def test_with_a_delay_the_all_reduce_stands_in_the_next_step_and_taking_in_sends_nothing(streaming):
+def test_with_a_delay_the_all_reduce_stands_in_the_next_step_and_taking_in_sends_nothing(
+    streaming,
+):
     total = 0
     for fragment, step in enumerate(streaming.islands.sending):
         (found,) = across(streaming, step, streaming.batch_shapes())
-        assert found.kind == "all-reduce" and found.sent == streaming.islands.outer.sent_bytes(
-            fragment
+        assert (
+            found.kind == "all-reduce"
+            and found.sent == streaming.islands.outer.sent_bytes(fragment)
         )
         total += found.bytes
         text = (
@@ -87,15 +111,19 @@ def test_with_a_delay_the_all_reduce_stands_in_the_next_step_and_taking_in_sends
         )
     # layers 0, 1, 2 on one stage and 3, 4 on the other: the even ones are at most 2 on a stage, the odd ones 1
     assert total == 4 * (
-        shard_elements(streaming) + when.BESIDE * streaming.config.parallel.sync.fragments
+        shard_elements(streaming)
+        + when.BESIDE * streaming.config.parallel.sync.fragments
     )
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("islands", "compression"), [pytest.param(2, "int8", marks=pytest.mark.slow), (4, "int4")]
+    ("islands", "compression"),
+    [pytest.param(2, "int8", marks=pytest.mark.slow), (4, "int4")],
 )
-def test_what_islands_moved_is_sent_as_compression_over_islands_has_it(islands, compression):
+def test_what_islands_moved_is_sent_as_compression_over_islands_has_it(
+    islands, compression
+):
     """In one exchange more, of which the metrics' and the planner's bytes are those of the compiled program; the mean
     is off by rounding.
     """
@@ -105,20 +133,26 @@ def test_what_islands_moved_is_sent_as_compression_over_islands_has_it(islands, 
     )
     large = {"d_model": 64, "d_ff": 96, "heads": 4, "kv_heads": 4}
     ours, plain = (
-        program(mesh, model=large, parallel={"microbatches": 1, "sync": {"every": 2}, **more})
+        program(
+            mesh,
+            model=large,
+            parallel={"microbatches": 1, "sync": {"every": 2}, **more},
+        )
         for more in ({"reduce": reduce}, {})
     )
     found = across(ours, ours.islands.synchronize[0])
     kinds = [c.kind for c in found]
-    assert kinds.count("all-reduce") == 1 and set(kinds) - {"all-reduce"} == {"all-gather"} | (
-        {"all-to-all"} if islands > 2 else set()
-    )
+    assert kinds.count("all-reduce") == 1 and set(kinds) - {"all-reduce"} == {
+        "all-gather"
+    } | ({"all-to-all"} if islands > 2 else set())
     assert {c.dtype for c in found if c.kind != "all-reduce"} == {"u8"}
     # a group of all-to-all is a tuple of messages, one of them to itself
-    assert sum(c.sent for c in found) == pytest.approx(ours.islands.outer.sent_bytes(0), rel=0.01)
-    assert sum(f.sent * 2 for f in gradient_traffic.sync_transfers(ours.config)) == pytest.approx(
+    assert sum(c.sent for c in found) == pytest.approx(
         ours.islands.outer.sent_bytes(0), rel=0.01
     )
+    assert sum(
+        f.sent * 2 for f in gradient_traffic.sync_transfers(ours.config)
+    ) == pytest.approx(ours.islands.outer.sent_bytes(0), rel=0.01)
     assert (
         plain.islands.outer.sent_bytes(0) / ours.islands.outer.sent_bytes(0)
         > {"int8": 3.3, "int4": 5.0}[compression]
@@ -130,7 +164,11 @@ def test_what_islands_moved_is_sent_as_compression_over_islands_has_it(islands, 
     )
     (a, (row,)), (b, (expected,)) = run(ours, given, 1), run(plain, state, 1)
     assert row["sync_drift"] == pytest.approx(float(expected["sync_drift"]), rel=0.05)
-    assert 0 < largest_difference(a.params, b.params) < 0.2 * largest_difference(b.params, before)
+    assert (
+        0
+        < largest_difference(a.params, b.params)
+        < 0.2 * largest_difference(b.params, before)
+    )
 
 
 @pytest.mark.thorough
@@ -151,7 +189,10 @@ def test_what_islands_moved_is_sent_as_compression_over_islands_has_it(islands, 
         ),
         (
             {"data": 4, "pipeline": 2, "islands": 2},
-            {"parallel": {"zero_stage": 3, "microbatches": 2}, "optimizer": {"name": "adafactor"}},
+            {
+                "parallel": {"zero_stage": 3, "microbatches": 2},
+                "optimizer": {"name": "adafactor"},
+            },
         ),
         (
             {"data": 4, "islands": 2},
@@ -177,12 +218,18 @@ def test_nothing_crosses_islands_whatever_the_layout_and_the_optimizer(mesh, sec
 @pytest.mark.thorough
 def test_islands_brought_together_after_every_step_of_sgd_are_plain_data_parallelism():
     sync = {"every": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
-    ours, plain = program(FLAT, sync=sync, optimizer=PLAIN_SGD), program(FLAT, optimizer=PLAIN_SGD)
+    ours, plain = (
+        program(FLAT, sync=sync, optimizer=PLAIN_SGD),
+        program(FLAT, optimizer=PLAIN_SGD),
+    )
     before = ours.init()
     first = numbers(before.params)
     (a, rows), (b, expected) = run(ours, before, 3), run(plain, plain.init(), 3)
     assert (
-        max(float(np.abs(x - y).max()) for x, y in zip(first, numbers(a.params), strict=True))
+        max(
+            float(np.abs(x - y).max())
+            for x, y in zip(first, numbers(a.params), strict=True)
+        )
         > 1e-2
     )
     assert largest_difference(a.params, b.params) < 1e-6
@@ -195,9 +242,14 @@ def test_islands_brought_together_after_every_step_of_sgd_are_plain_data_paralle
 def test_islands_weigh_by_the_rows_that_they_learn_from():
     """Islands with 4 and 1, 4 and 0, 2 and 4 rows, the others padding, are plain data parallelism as well."""
     sync = {"every": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
-    ours, plain = program(FLAT, sync=sync, optimizer=PLAIN_SGD), program(FLAT, optimizer=PLAIN_SGD)
+    ours, plain = (
+        program(FLAT, sync=sync, optimizer=PLAIN_SGD),
+        program(FLAT, optimizer=PLAIN_SGD),
+    )
     a, b = ours.init(), plain.init()
-    for batch, real in zip(batches(3), (range(5), range(4), (0, 1, 4, 5, 6, 7)), strict=True):
+    for batch, real in zip(
+        batches(3), (range(5), range(4), (0, 1, 4, 5, 6, 7)), strict=True
+    ):
         weights = np.isin(np.arange(8), real)[:, None] * np.ones((1, 8), np.float32)
         a, row = ours.train_step(a, ours.place({**batch, "weights": weights}))
         b, expected = plain.train_step(b, plain.place({**batch, "weights": weights}))
@@ -207,7 +259,9 @@ def test_islands_weigh_by_the_rows_that_they_learn_from():
 
 
 @pytest.mark.thorough
-def test_synchronous_steps_are_those_of_plain_training_and_leave_all_islands_equal(whole):
+def test_synchronous_steps_are_those_of_plain_training_and_leave_all_islands_equal(
+    whole,
+):
     plain = program(FLAT)
     begun = numbers(plain.init().params)
     (a, rows), (b, expected) = run(whole, whole.init(), 2), run(plain, plain.init(), 2)
@@ -221,7 +275,9 @@ def test_synchronous_steps_are_those_of_plain_training_and_leave_all_islands_equ
     for leaf, shared in zip(numbers(a.islands.params), numbers(a.params), strict=True):
         assert np.array_equal(leaf[0], leaf[1]) and np.array_equal(leaf[0], shared)
     a, _ = run(whole, a, 1)
-    assert all(not np.array_equal(x[0], x[1]) for x in numbers(a.islands.params) if x.any())
+    assert all(
+        not np.array_equal(x[0], x[1]) for x in numbers(a.islands.params) if x.any()
+    )
 
 
 def distance(a: list[np.ndarray], b: list[np.ndarray]) -> float:
@@ -259,7 +315,10 @@ def in_fragment(built: Program, fragment: int) -> list[np.ndarray]:
         else:
             first = weight.name.startswith("embedding")
             found.append(
-                np.array(fragment == (0 if first else built.config.parallel.sync.fragments - 1))
+                np.array(
+                    fragment
+                    == (0 if first else built.config.parallel.sync.fragments - 1)
+                )
             )
     return found
 
@@ -279,16 +338,23 @@ def test_the_outer_step_is_nesterov_on_the_mean_of_what_islands_moved_each_fragm
         alone, metrics = streaming.islands.step_after(taken - 1)(
             copied(state), streaming.place(batch)
         )
-        shared, own = canonical(streaming, alone.params), canonical(streaming, alone.islands.params)
+        shared, own = (
+            canonical(streaming, alone.params),
+            canonical(streaming, alone.islands.params),
+        )
         state, _ = streaming.islands.finish(alone, metrics, taken)
         if (fragment := when.arrives(sync, taken)) is not None:
             arrivals += 1
             mine = in_fragment(streaming, fragment)
-            for i, (mean, inside) in enumerate(zip(sent.pop(fragment), mine, strict=True)):
+            for i, (mean, inside) in enumerate(
+                zip(sent.pop(fragment), mine, strict=True)
+            ):
                 momentum[i] = np.where(inside, 0.5 * momentum[i] + mean, momentum[i])
                 moved = shared[i] - 0.7 * (mean + 0.5 * momentum[i])
                 shared[i] = np.where(inside, moved, shared[i])
-                own[i] = np.where(inside, OWN_SHARE * own[i] + (1 - OWN_SHARE) * shared[i], own[i])
+                own[i] = np.where(
+                    inside, OWN_SHARE * own[i] + (1 - OWN_SHARE) * shared[i], own[i]
+                )
         if (fragment := when.due(sync, taken)) is not None:
             sent[fragment] = [a - b.mean(0) for a, b in zip(shared, own, strict=True)]
         for got, wanted in (
@@ -297,7 +363,10 @@ def test_the_outer_step_is_nesterov_on_the_mean_of_what_islands_moved_each_fragm
             (canonical(streaming, state.islands.momentum), momentum),
         ):
             assert (
-                max(float(np.abs(x - y).max()) for x, y in zip(got, wanted, strict=True)) < 2e-6
+                max(
+                    float(np.abs(x - y).max()) for x, y in zip(got, wanted, strict=True)
+                )
+                < 2e-6
             ), taken
     assert arrivals == 4
 
@@ -309,7 +378,9 @@ def broken(state, island: int):
 
 
 @pytest.mark.thorough
-def test_a_broken_island_is_left_out_of_the_mean_and_starts_again_from_the_shared_model(whole):
+def test_a_broken_island_is_left_out_of_the_mean_and_starts_again_from_the_shared_model(
+    whole,
+):
     state, _ = run(whole, whole.init(), 3)
     state, rows = run(whole, broken(state, 1), 1)
     assert np.isnan(rows[0]["loss"][1]) and np.isfinite(rows[0]["loss"][0])
@@ -321,15 +392,24 @@ def test_a_broken_island_is_left_out_of_the_mean_and_starts_again_from_the_share
     other = [x[0] for x in numbers(alone.optimizer)]
     state, metrics = whole.islands.finish(alone, metrics, 5)
     assert int(metrics["sync_islands"]) == 1
-    for got, before, mine, m in zip(numbers(state.params), shared, own, momentum, strict=True):
+    for got, before, mine, m in zip(
+        numbers(state.params), shared, own, momentum, strict=True
+    ):
         moved = before - mine[0]
-        assert np.allclose(got, before - 0.7 * (moved + 0.9 * (0.9 * m + moved)), atol=1e-6)
-    for leaf, outer in zip(numbers(state.islands.params), numbers(state.params), strict=True):
+        assert np.allclose(
+            got, before - 0.7 * (moved + 0.9 * (0.9 * m + moved)), atol=1e-6
+        )
+    for leaf, outer in zip(
+        numbers(state.islands.params), numbers(state.params), strict=True
+    ):
         assert np.array_equal(leaf[0], outer) and np.array_equal(leaf[1], outer)
     for leaf, kept in zip(numbers(state.optimizer), other, strict=True):
         assert np.array_equal(leaf[0], kept) and np.isfinite(leaf).all()
     _, rows = run(whole, state, 3)
-    assert np.isfinite([row["loss"] for row in rows]).all() and int(rows[2]["sync_islands"]) == 2
+    assert (
+        np.isfinite([row["loss"] for row in rows]).all()
+        and int(rows[2]["sync_islands"]) == 2
+    )
 
 
 @pytest.mark.thorough
@@ -339,7 +419,9 @@ def test_a_broken_island_is_mended_although_it_stepped_on_while_it_was_sent(stre
     # by fragment, the first of which was sent; of what the island learned before it broke nothing is left
     assert np.asarray(state.islands.counted).tolist() == [[0.0, 0.0], [32.0, 96.0]]
     state, more = run(streaming, state, 2)
-    assert [int(row["sync_islands"]) for row in rows + more if "sync_islands" in row] == [1, 2]
+    assert [
+        int(row["sync_islands"]) for row in rows + more if "sync_islands" in row
+    ] == [1, 2]
     assert all(np.isfinite(x).all() for x in numbers(state))
 
 
@@ -349,7 +431,9 @@ def test_without_a_single_sound_island_nothing_moves_and_the_run_is_told(whole):
     before = numbers(state.params)
     state, rows = run(whole, broken(broken(state, 0), 1), 2)
     assert int(rows[1]["sync_islands"]) == 0
-    assert all(np.array_equal(x, y) for x, y in zip(before, numbers(state.params), strict=True))
+    assert all(
+        np.array_equal(x, y) for x, y in zip(before, numbers(state.params), strict=True)
+    )
     watch = NumbersCheck(whole.config, 0)
     with pytest.raises(
         FloatingPointError, match="no island has weights that are finite after step 5"
@@ -375,10 +459,16 @@ def test_in_float16_an_overflow_in_one_island_touches_no_bit_of_the_others():
     built = program(
         FLAT,
         sync={"every": 5},
-        precision={"compute": "float16", "loss_scale": 1024.0, "loss_scale_hysteresis": 1},
+        precision={
+            "compute": "float16",
+            "loss_scale": 1024.0,
+            "loss_scale_hysteresis": 1,
+        },
     )
     state, _ = run(built, built.init(), 2)
-    value = jax.device_put(np.array([1024.0, 2.0**33], np.float32), state.scale.value.sharding)
+    value = jax.device_put(
+        np.array([1024.0, 2.0**33], np.float32), state.scale.value.sharding
+    )
     overflowing = copied(state)._replace(scale=state.scale._replace(value=value))
     before = [x[1] for x in numbers((state.islands.params, state.optimizer))]
     good, _ = run(built, copied(state), 1)
@@ -391,9 +481,13 @@ def test_in_float16_an_overflow_in_one_island_touches_no_bit_of_the_others():
         assert np.array_equal(x[0], y[0])
     assert all(
         np.array_equal(x[1], y)
-        for x, y in zip(numbers((bad.islands.params, bad.optimizer)), before, strict=True)
+        for x, y in zip(
+            numbers((bad.islands.params, bad.optimizer)), before, strict=True
+        )
     )
-    assert row["loss_scale"].tolist() == [1024.0, 2.0**32] and row["skipped"].tolist() == [0, 1]
+    assert row["loss_scale"].tolist() == [1024.0, 2.0**32] and row[
+        "skipped"
+    ].tolist() == [0, 1]
     # of 4 rows of 8 tokens a step, of the skipped one nothing
     assert np.asarray(good.islands.counted).tolist() == [[96.0], [96.0]]
     assert np.asarray(bad.islands.counted).tolist() == [[96.0], [64.0]]

@@ -3,7 +3,15 @@ import statistics
 
 import pytest
 
-from experiments.plan.memory import GIB, KEMPNER, PIPELINE, ROWS, SELECTIVE, called_right, fullest
+from experiments.plan.memory import (
+    GIB,
+    KEMPNER,
+    PIPELINE,
+    ROWS,
+    SELECTIVE,
+    called_right,
+    fullest,
+)
 
 
 def row(name):

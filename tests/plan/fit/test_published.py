@@ -3,7 +3,15 @@ import statistics
 
 import pytest
 
-from experiments.plan import aleph_alpha, calibrate, dgxc, experts, foundry, kempner, sources
+from experiments.plan import (
+    aleph_alpha,
+    calibrate,
+    dgxc,
+    experts,
+    foundry,
+    kempner,
+    sources,
+)
 from experiments.plan.calibrate import fit, rounded
 from experiments.plan.published import ELSEWHERE, FITTED, HELD_OUT
 from meshtrain.cluster.accelerators import AMPERE, HOPPER
@@ -44,7 +52,9 @@ def test_mixtures_of_experts_are_planned_within_a_fifth_and_what_their_messages_
     assert abs(rows["DeepSeek-V3 on 1024"]) <= 0.15
     layout = load("configs/deepseek_v3.yaml")
     assert (layout.mesh.pipeline, layout.mesh.expert) == (4, 64)
-    assert layout.parallel.virtual_stages == 8 and plan(layout, named("h100", 1024)).fits
+    assert (
+        layout.parallel.virtual_stages == 8 and plan(layout, named("h100", 1024)).fits
+    )
     # of one machine, which differ in how rows are sent alone
     sent = [error for name, error in rows.items() if name.startswith("Qwen3-30B")]
     assert len(sent) == 4 and max(map(abs, sent)) <= 0.1
@@ -78,7 +88,9 @@ def test_the_hardest_source_is_within_forty_percent():
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("tensor", [1, 2, 4, 8])
-@pytest.mark.parametrize("split", [False, True], ids=("whole stream", "sequence parallel"))
+@pytest.mark.parametrize(
+    "split", [False, True], ids=("whole stream", "sequence parallel")
+)
 def test_no_tensor_degree_is_planned_far_too_fast_or_too_slow(tensor, split):
     """Of one team on one machine, where the error fell by 6% with each doubling before norms, logits and sums were each
     counted.
@@ -86,7 +98,8 @@ def test_no_tensor_degree_is_planned_far_too_fast_or_too_slow(tensor, split):
     chosen = [
         r
         for r in aleph_alpha.runs()
-        if (r.config.mesh.tensor, r.config.parallel.sequence_parallel) == (tensor, split)
+        if (r.config.mesh.tensor, r.config.parallel.sequence_parallel)
+        == (tensor, split)
     ]
     assert chosen and abs(signed(chosen)) < 0.095
 
@@ -111,9 +124,17 @@ def test_sequence_parallelism_saves_what_it_was_measured_to_save():
         for (*key, sp), split in rows.items()
         if sp and (*key, False) in rows
     ]
-    measured = statistics.median(split.seconds / whole.seconds for whole, split in pairs)
-    planned = statistics.median(split.predicted() / whole.predicted() for whole, split in pairs)
-    assert len(pairs) > 30 and measured < 0.97 and planned == pytest.approx(measured, abs=0.02)
+    measured = statistics.median(
+        split.seconds / whole.seconds for whole, split in pairs
+    )
+    planned = statistics.median(
+        split.predicted() / whole.predicted() for whole, split in pairs
+    )
+    assert (
+        len(pairs) > 30
+        and measured < 0.97
+        and planned == pytest.approx(measured, abs=0.02)
+    )
 
 
 def test_nodes_of_four_share_no_more_links_than_they_have():
@@ -134,11 +155,14 @@ def test_no_length_is_far_slower_or_faster_than_planned(accelerator, lengths):
             [
                 r
                 for r in foundry.runs()
-                if r.accelerator == accelerator and r.config.train.sequence_length in chosen
+                if r.accelerator == accelerator
+                and r.config.train.sequence_length in chosen
             ]
         )
 
-    assert abs(of(lengths) - of((512, 1024, 2048, 4096, 8192, 16384, 32768, 65536))) < 0.06
+    assert (
+        abs(of(lengths) - of((512, 1024, 2048, 4096, 8192, 16384, 32768, 65536))) < 0.06
+    )
 
 
 @pytest.mark.thorough
@@ -169,6 +193,8 @@ def test_the_shipped_numbers_are_what_the_fit_gives():
 @pytest.mark.slow
 def test_sources_left_out_of_the_fit_are_predicted():
     sizes = sorted(
-        abs(row.error) for family in ("Ampere", "Hopper") for row in sources.left_out(family)
+        abs(row.error)
+        for family in ("Ampere", "Hopper")
+        for row in sources.left_out(family)
     )
     assert statistics.median(sizes) <= 0.055 and sizes[int(0.9 * len(sizes))] <= 0.14

@@ -11,7 +11,9 @@ from meshtrain.hlo.module import Module
 from meshtrain.plan import named
 from meshtrain.plan.compute import product
 
-PRODUCT = "f32[512,512]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+PRODUCT = (
+    "f32[512,512]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+)
 SENT = 64 * 2**20  # bytes of the gathered array
 
 
@@ -47,9 +49,13 @@ def text(between: str, after: str = "", turns: int = 0) -> str:
 
 
 def spent(hlo: str, monkeypatch) -> tuple:
-    config = load({"model": {"layers": 2, "d_model": 64, "heads": 2}, "mesh": {"tensor": 2}})
+    config = load(
+        {"model": {"layers": 2, "d_model": 64, "heads": 2}, "mesh": {"tensor": 2}}
+    )
     cluster = named("h100", 2)
-    monkeypatch.setattr("experiments.plan.timed.axes_of", lambda op, mesh: (("tensor",), 2))
+    monkeypatch.setattr(
+        "experiments.plan.timed.axes_of", lambda op, mesh: (("tensor",), 2)
+    )
     whole = algorithms.best(
         algorithms.ALL_GATHER, cluster.axis("tensor", config.mesh), SENT
     ).seconds

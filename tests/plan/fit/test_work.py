@@ -48,7 +48,12 @@ def of_entry(text: str) -> Moved:
     ("inside", "result", "read", "written"),
     [
         # cut out, also behind an elementwise operation; a place has 4 bytes, a predicate 1
-        (SLICE + "  ROOT %n = f32[1,100]{1,0} negate(%old)", "f32[1,100]{1,0}", 404, 400),
+        (
+            SLICE + "  ROOT %n = f32[1,100]{1,0} negate(%old)",
+            "f32[1,100]{1,0}",
+            404,
+            400,
+        ),
         (
             "  %n = f32[8,100]{1,0} negate(%r)\n"
             "  ROOT %c = f32[1,100]{1,0} dynamic-slice(%n, %i, %zero), dynamic_slice_sizes={1,100}",
@@ -57,7 +62,12 @@ def of_entry(text: str) -> Moved:
             400,
         ),
         # put in, in place; under a mask the old value is read besides
-        ("  ROOT %u = f32[8,100]{1,0} dynamic-update-slice(%r, %v, %i, %zero)", RING, 404, 400),
+        (
+            "  ROOT %u = f32[8,100]{1,0} dynamic-update-slice(%r, %v, %i, %zero)",
+            RING,
+            404,
+            400,
+        ),
         (
             SLICE
             + "  %p = pred[] parameter(3)\n  %b = pred[1,100]{1,0} broadcast(%p), dimensions={}\n"
@@ -127,10 +137,20 @@ ENTRY %main (ring: f32[8,100], value: f32[1,100], at: s32[]) -> f32[8,100] {{
     ("instruction", "read", "written", "moves"),
     [
         ("%i = f32[8,100]{1,0} copy(%ring)", 3200, 3200, True),
-        ("%i = (f32[8,100]{1,0}, f32[8,100]{1,0}, u32[]) copy-start(%ring)", 3200, 3200, True),
+        (
+            "%i = (f32[8,100]{1,0}, f32[8,100]{1,0}, u32[]) copy-start(%ring)",
+            3200,
+            3200,
+            True,
+        ),
         ("%i = f32[8,100]{1,0} copy-done(%ring)", 0, 0, False),
         ("%i = f32[800]{0} bitcast(%ring)", 0, 0, True),
-        ("%i = f32[8,100]{1,0} dynamic-update-slice(%ring, %value, %at, %at)", 400, 400, True),
+        (
+            "%i = f32[8,100]{1,0} dynamic-update-slice(%ring, %value, %at, %at)",
+            400,
+            400,
+            True,
+        ),
         ("%i = f32[2,100]{1,0} slice(%ring), slice={[0:2], [0:100]}", 800, 800, True),
         (
             "%i = f32[8,100]{1,0} scatter(%ring, %rows, %three), to_apply=%called",
@@ -245,7 +265,9 @@ def test_products_are_counted_through_fusions_loops_and_libraries():
         ("Backward", "CAUSAL", 2.5),
     ],
 )
-def test_attention_of_cudnn_has_its_products_and_a_causal_mask_halves_them(target, mask, products):
+def test_attention_of_cudnn_has_its_products_and_a_causal_mask_halves_them(
+    target, mask, products
+):
     module = Module(PRODUCTS.replace("TARGET", target).replace("MASK", mask))
     assert Work(module).flops("main", module.named("main")["att"]) == products * SCORES
 
@@ -268,7 +290,9 @@ def test_a_message_that_is_waited_for_at_once_travels_under_nothing():
     text = PRODUCTS.replace(started, "bf16[100,30]{1,0} collective-permute").replace(
         "collective-permute-done", "copy"
     )
-    assert [(m.bytes, m.flops) for m in Work(Module(text)).issued("collective-permute")] == [
+    assert [
+        (m.bytes, m.flops) for m in Work(Module(text)).issued("collective-permute")
+    ] == [
         (6000, 0),
         (6000, 0),
     ]
@@ -277,11 +301,16 @@ def test_a_message_that_is_waited_for_at_once_travels_under_nothing():
 def test_a_compiled_loop_over_slots_moves_slots_not_the_ring():
     def step(ring: jax.Array, x: jax.Array) -> jax.Array:
         def turn(ring: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
-            return jax.lax.dynamic_update_index_in_dim(ring, ring[i] * 2 + x, i, 0), None
+            return jax.lax.dynamic_update_index_in_dim(
+                ring, ring[i] * 2 + x, i, 0
+            ), None
 
         return jax.lax.scan(turn, ring, np.arange(6))[0]
 
-    shapes = jax.ShapeDtypeStruct((6, 1000), np.float32), jax.ShapeDtypeStruct((1000,), np.float32)
+    shapes = (
+        jax.ShapeDtypeStruct((6, 1000), np.float32),
+        jax.ShapeDtypeStruct((1000,), np.float32),
+    )
     text = jax.jit(step, donate_argnums=0).lower(*shapes).compile().as_text()
     module = Module(text)
     _, (body, loops) = module.bodies()

@@ -46,7 +46,11 @@ def cluster(tmp_path):
         links = {
             "node": {"devices": per_node, "latency": 3e-6, "bandwidth": 450},
             "rail": {"devices": per_node * block, "latency": 8e-6, "bandwidth": 50},
-            "spine": {"devices": per_node * nodes, "latency": 1.2e-5, "bandwidth": between},
+            "spine": {
+                "devices": per_node * nodes,
+                "latency": 1.2e-5,
+                "bandwidth": between,
+            },
         }
         if block == nodes:
             del links["spine"]
@@ -54,7 +58,9 @@ def cluster(tmp_path):
             del links["rail"]
         path = tmp_path / "cluster.yaml"
         sizes = {"name": "small", "nodes": nodes, "devices_per_node": per_node}
-        path.write_text(yaml.safe_dump(sizes | {"accelerator": {"name": "h100"}, "links": links}))
+        path.write_text(
+            yaml.safe_dump(sizes | {"accelerator": {"name": "h100"}, "links": links})
+        )
         return load_cluster(path)
 
     return make
@@ -76,11 +82,13 @@ def packer():
     def make(cluster: Cluster, *jobs: JobSpec) -> Packer:
         def shape(devices: int) -> JobShape:
             return JobShape(
-                max(1, devices // cluster.devices_per_node), min(devices, cluster.devices_per_node)
+                max(1, devices // cluster.devices_per_node),
+                min(devices, cluster.devices_per_node),
             )
 
         requests = [
-            JobRequest(job, tuple(map(shape, job.any_of or (job.devices,)))) for job in jobs
+            JobRequest(job, tuple(map(shape, job.any_of or (job.devices,))))
+            for job in jobs
         ]
         return Packer(cluster, requests, Speeds(cluster))
 

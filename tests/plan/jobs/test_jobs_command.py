@@ -29,7 +29,11 @@ def test_json_has_where_each_job_lies(written, capsys):
         "strategies",
     }
     assert keys <= set(found)
-    assert (found["nodes"], found["devices_per_node"], found["strategy"]) == (2, 8, "search")
+    assert (found["nodes"], found["devices_per_node"], found["strategy"]) == (
+        2,
+        8,
+        "search",
+    )
     figures = {
         "utilisation",
         "fragmentation",
@@ -57,7 +61,9 @@ def test_json_has_where_each_job_lies(written, capsys):
         for device in n["devices"]
     ]
     assert len(taken) == len(set(taken)) == 14
-    assert short["devices"] == 4 and [choice["devices"] for choice in short["choices"]] == [2, 4]
+    assert short["devices"] == 4 and [
+        choice["devices"] for choice in short["choices"]
+    ] == [2, 4]
     assert bare["step_seconds"] is None and bare["ends_seconds"] == 3600
     assert not large["runs_now"] and re.fullmatch(
         r"large .*fit: .* 64 devices, .*dgx-h100 has 16\.", large["reason"]
@@ -100,18 +106,33 @@ def test_in_80_columns_no_cell_is_cut(written, capsys, monkeypatch):
         if re.match(r"[A-C]  \w+ +\d+ +\d+  \d.* now +\d\S* \w+( \d+ \w+)?$", line)
     ]
     speeds = [
-        line for line in lines if re.match(r"[AB]  \w+ +\d+ x \d+ x \d+ +\S+ \w+ +\S+ \w$", line)
+        line
+        for line in lines
+        if re.match(r"[AB]  \w+ +\d+ x \d+ x \d+ +\S+ \w+ +\S+ \w$", line)
     ]
     assert (len(placed), len(speeds)) == (3, 2), lines
-    heads = ["utilisation", "fragmentation", "balance", "tokens/s", "mean end", "last end"]
+    heads = [
+        "utilisation",
+        "fragmentation",
+        "balance",
+        "tokens/s",
+        "mean end",
+        "last end",
+    ]
     assert any(re.search(" +".join(heads), line) for line in lines)
 
 
 def test_where_nothing_fits_all_is_free(written, capsys):
-    jobs = written("nodes: 1\njobs: [{name: large, devices: 16}, {name: odd, devices: 9}]")
+    jobs = written(
+        "nodes: 1\njobs: [{name: large, devices: 16}, {name: odd, devices: 9}]"
+    )
     assert main(["--jobs", jobs, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["utilisation"], found["fragmentation"], found["balance"]) == (0.0, 0.0, 1.0)
+    assert (found["utilisation"], found["fragmentation"], found["balance"]) == (
+        0.0,
+        0.0,
+        1.0,
+    )
     assert found["mean_seconds_until_done"] is None and not any(
         job["runs_now"] for job in found["jobs"]
     )
@@ -136,10 +157,17 @@ def test_the_page_has_a_cell_a_device_and_fetches_nothing(written, tmp_path, cap
     check_page(text)
     assert axes(text) == ["node", "devices"]
     assert capsys.readouterr().out == ""
-    assert not re.search('<script|src=|href="(?!data:,)', text) and 'name="viewport"' in text
+    assert (
+        not re.search('<script|src=|href="(?!data:,)', text)
+        and 'name="viewport"' in text
+    )
     picture = ET.fromstring(text[text.index("<svg") : text.index("</svg>") + 6])
-    assert len(picture.findall("{*}rect")) == 16 and picture.get("viewBox").startswith("0 0 400 ")
-    assert {title.text for title in picture.iter("{http://www.w3.org/2000/svg}title")} == {
+    assert len(picture.findall("{*}rect")) == 16 and picture.get("viewBox").startswith(
+        "0 0 400 "
+    )
+    assert {
+        title.text for title in picture.iter("{http://www.w3.org/2000/svg}title")
+    } == {
         "run",
         "short",
         "bare",
@@ -198,21 +226,30 @@ def test_mistakes_are_one_sentence(written, capsys, text):
         (["--cluster", "tpu-v5p", "--kueue", "out"], "--kueue is for NVIDIA GPUs"),
     ],
 )
-def test_options_that_do_not_go_together(written, capsys, monkeypatch, tmp_path, more, said):
+def test_options_that_do_not_go_together(
+    written, capsys, monkeypatch, tmp_path, more, said
+):
     monkeypatch.chdir(tmp_path)
-    assert main(["--jobs", written("nodes: 1\njobs: [{name: a, devices: 1}]"), *more]) == 2
+    assert (
+        main(["--jobs", written("nodes: 1\njobs: [{name: a, devices: 1}]"), *more]) == 2
+    )
     assert tells(capsys.readouterr().err, said)
 
 
 def test_kueue_is_for_jobs(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--kueue", "out"])
-    assert ended.value.code == 2 and "--kueue DIR is for --jobs FILE" in capsys.readouterr().err
+    assert (
+        ended.value.code == 2
+        and "--kueue DIR is for --jobs FILE" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.slow
 def test_the_example_is_placed_whole_by_the_search_alone(capsys):
-    assert main(["--jobs", "configs/jobs/llama.yaml", "--cluster", "h100", "--json"]) == 0
+    assert (
+        main(["--jobs", "configs/jobs/llama.yaml", "--cluster", "h100", "--json"]) == 0
+    )
     found = json.loads(capsys.readouterr().out)["strategies"]
     assert (
         found["search"]["utilisation"]
@@ -230,7 +267,9 @@ def test_the_docstring_shows_a_file_of_jobs(written):
 
 def test_a_jobs_islands_are_told(written, tmp_path, capsys):
     (tmp_path / "run.yaml").write_text("mesh: {data: 4, islands: 2}\ntrain: {steps: 3}")
-    jobs = written(f"nodes: 1\njobs:\n  - {{name: one, config: {tmp_path / 'run.yaml'}}}")
+    jobs = written(
+        f"nodes: 1\njobs:\n  - {{name: one, config: {tmp_path / 'run.yaml'}}}"
+    )
     assert main(["--jobs", jobs, "--cluster", "h100"]) == 0
     out = capsys.readouterr().out  # the column is narrow
     assert "4 x 1 x" in out and "islands" in out
@@ -242,7 +281,9 @@ def test_a_jobs_islands_are_told(written, tmp_path, capsys):
 def test_a_config_is_found_beside_the_list_from_any_directory(tmp_path, monkeypatch):
     (tmp_path / "lists").mkdir()
     (tmp_path / "lists" / "one.yaml").write_text("mesh: {data: 2}\n")
-    (tmp_path / "lists" / "jobs.yaml").write_text("jobs: [{name: run, config: one.yaml}]\n")
+    (tmp_path / "lists" / "jobs.yaml").write_text(
+        "jobs: [{name: run, config: one.yaml}]\n"
+    )
     for directory, given in (("lists", "jobs.yaml"), (".", "lists/jobs.yaml")):
         monkeypatch.chdir(tmp_path / directory)
         (job,) = listed.read(given).jobs

@@ -78,9 +78,11 @@ def check(value, schema, where):
         assert all(type(word) is str for pair in value.items() for word in pair), where
     else:
         fields = {name.rstrip("!"): inner for name, inner in schema.items()}
-        assert {name[:-1] for name in schema if name.endswith("!")} <= set(value) <= set(fields), (
-            where
-        )
+        assert (
+            {name[:-1] for name in schema if name.endswith("!")}
+            <= set(value)
+            <= set(fields)
+        ), where
         for name, inner in value.items():
             check(inner, fields[name], f"{where}.{name}")
 
@@ -91,9 +93,22 @@ def manifests(written, tmp_path, capsys):
 
     def made(*text: str) -> dict[str, list[dict]]:
         directory = tmp_path / "out"
-        assert main(["--jobs", written(*text), "--cluster", "h100", "--kueue", str(directory)]) == 0
+        assert (
+            main(
+                [
+                    "--jobs",
+                    written(*text),
+                    "--cluster",
+                    "h100",
+                    "--kueue",
+                    str(directory),
+                ]
+            )
+            == 0
+        )
         return {
-            path.name: list(yaml.safe_load_all(path.read_text())) for path in directory.iterdir()
+            path.name: list(yaml.safe_load_all(path.read_text()))
+            for path in directory.iterdir()
         }
 
     return made
@@ -104,11 +119,14 @@ def test_every_field_is_one_of_the_api(manifests):
     found = manifests()
     assert set(found) == {"queues.yaml", "run.yaml", "short.yaml"}
     kinds = [document["kind"] for document in found["queues.yaml"]]
-    assert kinds == [*SPECS, "WorkloadPriorityClass"]  # one of each, and a second priority
+    # One of each, and a second priority
+    assert kinds == [*SPECS, "WorkloadPriorityClass"]
     for document in found["queues.yaml"]:
         assert document.pop("apiVersion") == "kueue.x-k8s.io/v1beta2"
         kind, metadata = document.pop("kind"), document.pop("metadata")
-        assert set(metadata) == ({"name", "namespace"} if kind in NAMESPACED else {"name"})
+        assert set(metadata) == (
+            {"name", "namespace"} if kind in NAMESPACED else {"name"}
+        )
         assert re.fullmatch(NAME, metadata["name"])
         check(document, SPECS[kind], kind)
     for name in ("run", "short"):
@@ -148,12 +166,14 @@ def test_queue_flavor_topology_and_classes_name_each_other(manifests):
     assert flavor["name"] == by_kind["ResourceFlavor"]["metadata"]["name"]
     assert by_kind["ResourceFlavor"]["spec"]["nodeLabels"]
     assert (
-        by_kind["ResourceFlavor"]["spec"]["topologyName"] == by_kind["Topology"]["metadata"]["name"]
+        by_kind["ResourceFlavor"]["spec"]["topologyName"]
+        == by_kind["Topology"]["metadata"]["name"]
     )
     labels = [level["nodeLabel"] for level in by_kind["Topology"]["spec"]["levels"]]
     assert labels == ["example.com/block", "kubernetes.io/hostname"]
     assert (
-        by_kind["LocalQueue"]["spec"]["clusterQueue"] == by_kind["ClusterQueue"]["metadata"]["name"]
+        by_kind["LocalQueue"]["spec"]["clusterQueue"]
+        == by_kind["ClusterQueue"]["metadata"]["name"]
     )
     classes = {
         d["metadata"]["name"]: d["value"]
@@ -162,7 +182,11 @@ def test_queue_flavor_topology_and_classes_name_each_other(manifests):
     }
     assert classes == {"priority-5": 5, "priority-0": 0}
     _, job = found["short.yaml"]
-    assert job["metadata"]["namespace"] == by_kind["LocalQueue"]["metadata"]["namespace"] == "team"
+    assert (
+        job["metadata"]["namespace"]
+        == by_kind["LocalQueue"]["metadata"]["namespace"]
+        == "team"
+    )
     assert job["metadata"]["labels"] == {
         "kueue.x-k8s.io/queue-name": by_kind["LocalQueue"]["metadata"]["name"],
         "kueue.x-k8s.io/priority-class": "priority-5",
@@ -200,7 +224,9 @@ def test_a_job_of_several_nodes_asks_for_one_block(manifests, together, kind):
     )["run.yaml"]
     assert pods(job)["metadata"]["annotations"] == {kind: "example.com/block"}
     assert job["spec"]["replicatedJobs"][0]["template"]["spec"]["parallelism"] == 2
-    assert job["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] == "priority-minus-3"
+    assert (
+        job["metadata"]["labels"]["kueue.x-k8s.io/priority-class"] == "priority-minus-3"
+    )
 
 
 ONE = "jobs: [{name: run, config: CONFIG}"
@@ -221,10 +247,17 @@ ONE = "jobs: [{name: run, config: CONFIG}"
         ),
         ("jobs: [{name: queues, devices: 1}]", "no job ... name queues"),
         (f"{ONE}]\nkueue: {{image: i, volume: v, queue: A b}}", "kueue.queue is 'A b'"),
-        (f"{ONE}]\nkueue: {{image: i, volume: v, block_label: a b}}", "kueue.block_label is 'a b'"),
+        (
+            f"{ONE}]\nkueue: {{image: i, volume: v, block_label: a b}}",
+            "kueue.block_label is 'a b'",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(written, tmp_path, capsys, text, said):
     assert main(["--jobs", written(text), "--kueue", str(tmp_path / "out")]) == 2
     found = capsys.readouterr().err
-    assert tells(found, said) and found.count("\n") == 1 and not (tmp_path / "out").exists()
+    assert (
+        tells(found, said)
+        and found.count("\n") == 1
+        and not (tmp_path / "out").exists()
+    )

@@ -17,11 +17,16 @@ def names(packing: Packing) -> list[str]:
 
 def test_the_figures_of_a_packing_by_hand(cluster, packer):
     made = packer(
-        cluster(4, 4, 2), *(JobSpec(name=f"job-{i}", devices=n) for i, n in enumerate((2, 3, 1, 2)))
+        cluster(4, 4, 2),
+        *(JobSpec(name=f"job-{i}", devices=n) for i, n in enumerate((2, 3, 1, 2))),
     )
     packing = made.pack(made.usual("best_fit"))  # nodes 0 and 1 are full, 2 and 3 free
     assert packing.free == [0, 0, 4, 4]
-    assert (packing.utilisation, packing.fragmentation, packing.balance) == (0.5, 0.0, 0.0)
+    assert (packing.utilisation, packing.fragmentation, packing.balance) == (
+        0.5,
+        0.0,
+        0.0,
+    )
     packing = made.pack(
         made.usual("balance")
     )  # loads 2, 3, 1, 2: of 8 free devices 3 at most side by side
@@ -33,23 +38,34 @@ def test_the_figures_of_a_packing_by_hand(cluster, packer):
 def test_an_empty_and_a_full_cluster(cluster, packer):
     empty = packer(cluster(2, 4, 2))
     packing = empty.pack(empty.usual("first_fit"))
-    assert (packing.utilisation, packing.fragmentation, packing.balance) == (0.0, 0.0, 1.0)
+    assert (packing.utilisation, packing.fragmentation, packing.balance) == (
+        0.0,
+        0.0,
+        1.0,
+    )
     full = packer(cluster(2, 4, 2), JobSpec(name="all", devices=8))
     packing = full.pack(full.usual("first_fit"))
-    assert (packing.utilisation, packing.fragmentation, packing.balance) == (1.0, 0.0, 1.0)
+    assert (packing.utilisation, packing.fragmentation, packing.balance) == (
+        1.0,
+        0.0,
+        1.0,
+    )
 
 
 def test_the_search_finds_what_first_fit_and_best_fit_miss(cluster, packer):
     # 1 and 2 on the first node leave no room for the last 2; 1 + 3 and 2 + 2 fill both.
     made = packer(
-        cluster(2, 4, 2), *(JobSpec(name=f"job-{i}", devices=n) for i, n in enumerate((1, 2, 3, 2)))
+        cluster(2, 4, 2),
+        *(JobSpec(name=f"job-{i}", devices=n) for i, n in enumerate((1, 2, 3, 2))),
     )
     found = strategies(made, Jobs())
     busy = {name: packing.utilisation for name, packing in found.items()}
     assert busy == {"first_fit": 0.75, "best_fit": 0.75, "balance": 1.0, "search": 1.0}
 
 
-def test_a_job_that_ends_makes_room_and_latency_puts_the_short_one_first(cluster, packer):
+def test_a_job_that_ends_makes_room_and_latency_puts_the_short_one_first(
+    cluster, packer
+):
     made = packer(
         cluster(1, 4, 1),
         JobSpec(name="long", devices=4, hours=10),
@@ -90,16 +106,23 @@ def test_those_that_end_together_leave_together(cluster, packer):
     made = packer(cluster(1, 4, 1), *jobs)
     placed = made.pack(made.usual("first_fit")).placed
     # Would `one` leave before `two`, `half` were in before `all`.
-    assert [(p.request.job.name, p.start) for p in placed] == [("one", 0), ("two", 0), ("all", 1)]
+    assert [(p.request.job.name, p.start) for p in placed] == [
+        ("one", 0),
+        ("two", 0),
+        ("all", 1),
+    ]
 
 
 def test_a_search_that_may_try_nothing_keeps_the_best_of_the_rules(cluster, packer):
     made = packer(
-        cluster(2, 4, 2), *(JobSpec(name=f"job-{i}", devices=n) for i, n in enumerate((1, 2, 3, 2)))
+        cluster(2, 4, 2),
+        *(JobSpec(name=f"job-{i}", devices=n) for i, n in enumerate((1, 2, 3, 2))),
     )
     search = Search(made, "utilisation", seed=0)
     search.most = 0
-    assert search.best([made.pack(made.usual(rule)) for rule in RULES]).rule == "balance"
+    assert (
+        search.best([made.pack(made.usual(rule)) for rule in RULES]).rule == "balance"
+    )
 
 
 def test_throughput_prefers_the_faster_of_two(cluster, config):
@@ -160,7 +183,9 @@ def test_no_device_is_given_twice_and_the_search_is_never_worse(cluster, packer,
                 one.shape.each
             }
             if one.request.job.together:
-                assert len({node // shape[2] for node in one.group_by_node(shape[1])}) == 1
+                assert (
+                    len({node // shape[2] for node in one.group_by_node(shape[1])}) == 1
+                )
             for other in packing.placed[:i]:
                 at_once = one.start < other.end and other.start < one.end
                 assert not (at_once and set(one.devices) & set(other.devices))
@@ -178,7 +203,8 @@ def test_few_jobs_are_packed_as_well_as_can_be(cluster, packer, seed):
     chance = random.Random(seed)
     sizes = [chance.randint(1, 4) for _ in range(6)]
     made = packer(
-        cluster(3, 4, 3), *(JobSpec(name=f"job-{i}", devices=n) for i, n in enumerate(sizes))
+        cluster(3, 4, 3),
+        *(JobSpec(name=f"job-{i}", devices=n) for i, n in enumerate(sizes)),
     )
     assert strategies(made, Jobs())["search"].utilisation * 12 == pytest.approx(
         most_busy(sizes, (4, 4, 4))
@@ -194,7 +220,9 @@ def most_busy(sizes: list[int], free: tuple[int, ...]) -> int:
     for node, left in enumerate(free):
         if left >= first:
             found = max(
-                found, first + most_busy(rest, (*free[:node], left - first, *free[node + 1 :]))
+                found,
+                first
+                + most_busy(rest, (*free[:node], left - first, *free[node + 1 :])),
             )
     return found
 

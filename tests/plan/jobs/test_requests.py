@@ -34,7 +34,15 @@ def shapes(request) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize(
     "devices, expected",
-    [(1, (1, 1)), (3, (1, 3)), (8, (2, 4)), (6, (2, 3)), (10, None), (12, (3, 4)), (13, None)],
+    [
+        (1, (1, 1)),
+        (3, (1, 3)),
+        (8, (2, 4)),
+        (6, (2, 3)),
+        (10, None),
+        (12, (3, 4)),
+        (13, None),
+    ],
 )
 def test_devices_alone_take_the_fewest_nodes_that_share_them(asked, devices, expected):
     request = asked(JobSpec(name="bare", devices=devices))
@@ -42,7 +50,9 @@ def test_devices_alone_take_the_fewest_nodes_that_share_them(asked, devices, exp
     assert bool(request.reason) == (expected is None)
 
 
-def test_a_config_may_be_spread_over_twice_the_nodes_but_tensor_stays_inside_one(asked, config):
+def test_a_config_may_be_spread_over_twice_the_nodes_but_tensor_stays_inside_one(
+    asked, config
+):
     job = JobSpec(name="run", config=str(config))
     assert shapes(asked(job)) == [(2, 4), (4, 2)]
     wide = dataclasses.replace(job, set=("mesh.data=2", "mesh.tensor=4"))
@@ -80,7 +90,9 @@ def test_a_config_that_does_not_fit_the_memory_says_by_how_much(asked, config):
         "train.global_batch_size=2",
     )
     request = asked(JobSpec(name="huge", config=str(config), set=huge))
-    assert not request.shapes and re.search(r"more than .*73\.2 GiB .*h100", request.reason)
+    assert not request.shapes and re.search(
+        r"more than .*73\.2 GiB .*h100", request.reason
+    )
     fixed = asked(JobSpec(name="huge", config=str(config), set=huge, devices=2))
     assert not fixed.shapes and re.fullmatch(
         r"no layout on 2 devices .* 73\.2 GiB .*h100.*", fixed.reason
@@ -89,7 +101,9 @@ def test_a_config_that_does_not_fit_the_memory_says_by_how_much(asked, config):
     assert not few.shapes and "no layout" in few.reason
 
 
-def test_side_by_side_a_job_is_as_fast_as_its_plan_and_slower_across_blocks(cluster, config):
+def test_side_by_side_a_job_is_as_fast_as_its_plan_and_slower_across_blocks(
+    cluster, config
+):
     made = cluster(4, 4, 2, between=1)
     speeds, shape = Speeds(made), JobShape(2, 4, load(config))
     beside = speeds.plan_on(shape, [0, 1, 2, 3, 4, 5, 6, 7]).seconds
@@ -123,7 +137,8 @@ def test_of_several_numbers_each_has_its_own_layout(asked, config, cluster):
     assert request.plans[1].config == best.config
     # The fastest first.
     rates = [
-        Speeds(cluster(4, 4, 2)).side_by_side(shape).tokens_per_second for shape in request.shapes
+        Speeds(cluster(4, 4, 2)).side_by_side(shape).tokens_per_second
+        for shape in request.shapes
     ]
     assert rates == sorted(rates, reverse=True) and request.shapes[0].devices == 8
 
@@ -140,7 +155,9 @@ def test_settings_make_the_config_that_was_found(asked, config, given):
 
 
 def test_a_job_takes_its_steps_at_the_plans_pace_unless_it_says_for_how_long():
-    fast = SimpleNamespace(seconds=0.5, config=SimpleNamespace(train=SimpleNamespace(steps=14_400)))
+    fast = SimpleNamespace(
+        seconds=0.5, config=SimpleNamespace(train=SimpleNamespace(steps=14_400))
+    )
     jobs = [
         SimpleNamespace(hours=hours, steps=steps)
         for hours, steps in ((None, 7_200), (None, None), (3, 7_200))

@@ -73,7 +73,9 @@ def test_a_run_is_read_and_its_findings_are_said_and_kept(run, no_trace):
     )
     facts = gather(run)
     said = render(facts, summarise(facts))
-    assert tells(said, "1. The devices wait for data 50%") and "waiting for data" in said
+    assert (
+        tells(said, "1. The devices wait for data 50%") and "waiting for data" in said
+    )
     (layers,) = (line for line in said.splitlines() if line.startswith("    layers"))
     assert "500 ms 50%" in layers
 
@@ -91,7 +93,8 @@ def test_time_that_faults_took_is_read_of_a_supervised_run(run):
     evidence = diagnose.read(run)
     told = ledger(history.read(run))
     assert (
-        evidence.lost == pytest.approx((told.seconds["lost"] + told.seconds["down"]) / told.wall)
+        evidence.lost
+        == pytest.approx((told.seconds["lost"] + told.seconds["down"]) / told.wall)
         and evidence.lost > 0
     )
 
@@ -109,7 +112,9 @@ def test_a_trace_that_fails_leaves_the_other_findings_and_says_why(run, monkeypa
 def test_a_run_that_goes_on_is_not_disturbed_by_a_trace(run, no_trace, monkeypatch):
     monkeypatch.setattr(diagnose, "in_use", lambda directory: True)
     found = diagnose.run(run)
-    assert not no_trace and any("telemetry.trace_at" in sentence for sentence in found.cannot_tell)
+    assert not no_trace and any(
+        "telemetry.trace_at" in sentence for sentence in found.cannot_tell
+    )
 
 
 def test_a_directory_that_may_not_be_written_is_diagnosed_all_the_same(
@@ -162,5 +167,7 @@ def test_a_run_without_a_trace_is_traced_beside_and_left_as_it_was(run, capfd):
     found = diagnose.run(run)
     measured = {part.name: part.seconds for part in found.parts}
     assert measured["layers"] > 0 and found.first == "loader"
-    assert sorted(path.name for path in run.rglob("*")) == sorted([*before, "findings.json"])
+    assert sorted(path.name for path in run.rglob("*")) == sorted(
+        [*before, "findings.json"]
+    )
     assert "steps of its config are taken" in capfd.readouterr().err

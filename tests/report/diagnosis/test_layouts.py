@@ -20,7 +20,11 @@ MODEL = (
 )
 CASES = {
     "tensor": ("mesh.tensor=8",),
-    "pipeline": ("mesh.pipeline=8", "parallel.microbatches=32", "parallel.virtual_stages=1"),
+    "pipeline": (
+        "mesh.pipeline=8",
+        "parallel.microbatches=32",
+        "parallel.virtual_stages=1",
+    ),
     "bubble": (
         "mesh.pipeline=4",
         "mesh.data=2",
@@ -68,7 +72,9 @@ def test_a_step_that_gathers_over_slow_links_in_each_microbatch_is_advised_islan
         "mesh.data=256", "model.layers=16", "model.d_model=4096", "model.heads=32", "train.sequence_length=512",
         "train.global_batch_size=2048", "precision.compute=bfloat16", "parallel.zero_stage=3", "parallel.microbatches=8",
     )  # fmt: skip
-    flat, islands = (load({}, [*MODEL, *settings, *more]) for more in ((), ("mesh.islands=4",)))
+    flat, islands = (
+        load({}, [*MODEL, *settings, *more]) for more in ((), ("mesh.islands=4",))
+    )
     assert {"mesh": {"islands": 32}} in list(layouts.changes(flat, "data"))
     assert {"mesh": {"islands": 32}} in list(layouts.changes(islands, "data"))
     planned = plan(load({}, [*MODEL, *settings, "mesh.islands=32"]), "h100")
@@ -76,18 +82,27 @@ def test_a_step_that_gathers_over_slow_links_in_each_microbatch_is_advised_islan
 
 
 def test_what_goes_across_islands_is_told_of_what_goes_over_data():
-    given = evidence(("mesh.data=8", "mesh.islands=2"), "h100", {"data": 0.3, "island": 0.2})
-    said = " ".join([*(f.sentence for f in layouts.layouts(given)), *layouts.remarks(given)])
+    given = evidence(
+        ("mesh.data=8", "mesh.islands=2"), "h100", {"data": 0.3, "island": 0.2}
+    )
+    said = " ".join(
+        [*(f.sentence for f in layouts.layouts(given)), *layouts.remarks(given)]
+    )
     assert tells(said, "Collectives over data take 50%", "20%", "across islands")
 
 
-def test_advice_that_the_planner_does_not_show_to_be_faster_is_left_out_with_a_word(monkeypatch):
+def test_advice_that_the_planner_does_not_show_to_be_faster_is_left_out_with_a_word(
+    monkeypatch,
+):
     given = evidence(CASES["tensor"], "h100", {"tensor": 0.4})
-    monkeypatch.setattr(layouts, "changes", lambda config, part: iter([{"mesh": {"tensor": 8}}]))
+    monkeypatch.setattr(
+        layouts, "changes", lambda config, part: iter([{"mesh": {"tensor": 8}}])
+    )
     found = diagnose(given)
     assert not [f for f in found.findings if f.settings]
     assert any(
-        "tensor" in remark and "no other layout is faster" in remark for remark in found.remarks
+        "tensor" in remark and "no other layout is faster" in remark
+        for remark in found.remarks
     )
 
 
@@ -116,7 +131,9 @@ def test_a_layout_that_does_not_fit_is_no_advice():
                 for section, keys in change.items()
                 for key, value in keys.items()
             ]
-            if plan(load({}, [*MODEL, *big, *map(str.lower, settings)]), "a100-40").fits:
+            if plan(
+                load({}, [*MODEL, *big, *map(str.lower, settings)]), "a100-40"
+            ).fits:
                 continue
             cure = layouts.fastest(given.plan, part)
             assert cure is None or set(cure.settings) != set(map(str.lower, settings))

@@ -68,11 +68,17 @@ def evidence(*settings, trace=None, rows=None, ranks=({},), hosts=None, cluster=
         seconds = {"forward": 0.3, "backward": 0.6} | trace
         whole = sum(seconds.values())
         attribution = Attribution(
-            "cpu", config.mesh.devices, 3, 1.0, {kind: s / whole for kind, s in seconds.items()}
+            "cpu",
+            config.mesh.devices,
+            3,
+            1.0,
+            {kind: s / whole for kind, s in seconds.items()},
         )
     taken = samples(*ranks)
     hosts = hosts or dict.fromkeys(taken, "m")
-    return Evidence(config, rows or steps(), taken, hosts, attribution, plan(config, cluster))
+    return Evidence(
+        config, rows or steps(), taken, hosts, attribution, plan(config, cluster)
+    )
 
 
 BUBBLE = (
@@ -83,7 +89,12 @@ BUBBLE = (
     "parallel.virtual_stages=1",
 )
 TENSOR = ("run.fake_devices=8", "mesh.data=1", "mesh.tensor=8")
-PIPELINE = ("run.fake_devices=4", "mesh.data=1", "mesh.pipeline=4", "parallel.microbatches=16")
+PIPELINE = (
+    "run.fake_devices=4",
+    "mesh.data=1",
+    "mesh.pipeline=4",
+    "parallel.microbatches=16",
+)
 SLOW_SAVES = {
     "checkpoint_blocked_seconds": 0.5,
     "checkpoint_seconds": 5.0,
@@ -94,12 +105,18 @@ SICK = {
     "memory": evidence(ranks=({"memory_limit_used_ratio": 0.97},)),
     "faults": dataclasses.replace(evidence(), lost=0.3),
     "router": evidence(
-        "model.d_ff=null", "model.moe.experts=8", "model.moe.d_ff=32", rows=steps(expert_load=3.9)
+        "model.d_ff=null",
+        "model.moe.experts=8",
+        "model.moe.d_ff=32",
+        rows=steps(expert_load=3.9),
     ),
     "slow_rank": evidence(
         ranks=(
             {"cpu_ratio": 0.45},
-            {"cpu_ratio": 0.45, "phase_seconds": {"data": 0.6, "dispatch": 0.01, "wait": 0.4}},
+            {
+                "cpu_ratio": 0.45,
+                "phase_seconds": {"data": 0.6, "dispatch": 0.01, "wait": 0.4},
+            },
         )
     ),
     "compiling": evidence(
@@ -108,13 +125,25 @@ SICK = {
     "loader": evidence(rows=steps(data_wait_seconds=0.1)),
     "disk": evidence("checkpoint.every=5", rows=steps(every=5, **SLOW_SAVES)),
     "saving": evidence(
-        "checkpoint.every=5", rows=steps(every=5, **SLOW_SAVES | {"checkpoint_seconds": 0.6})
+        "checkpoint.every=5",
+        rows=steps(every=5, **SLOW_SAVES | {"checkpoint_seconds": 0.6}),
     ),
     "host": evidence(
-        ranks=({"phase_seconds": {"data": 0.01, "dispatch": 0.3, "wait": 0.6, "log": 0.05}},)
+        ranks=(
+            {
+                "phase_seconds": {
+                    "data": 0.01,
+                    "dispatch": 0.3,
+                    "wait": 0.6,
+                    "log": 0.05,
+                }
+            },
+        )
     ),
     "throttled": evidence(
-        ranks=({"device_throttled": {"0": {"heat": 0}, "1": {"heat": 1, "power_cap": 1}}},)
+        ranks=(
+            {"device_throttled": {"0": {"heat": 0}, "1": {"heat": 1, "power_cap": 1}}},
+        )
     ),
     "bubble": evidence(*BUBBLE, ranks=({"cpu_ratio": 0.7, "machine_cpu_ratio": 0.7},)),
     "tensor": evidence(*TENSOR, trace={"tensor": 0.5}),
@@ -153,7 +182,13 @@ def test_findings_come_by_what_curing_them_would_win():
 def test_on_a_shared_machine_there_is_no_other_verdict_on_speed_but_memory_stays():
     sick = evidence(
         rows=steps(data_wait_seconds=0.1),
-        ranks=({"cpu_ratio": 0.3, "machine_cpu_ratio": 1.0, "memory_limit_used_ratio": 0.99},),
+        ranks=(
+            {
+                "cpu_ratio": 0.3,
+                "machine_cpu_ratio": 1.0,
+                "memory_limit_used_ratio": 0.99,
+            },
+        ),
     )
     assert [f.name for f in diagnose(sick).findings] == ["shared", "memory"]
 
@@ -166,16 +201,22 @@ OLD = columns(
 )
 HEALTHY = {
     "pressure of the run's own devices": evidence(
-        ranks=({"cpu_ratio": 0.97, "machine_cpu_ratio": 0.99, "pressure_cpu_ratio": 1.0},)
+        ranks=(
+            {"cpu_ratio": 0.97, "machine_cpu_ratio": 0.99, "pressure_cpu_ratio": 1.0},
+        )
     ),
     "ranks on one machine": evidence(ranks=BOTH),
     "busy others while cores are idle": evidence(
         ranks=({"cpu_ratio": 0.4, "machine_cpu_ratio": 0.7},)
     ),
     "busy others while nobody waits for a core": evidence(
-        ranks=({"cpu_ratio": 0.05, "machine_cpu_ratio": 0.95, "pressure_cpu_ratio": 0.01},)
+        ranks=(
+            {"cpu_ratio": 0.05, "machine_cpu_ratio": 0.95, "pressure_cpu_ratio": 0.01},
+        )
     ),
-    "a board at its power cap": evidence(ranks=({"device_throttled": {"0": {"power_cap": 1}}},)),
+    "a board at its power cap": evidence(
+        ranks=({"device_throttled": {"0": {"power_cap": 1}}},)
+    ),
     "a rank that is a little slower": evidence(ranks=({"cpu_ratio": 0.45}, SLOWER)),
     "a few compilations of evaluation and saving": evidence(
         rows=steps(every=7, compile_seconds=3.0, compiles=1)
@@ -200,7 +241,10 @@ def test_a_rank_that_waits_for_data_alone_is_slow_and_the_loader_is_not_to_blame
     alone = {"cpu_ratio": 0.45, "phase_seconds": {"data": 0.5, "wait": 0.5}}
     rows = steps(data_wait_seconds=0.1)
     assert [
-        f.name for f in diagnose(evidence(rows=rows, ranks=(alone, {"cpu_ratio": 0.45}))).findings
+        f.name
+        for f in diagnose(
+            evidence(rows=rows, ranks=(alone, {"cpu_ratio": 0.45}))
+        ).findings
     ] == ["slow_rank"]
     found = diagnose(evidence(rows=rows, ranks=(alone, alone))).findings
     assert [f.name for f in found] == ["loader"]
@@ -210,7 +254,9 @@ def test_a_rank_that_waits_for_data_alone_is_slow_and_the_loader_is_not_to_blame
 def test_the_live_alert_the_report_and_prometheus_call_the_same_ranks_slow():
     dice, config, rows, found = random.Random(0), load({}, [*CONFIG]), steps(), []
     share, *others = prometheus_rules()["groups"][0]["rules"]
-    host, whole = (re.findall(r'phase=~"([a-z|]+)"', share["expr"])[k].split("|") for k in (0, 1))
+    host, whole = (
+        re.findall(r'phase=~"([a-z|]+)"', share["expr"])[k].split("|") for k in (0, 1)
+    )
     (limit,) = re.findall(
         r"< ([0-9.]+)$",
         next(rule["expr"] for rule in others if rule["labels"]["rule"] == "slow_rank"),
@@ -225,26 +271,43 @@ def test_the_live_alert_the_report_and_prometheus_call_the_same_ranks_slow():
                 for phase, weight in zip(host, weights, strict=True)
             }
             spent.append(seconds | {"wait": 10 * (1 - own)})
-        shares = [sum(s[phase] for phase in host) / sum(s[phase] for phase in whole) for s in spent]
+        shares = [
+            sum(s[phase] for phase in host) / sum(s[phase] for phase in whole)
+            for s in spent
+        ]
         by_prometheus = {
-            rank for rank, one in enumerate(shares) if 1 - (one - min(shares)) < float(limit)
+            rank
+            for rank, one in enumerate(shares)
+            if 1 - (one - min(shares)) < float(limit)
         }
 
         judge, live = Judge(), set()
         for sample in range(SAMPLES):
             for rank in reversed(range(len(spent))):
                 row = {"rank": rank, "phase_seconds": spent[rank]}
-                live |= {alert.rank for alert in judge(row, "process", 1000.0 + 15 * sample)}
+                live |= {
+                    alert.rank for alert in judge(row, "process", 1000.0 + 15 * sample)
+                }
 
         taken = samples(*({"phase_seconds": s} for s in spent), count=1)
         reported = set()
         for finding in rules.slow_rank(Evidence(config, rows, taken)):
-            named = re.findall(r"^Rank (\d+)|; likewise rank ([\d, ]+)", finding.sentence)
+            named = re.findall(
+                r"^Rank (\d+)|; likewise rank ([\d, ]+)", finding.sentence
+            )
             reported = {
-                int(rank) for pair in named for rank in ", ".join(pair).split(",") if rank.strip()
+                int(rank)
+                for pair in named
+                for rank in ", ".join(pair).split(",")
+                if rank.strip()
             }
             assert finding.excess == pytest.approx(max(shares) - min(shares))
-        assert live == reported == by_prometheus, (shares, live, reported, by_prometheus)
+        assert live == reported == by_prometheus, (
+            shares,
+            live,
+            reported,
+            by_prometheus,
+        )
         found.append(len(live))
     assert {0, 1, 2, 3} <= set(found)
 
@@ -259,6 +322,8 @@ def test_what_is_missing_is_named():
 
 def test_the_parts_of_a_step_add_up_to_it():
     found = diagnose(evidence(rows=steps(data_wait_seconds=0.05), trace={"data": 0.1}))
-    assert sum(part.seconds for part in found.parts if part.seconds) == pytest.approx(0.2)
+    assert sum(part.seconds for part in found.parts if part.seconds) == pytest.approx(
+        0.2
+    )
     layers = next(part for part in found.parts if part.name == "layers")
     assert layers.seconds == pytest.approx(0.15 * 0.9) and layers.planned > 0

@@ -34,12 +34,16 @@ TOLD = Attribution(
 
 def test_every_kind_has_a_meaning_and_is_in_one_part():
     assert set(MEANING) == set(KINDS)
-    assert sorted(kind for kinds, _ in PARTS.values() for kind in kinds) == sorted(KINDS)
+    assert sorted(kind for kinds, _ in PARTS.values() for kind in kinds) == sorted(
+        KINDS
+    )
 
 
 def test_every_second_of_the_planner_is_in_one_part():
     fields = [field.name for field in dataclasses.fields(StepTime)]
-    assert sorted(name for _, names in PARTS.values() for name in names) == sorted(fields)
+    assert sorted(name for _, names in PARTS.values() for name in names) == sorted(
+        fields
+    )
     step = StepTime(*range(1, len(fields) + 1))
     assert sum(planned(dict(step.parts())).values()) == step.total
 
@@ -78,7 +82,9 @@ def test_one_that_runs_alone_has_the_time_and_two_at_once_half_each():
 
 
 def test_the_second_rank_counts_only_where_nothing_of_the_first_runs():
-    found, _, gaps = share([(0, 4, 0, "a"), (2, 8, 1, "waits"), (9, 10, 0, "a")], (0, 10))
+    found, _, gaps = share(
+        [(0, 4, 0, "a"), (2, 8, 1, "waits"), (9, 10, 0, "a")], (0, 10)
+    )
     assert found == {"a": 5, "waits": 4} and gaps == 1
 
 
@@ -104,4 +110,6 @@ def test_shares_sum_to_the_wall():
     assert sum(found.values()) + outside + gaps == pytest.approx(10)
     # nothing more than all that had its name
     for key in "abcd":
-        assert found[key] <= sum(max(0, min(b, 10) - max(a, 0)) for a, b, _, k in spans if k == key)
+        assert found[key] <= sum(
+            max(0, min(b, 10) - max(a, 0)) for a, b, _, k in spans if k == key
+        )

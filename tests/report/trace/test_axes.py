@@ -33,19 +33,27 @@ def met(path: Path, mesh: Mesh) -> Counter[tuple[str, str]]:
     profile = ProfileData.from_file(str(path))
     for plane in profile.planes:
         for line in plane.lines:
-            events = [(e.start_ns, e.end_ns, e.name, dict(e.stats)) for e in line.events]
+            events = [
+                (e.start_ns, e.end_ns, e.name, dict(e.stats)) for e in line.events
+            ]
             ops = [e for e in events if "hlo_op" in e[3]]
             for begin, end, name, stats in events:
-                devices = re.search(r"global_devices=\[([\d, ]+)\]", str(stats.get("name", "")))
+                devices = re.search(
+                    r"global_devices=\[([\d, ]+)\]", str(stats.get("name", ""))
+                )
                 if name != "Rendezvous" or not devices:
                     continue
                 places = np.array([place[int(n)] for n in devices.group(1).split(",")])
                 axis = "+".join(
                     name
-                    for name, along in zip(AXES, (places != places[0]).any(axis=0), strict=True)
+                    for name, along in zip(
+                        AXES, (places != places[0]).any(axis=0), strict=True
+                    )
                     if along
                 )
-                (op,) = {stats["hlo_op"] for a, b, _, stats in ops if a <= begin and end <= b}
+                (op,) = {
+                    stats["hlo_op"] for a, b, _, stats in ops if a <= begin and end <= b
+                }
                 found[op, axis] += 1
     return found
 
@@ -60,7 +68,9 @@ def sent(mesh: Mesh, directory: Path) -> Path:
 
     specs = PartitionSpec(("data", "tensor", "pipeline"))
     step = jax.jit(
-        jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False)
+        jax.shard_map(
+            local, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=False
+        )
     )
     x = jnp.arange(64.0)
     compiled = step.lower(x).compile()
@@ -74,7 +84,9 @@ def sent(mesh: Mesh, directory: Path) -> Path:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("order", itertools.permutations(range(3)), ids=str)
-def test_the_axis_of_a_collective_is_that_of_the_devices_that_met_in_it(order, tmp_path):
+def test_the_axis_of_a_collective_is_that_of_the_devices_that_met_in_it(
+    order, tmp_path
+):
     mesh = mesh_of(order)
     path = sent(mesh, tmp_path)
     trace = read_trace(path)

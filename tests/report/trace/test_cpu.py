@@ -21,7 +21,12 @@ def event(op: str, device: int, begin: float, end: float, number: int = 0) -> To
         op,
         begin,
         end,
-        {"hlo_op": op, "hlo_module": "jit__train", "device_ordinal": device, "_p": number},
+        {
+            "hlo_op": op,
+            "hlo_module": "jit__train",
+            "device_ordinal": device,
+            "_p": number,
+        },
     )
 
 
@@ -33,7 +38,9 @@ def seen(directory: Path, *lines: list[Told], facts=FACTS_OF_CPUS) -> Attributio
     """What is told of one step of 100 µs, whose events are on these threads."""
     threads = {f"thread {k}": line for k, line in enumerate(lines)}
     host = {"main": [("train", 0, 100, {"step_num": 5})]}
-    return attribute(read_trace(written(directory, HLO, {"/host:CPU": host | threads}, facts)))
+    return attribute(
+        read_trace(written(directory, HLO, {"/host:CPU": host | threads}, facts))
+    )
 
 
 def test_two_devices_that_run_have_half_the_wall_each(tmp_path):
@@ -50,9 +57,9 @@ def test_a_collective_that_waits_leaves_the_wall_to_those_that_run(tmp_path):
     )
     # moves 0-10, waits alone 50-70 and 90-100, moves 70-90
     assert microseconds(told) == {"tensor": 60, "forward": 40}
-    assert told.moving == pytest.approx({"tensor": 30e-6}) and told.waiting == pytest.approx(
+    assert told.moving == pytest.approx(
         {"tensor": 30e-6}
-    )
+    ) and told.waiting == pytest.approx({"tensor": 30e-6})
 
 
 def test_waiting_on_another_thread_is_no_part_of_a_collective(tmp_path):
@@ -68,7 +75,10 @@ def test_a_stage_that_waits_for_another_is_the_bubble(tmp_path):
 def test_between_processes_a_collective_ranks_behind_compute_as_a_whole(tmp_path):
     facts = dataclasses.replace(FACTS_OF_CPUS, processes=2, local=[0, 1, 2, 3])
     told = seen(
-        tmp_path, [event("gather-start", 0, 0, 100)], [event("forward", 1, 20, 60)], facts=facts
+        tmp_path,
+        [event("gather-start", 0, 0, 100)],
+        [event("forward", 1, 20, 60)],
+        facts=facts,
     )
     assert microseconds(told) == {"data": 60, "forward": 40}
     assert told.moving == told.waiting == {} and any(
@@ -98,18 +108,28 @@ def test_loops_and_calls_are_no_time_of_their_own(tmp_path):
 
 
 def test_steps_that_were_not_asked_for_are_not_looked_at(tmp_path):
-    host = {"main": [("train", 0, 100, {"step_num": 5}), ("train", 100, 300, {"step_num": 6})]}
-    planes = {
-        "/host:CPU": host | {"thread": [event("forward", 0, 0, 50), event("backward", 0, 110, 300)]}
+    host = {
+        "main": [
+            ("train", 0, 100, {"step_num": 5}),
+            ("train", 100, 300, {"step_num": 6}),
+        ]
     }
-    assert microseconds(attribute(read_trace(written(tmp_path, HLO, planes, FACTS_OF_CPUS)))) == {
+    planes = {
+        "/host:CPU": host
+        | {"thread": [event("forward", 0, 0, 50), event("backward", 0, 110, 300)]}
+    }
+    assert microseconds(
+        attribute(read_trace(written(tmp_path, HLO, planes, FACTS_OF_CPUS)))
+    ) == {
         "forward": 50,
         "host": 50,
     }
 
 
 def test_the_untraced_steps_around_are_told_by_the_runs_rows(tmp_path):
-    rows = [(step, 9.0 if step == 5 else step / 10) for step in range(5, 9)] + [(40, 70.0)]
+    rows = [(step, 9.0 if step == 5 else step / 10) for step in range(5, 9)] + [
+        (40, 70.0)
+    ]
     (tmp_path / "metrics.jsonl").write_text(
         "".join(f'{{"step": {step}, "step_seconds": {s}}}\n' for step, s in rows)
     )
@@ -119,7 +139,9 @@ def test_the_untraced_steps_around_are_told_by_the_runs_rows(tmp_path):
 
 
 @pytest.mark.parametrize("name", [EVENTS, FACTS])
-def test_a_trace_of_which_a_file_is_missing_or_broken_is_refused_in_a_sentence(name, tmp_path):
+def test_a_trace_of_which_a_file_is_missing_or_broken_is_refused_in_a_sentence(
+    name, tmp_path
+):
     seen(tmp_path, [event("forward", 0, 0, 100)])
     (tmp_path / name).write_bytes(b"{nothing")
     with pytest.raises(ConfigError, match=rf"{tmp_path}.*\.$"):
@@ -130,6 +152,11 @@ def test_a_trace_of_which_a_file_is_missing_or_broken_is_refused_in_a_sentence(n
 
 
 def test_a_trace_without_its_steps_is_refused(tmp_path):
-    written(tmp_path, HLO, {"/host:CPU": {"thread": [event("forward", 0, 0, 100)]}}, FACTS_OF_CPUS)
+    written(
+        tmp_path,
+        HLO,
+        {"/host:CPU": {"thread": [event("forward", 0, 0, 100)]}},
+        FACTS_OF_CPUS,
+    )
     with pytest.raises(ConfigError, match=r"holds none of the steps \[5\]"):
         read_trace(tmp_path)

@@ -24,7 +24,9 @@ def kernel(op: str, begin: float, end: float, name: str = "", **stats: int) -> T
     return name or op, begin, end, {"hlo_op": op, "hlo_module": "jit__train"} | stats
 
 
-def seen(directory: Path, *devices: dict[str, list[Told]], facts=FACTS_OF_GPUS) -> Attribution:
+def seen(
+    directory: Path, *devices: dict[str, list[Told]], facts=FACTS_OF_GPUS
+) -> Attribution:
     """What is told of one step of 100 µs."""
     host = {"/host:CPU": {"python": [("train", 0, 100, {"step_num": 5})]}}
     planes = host | {f"/device:GPU:{k}": lines for k, lines in enumerate(devices)}
@@ -50,7 +52,9 @@ def test_a_collective_counts_with_what_no_compute_on_another_stream_hides(tmp_pa
         "host": 15,
         "idle": 10,
     }
-    assert told.wall_seconds == pytest.approx(100e-6) and told.attributed == pytest.approx(0.9)
+    assert told.wall_seconds == pytest.approx(
+        100e-6
+    ) and told.attributed == pytest.approx(0.9)
     assert told.collectives == {("all-reduce", "tensor"): 1, ("all-gather", "data"): 1}
     assert told.unjoined == 0 and not told.waiting
 
@@ -76,11 +80,16 @@ def test_what_runs_on_two_streams_at_once_shares_their_time(tmp_path):
     assert microseconds(told) == {"forward": 75, "backward": 25}
 
 
-def test_lines_that_say_the_same_once_more_and_other_programs_are_no_part_of_a_step(tmp_path):
+def test_lines_that_say_the_same_once_more_and_other_programs_are_no_part_of_a_step(
+    tmp_path,
+):
     other = ("fusion", 40, 60, {"hlo_op": "fusion", "hlo_module": "jit__evaluate"})
     told = seen(
         tmp_path,
-        {COMPUTE: [kernel("forward", 0, 40), other], "XLA Ops": [kernel("forward", 0, 100)]},
+        {
+            COMPUTE: [kernel("forward", 0, 40), other],
+            "XLA Ops": [kernel("forward", 0, 100)],
+        },
     )
     assert microseconds(told) == {"forward": 40, "host": 60}
 
@@ -107,7 +116,9 @@ def test_copies_of_no_instruction_are_the_hosts_where_nothing_else_runs(tmp_path
     assert told.unjoined == 0
 
 
-def test_what_ran_in_a_command_buffer_is_unknown_and_the_flag_that_names_it_is_said(tmp_path):
+def test_what_ran_in_a_command_buffer_is_unknown_and_the_flag_that_names_it_is_said(
+    tmp_path,
+):
     graph = {"cuda_graph_id": 3}
     told = seen(
         tmp_path,
@@ -123,7 +134,8 @@ def test_what_ran_in_a_command_buffer_is_unknown_and_the_flag_that_names_it_is_s
     assert microseconds(told) == {"unknown": 50, "tensor": 20, "backward": 30}
     assert told.attributed == pytest.approx(0.5)
     assert any(
-        "XLA_FLAGS=--xla_gpu_enable_command_buffer= " in sentence for sentence in told.cannot_tell
+        "XLA_FLAGS=--xla_gpu_enable_command_buffer= " in sentence
+        for sentence in told.cannot_tell
     )
 
 
@@ -131,14 +143,18 @@ def test_without_command_buffers_nothing_is_said_of_them(tmp_path):
     assert seen(tmp_path, {COMPUTE: [kernel("forward", 0, 100)]}).cannot_tell == []
 
 
-def test_a_kernel_of_nccl_in_a_buffer_has_no_axis_where_the_program_has_several(tmp_path):
+def test_a_kernel_of_nccl_in_a_buffer_has_no_axis_where_the_program_has_several(
+    tmp_path,
+):
     two = HLO.replace(
         "ROOT %called",
         "%more = f32[8]{0} all-reduce(%p), replica_groups={{0,4},{1,5},{2,6},{3,7}}, to_apply=%add\n  ROOT %called",
     )
     planes = {
         "/host:CPU": {"python": [("train", 0, 100, {"step_num": 5})]},
-        "/device:GPU:0": {COMPUTE: [kernel("command_buffer.1", 0, 100, REDUCES, cuda_graph_id=1)]},
+        "/device:GPU:0": {
+            COMPUTE: [kernel("command_buffer.1", 0, 100, REDUCES, cuda_graph_id=1)]
+        },
     }
     told = attribute(read_trace(written(tmp_path, two, planes)))
     assert microseconds(told) == {"unknown": 100} and told.collectives == {
@@ -195,7 +211,9 @@ def test_a_collective_of_groups_of_one_device_is_for_what_its_names_say(tmp_path
         "/device:GPU:0": {NCCL: [kernel("reduce-start", 0, 100, REDUCES)]},
     }
     told = attribute(read_trace(written(tmp_path, alone, planes)))
-    assert microseconds(told) == {"head": 100} and told.collectives == {("all-reduce", "none"): 1}
+    assert microseconds(told) == {"head": 100} and told.collectives == {
+        ("all-reduce", "none"): 1
+    }
 
 
 def test_of_other_accelerators_nothing_is_told(tmp_path):

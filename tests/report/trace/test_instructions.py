@@ -66,7 +66,10 @@ KINDS = [
         f"{SLOT}/forward_slot/cond/branch_1_fun/while/body/closed_call/jvp(layer)/dot_general",
         "forward",
     ),
-    (f"{SLOT}/forward_slot/cond/branch_1_fun/while/body/dynamic_update_slice", "schedule"),
+    (
+        f"{SLOT}/forward_slot/cond/branch_1_fun/while/body/dynamic_update_slice",
+        "schedule",
+    ),
     (
         f"{SLOT}/backward_slot/cond/branch_1_fun/while/body/transpose(jvp(layer))/mul",
         "backward",
@@ -83,7 +86,10 @@ KINDS = [
         "backward",
     ),  # without stages
     ("jit(_train)/while/body/jvp()/while/body/layer/dot_general", "forward"),
-    (f"{SLOT}/loss_head/cond/branch_1_fun/transpose(jvp(loss_head))/dot_general", "head"),
+    (
+        f"{SLOT}/loss_head/cond/branch_1_fun/transpose(jvp(loss_head))/dot_general",
+        "head",
+    ),
     (f"{SLOT}/token_embedding/cond/branch_1_fun/scatter-add", "embedding"),
     ("jit(_train)/shard_map/zero_cast/convert_element_type", "optimizer"),
     ("jit(_train)/update/mul;jit(_train)/update/add", "optimizer"),

@@ -18,7 +18,14 @@ from meshtrain.report.diagnosis.tracing import trace_beside
 from meshtrain.report.trace import Attribution, attribute, read_trace
 from meshtrain.step import Program
 
-SMALL = {"layers": 4, "d_model": 32, "heads": 4, "kv_heads": 2, "d_ff": 64, "vocab_size": 128}
+SMALL = {
+    "layers": 4,
+    "d_model": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "d_ff": 64,
+    "vocab_size": 128,
+}
 
 
 def traced_step(
@@ -48,7 +55,11 @@ def traced_step(
     return (
         program,
         step,
-        attribute(read_trace(traced(directory, program.mesh, step, once, program.layout.table))),
+        attribute(
+            read_trace(
+                traced(directory, program.mesh, step, once, program.layout.table)
+            )
+        ),
     )
 
 
@@ -65,11 +76,15 @@ CASES = [
 @pytest.mark.parametrize(
     ("mesh", "parallel"),
     [
-        pytest.param(*case, marks=pytest.mark.thorough if at in (1, 2) else pytest.mark.slow)
+        pytest.param(
+            *case, marks=pytest.mark.thorough if at in (1, 2) else pytest.mark.slow
+        )
         for at, case in enumerate(CASES)
     ],
 )
-def test_what_a_trace_tells_of_a_step_is_what_its_program_says(mesh, parallel, tmp_path):
+def test_what_a_trace_tells_of_a_step_is_what_its_program_says(
+    mesh, parallel, tmp_path
+):
     program, step, told = traced_step(tmp_path, mesh, **parallel)
     assert told.unjoined == 0
     assert sum(told.seconds.values()) == pytest.approx(told.wall_seconds)
@@ -80,7 +95,9 @@ def test_what_a_trace_tells_of_a_step_is_what_its_program_says(mesh, parallel, t
     assert told.collectives == pytest.approx(expected)
     present = {"forward", "backward", "head", "embedding", "optimizer", "schedule"}
     present |= {
-        axis for axis, size in zip(("data", "tensor", "pipeline"), mesh, strict=True) if size > 1
+        axis
+        for axis, size in zip(("data", "tensor", "pipeline"), mesh, strict=True)
+        if size > 1
     }
     present |= {"recomputation"} if parallel.get("remat") == "full" else set()
     assert present <= set(told.seconds)
