@@ -28,6 +28,7 @@ def test_of_a_huge_text_the_ends_stay():
         ("a\0b", r"a\x00b"),
         ("\udcff", r"\udcff"),
         ("\u2028", r"\u2028"),
+        ("a\u202eb", r"a\u202eb"),
     ],
 )
 def test_a_sentence_stays_one_line_that_every_terminal_takes(text, shown):

@@ -330,6 +330,11 @@ def test_a_step_that_was_asked_for_and_is_removed_meanwhile_is_reported(
         ([[0.5, 1.0]], "tokens are float64[1, 2]; ... whole numbers [B, T]."),
         ([[0, 257]], "tokens have the id 257; ... 0 to 256."),
         ([[-1, 0]], "tokens have the id -1; ... 0 to 256."),
+        ([[2**40]], "tokens have the id 1099511627776; ... 0 to 256."),
+        ([["a"]], "whole numbers [B, T]."),
+        ([[None]], "whole numbers [B, T]."),
+        (None, "whole numbers [B, T]."),
+        ([[1, 2], [3]], "tokens"),
     ],
 )
 def test_what_are_no_ids_is_refused_rather_than_computed_with(directory, tokens, says):
@@ -373,7 +378,7 @@ def test_positions_that_were_never_learned_are_refused(tmp_path):
         model(np.zeros((1, 17), int))
 
 
-@pytest.mark.parametrize("path", [None, 3, b"run", "x" * 5000, "a\0b"])
+@pytest.mark.parametrize("path", [None, 3, b"run", "x" * 5000, "a\0b", __file__])
 def test_what_is_no_path_is_refused_in_one_printable_sentence(path):
     with pytest.raises(
         ConfigError, match=r"not a path that|no checkpoint in"

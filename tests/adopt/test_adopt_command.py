@@ -1,6 +1,8 @@
 """The command's words, and its sentences."""
 
+import os
 import shutil
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -53,8 +55,78 @@ def _tensor(change):
     return changed
 
 
+def _file(make):
+    """All weights in one file, and something else in its place."""
+
+    def changed(model):
+        _tensor(lambda name, array: array)(model)
+        make(model / "model.safetensors")
+
+    return changed
+
+
+def _holding(content):
+    """`content`: other bytes, or what becomes of those that there are."""
+
+    def write(path):
+        path.write_bytes(content(path.read_bytes()) if callable(content) else content)
+
+    return write
+
+
+def _instead(make):
+    def write(path):
+        path.unlink()
+        make(path)
+
+    return write
+
+
+def _header(text):
+    return lambda whole: struct.pack("<Q", len(text)) + text + whole[-4096:]
+
+
 TOKENIZER = '{"model": {"vocab": {"a": 0}}}'
+# What a file of weights may be instead; each is refused by its name.
+NO_WEIGHTS = {
+    "truncated": _holding(lambda whole: whole[: len(whole) // 2]),
+    "empty": _holding(b""),
+    "zeros": _holding(bytes(4096)),
+    "no header": _holding(lambda whole: bytes(8) + whole[8:]),
+    "long header": _holding(lambda whole: struct.pack("<Q", 2**40) + whole[8:]),
+    "endless header": _holding(lambda whole: struct.pack("<Q", 2**63) + whole[8:]),
+    "no JSON": _holding(_header(b"{" * 64)),
+    "a list": _holding(_header(b"[]")),
+    "nested deep": _holding(_header(b"[" * 100_000)),
+    "no tensor": _holding(_header(b"{}")),
+    "a dtype": _holding(lambda whole: whole.replace(b'"F32"', b'"F99"', 1)),
+    "offsets": _holding(lambda whole: whole[:-64]),
+    "a pickle": _holding(b"\x80\x04\x95" + bytes(200)),
+    "a page": _holding(b"<html>404</html>"),
+    "a pointer": _holding(b"version https://git-lfs.github.com/spec/v1\nsize 1\n"),
+    "removed": Path.unlink,
+    "a directory": _instead(Path.mkdir),
+    "a link to nothing": _instead(lambda path: path.symlink_to("gone")),
+    "a link to itself": _instead(lambda path: path.symlink_to(path)),
+    "a pipe": _instead(os.mkfifo),
+}
 BROKEN = {
+    **{f"weights {kind}": (_file(make), "hf") for kind, make in NO_WEIGHTS.items()},
+    **{
+        f"{name} {text[:9]}": (_text(name, text), name)
+        for name in ("config.json", INDEX)
+        for text in ("{", "[]", "null", "", "[" * 100_000, '{"a":' * 100_000)
+    },
+    "config digits": (
+        _text("config.json", '{"hidden_size": ' + "9" * 5000 + "}"),
+        "config.json",
+    ),
+    "no map": (_text(INDEX, "{}"), "weight_map"),
+    "a map that is a list": (_text(INDEX, '{"weight_map": []}'), "weight_map"),
+    "an empty map": (_text(INDEX, '{"weight_map": {}}'), "hf"),
+    "a file that is a number": (_text(INDEX, '{"weight_map": {"a": 3}}'), "weight_map"),
+    "a file with a NUL": (_text(INDEX, '{"weight_map": {"a": "a\\u0000b"}}'), "hf"),
+    "a file that is a directory": (_text(INDEX, '{"weight_map": {"a": "."}}'), "hf"),
     "shape": (
         _tensor(
             lambda name, array: array[:-1] if name == "model.norm.weight" else array
@@ -175,6 +247,10 @@ def test_weights_that_leave_without_a_tokenizer_say_so_and_a_directory_that_is_t
         (["inspect", "/no/such"], "/no/such/config.json cannot be read"),
         (["export", str(GOLDEN / "gpt2"), str(GOLDEN)], "already exists"),
         (["exprot", "a", "b"], "did you mean export?"),
+        (["export", "/no/such", "/no/out"], "/no/such"),
+        (["export", str(GOLDEN / "gpt2"), f"{__file__}/out"], "test_adopt_command.py"),
+        (["export", str(GOLDEN / "gpt2"), "/no/out", "--step", "last"], "--step"),
+        (["export", str(GOLDEN / "gpt2"), "/no/out", "--dtype", "int8"], "--dtype"),
         (["config", "/no/such.yaml"], "there is no config file /no/such.yaml"),
         (["config"], "the following arguments are required: FILE"),
         (["config", "x.yaml", "--devices", "0"], "'0' ... at least 1"),

@@ -135,6 +135,16 @@ def test_diff_names_what_differs_and_only_that(run, capsys):
 
 
 def test_wrong_usage_is_one_sentence_and_exit_code_2(tmp_path, damaged, capsys):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    for words, says in (
+        (["verfy", "x"], "did you mean verify?"),
+        (["diff", "x"], "second"),
+        (["show", "x" * 300], "name too long"),
+        (["ls", f"{tmp_path}/file"], f"{tmp_path}/file"),
+        (["show", f"{tmp_path}/loop"], f"{tmp_path}/loop"),
+    ):
+        assert says in refused(main, capsys, *words)
     for word, path in (
         ("ls", tmp_path / "nothing"),
         ("verify", tmp_path),

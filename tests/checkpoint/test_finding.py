@@ -4,6 +4,7 @@ import math
 import os
 import random
 import shutil
+from pathlib import Path
 
 import checkpoint_runs
 import pytest
@@ -133,7 +134,7 @@ def test_a_clock_that_was_set_back_changes_nothing(run):
 
 
 def test_leftovers_are_removed_and_reported(run):
-    (run / "checkpoints" / "4.writing" / "arrays").mkdir(parents=True)
+    shutil.copytree(run / "checkpoints" / "3", run / "checkpoints" / "4.writing")
     step, _, said = restored(run)
     assert step == 3 and tells(said[0], "4.writing", "left unfinished")
     assert not (run / "checkpoints" / "4.writing").exists()
@@ -243,9 +244,12 @@ def test_a_run_that_began_from_another_goes_on_from_its_own(run, three):
 
 def test_damage_in_another_run_is_passed_over_and_left_there(run, tmp_path):
     (run / "checkpoints" / "3" / steps.MANIFEST).unlink()
+    before = sorted(run.rglob("*"))
     step, _, said = restored(tmp_path / "new", resume=str(run))
     assert step == 2 and said[0].endswith("it is passed over.")
-    assert (run / "checkpoints" / "3").is_dir()
+    with pytest.raises(ConfigError, match="checkpoints/3"):
+        restored(tmp_path / "other", resume=str(run / "checkpoints" / "3"))
+    assert sorted(run.rglob("*")) == before
 
 
 def test_a_file_in_place_of_the_checkpoints_is_refused_in_one_sentence(tmp_path):
@@ -319,12 +323,20 @@ def test_the_newest_the_best_and_every_nth_stay(losses, keys, stay):
 
 
 @pytest.mark.parametrize(
-    ("resume", "sentence"),
+    ("resume", "make", "sentence"),
     [
-        ("atuo", r"checkpoint\.resume is atuo, .* mean auto"),
-        ("{}/nothing", "no checkpoint; .*auto, never, .*run directory"),
+        ("atuo", None, r"checkpoint\.resume is atuo, .* mean auto"),
+        ("{}/nothing", None, "no checkpoint; .*auto, never, .*run directory"),
+        ("{}/file", Path.touch, "checkpoint"),
+        ("{}/void", Path.mkdir, "no checkpoint"),
+        ("{}/link", lambda path: path.symlink_to("gone"), "checkpoint"),
+        ("{}/loop", lambda path: path.symlink_to("loop"), "checkpoint"),
+        ("{}/pipe", os.mkfifo, "checkpoint"),
+        ("{}/" + "x" * 5000, None, "checkpoint"),
     ],
 )
-def test_what_names_no_checkpoint_is_refused(resume, sentence, tmp_path):
+def test_what_names_no_checkpoint_is_refused(resume, make, sentence, tmp_path):
+    if make:
+        make(Path(resume.format(tmp_path)))
     with pytest.raises(ConfigError, match=sentence):
         restored(tmp_path / "new", resume=resume.format(tmp_path))

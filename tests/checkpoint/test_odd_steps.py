@@ -101,7 +101,7 @@ def test_two_steps_that_changed_places_are_both_reported_and_the_one_between_is_
     assert tells(second, f"{root}/1 is step 3, renamed", "passed over", "only as 3.")
 
 
-@pytest.mark.parametrize("name", ["best", "+5", "１０", "-3", "3 "])
+@pytest.mark.parametrize("name", ["best", "+5", "１０", "-3", "3 ", "\udcff\udcfe"])
 def test_a_name_that_is_no_number_is_no_step_and_reported_if_it_is_newer(name, run):
     root = run / "checkpoints"
     shutil.copytree(root / "1", root / name)
@@ -213,8 +213,17 @@ def a_device(path):
     path.symlink_to("/dev/zero")
 
 
-@pytest.mark.parametrize("put", [a_pipe, a_device])
-def test_a_pipe_or_a_device_in_the_place_of_an_array_is_never_waited_for(put, run):
+def a_link_to_nothing(path):
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize(
+    "put", [a_pipe, a_device, a_directory, a_link_to_itself, a_link_to_nothing]
+)
+def test_what_is_no_file_in_the_place_of_an_array_is_damage_and_never_waited_for(
+    put, run
+):
     step = run / "checkpoints" / "3"
     array = max(
         (path for path in (step / steps.ARRAYS).rglob("*") if path.is_file()),
@@ -228,10 +237,26 @@ def test_a_pipe_or_a_device_in_the_place_of_an_array_is_never_waited_for(put, ru
     )
 
 
+@pytest.mark.parametrize("instead", [None, "../2/arrays"])
+def test_a_step_without_arrays_or_with_another_steps_is_damaged(instead, run):
+    arrays = run / "checkpoints" / "3" / steps.ARRAYS
+    shutil.rmtree(arrays)
+    if instead:
+        arrays.symlink_to(instead)
+    step, (sentence,) = chosen(run)
+    assert step == 2 and tells(sentence, "checkpoints/3 is damaged: ")
+
+
+def test_a_strangers_file_among_the_arrays_is_no_damage(run):
+    (run / "checkpoints" / "3" / steps.ARRAYS / "stranger").write_text("x")
+    assert chosen(run) == (3, [])
+
+
 @pytest.mark.parametrize(
     "make, sentence",
     [
         (lambda path: path.write_text("a file"), "it is not a directory"),
+        (os.mkfifo, "it is not a directory"),
         (lambda path: path.symlink_to("nowhere"), "it is a link to nothing"),
         (lambda path: path.symlink_to("9"), "it is a link to nothing"),
         (
@@ -239,7 +264,13 @@ def test_a_pipe_or_a_device_in_the_place_of_an_array_is_never_waited_for(put, ru
             "it has no COMMIT file",
         ),
     ],
-    ids=["a file", "a link to nothing", "a link to itself", "an empty directory"],
+    ids=[
+        "a file",
+        "a pipe",
+        "a link to nothing",
+        "a link to itself",
+        "an empty directory",
+    ],
 )
 def test_what_is_no_step_at_all_is_set_aside(make, sentence, run):
     make(run / "checkpoints" / "9")

@@ -157,7 +157,8 @@ def test_an_overridden_text_may_be_quoted(read):
 
 
 def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
-    (tmp_path / "c.yaml").write_bytes(b"\xef\xbb\xbfmodel: {layers: 5}")
+    content = b"\xef\xbb\xbfrun: {seed: 3}\r\nmodel: {layers: 5}\r\n"
+    (tmp_path / "c.yaml").write_bytes(content)
     assert load(tmp_path / "c.yaml").model.layers == 5
 
 

@@ -124,13 +124,17 @@ def damage(directory: Path, how: str) -> None:
         (directory / "train-00000.offsets").write_bytes(b"")
     elif how == "manifest":
         (directory / "manifest.json").write_bytes(b"{}")
+    elif how == "no file":
+        tokens.unlink()
+        os.mkfifo(tokens)
     elif how == "note":
         (directory / "units" / "00000.json").write_bytes(b"[" * 100_000)
         tokens.unlink()
 
 
 @pytest.mark.parametrize(
-    "how", ["missing", "truncated", "altered", "offsets", "manifest", "note"]
+    "how",
+    ["missing", "truncated", "altered", "offsets", "manifest", "note", "no file"],
 )
 def test_cached_shards_that_are_damaged_are_reported_and_made_again(
     how, text, own_cache, caplog

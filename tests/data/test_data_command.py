@@ -213,6 +213,31 @@ def without_seconds(said: str) -> str:
     return left
 
 
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("loop", "loop"),
+        ("link", "link"),
+        ("file/shards", "file/shards"),
+        ("text", "text"),
+        ("x" * 300, "name too long"),
+        ("/dev/null", "/dev/null"),
+    ],
+)
+def test_what_cannot_be_an_output_is_one_sentence(name, says, text, tmp_path, capsys):
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "link").symlink_to("/nonexistent/place")
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    output = f"{text}" if name == "text" else f"{tmp_path / name}"
+    words = ["prepare", "--input", f"{text}", "--output", output, "--workers", "1"]
+    assert main(words) in (1, 2)
+    said = capsys.readouterr().err
+    (sentence,) = [line for line in said.splitlines() if " files, " not in line]
+    assert sentence.startswith("meshtrain: ") and says in sentence
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_the_output_may_lie_in_the_input(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.txt").write_text("words")
     (tmp_path / "b.txt").write_bytes(b"\xff")

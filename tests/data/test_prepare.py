@@ -2,9 +2,11 @@
 overwritten.
 """
 
+import bz2
 import filecmp
 import gzip
 import json
+import lzma
 import os
 import shutil
 import signal
@@ -221,12 +223,13 @@ def test_a_directory_in_the_place_of_a_file_is_named(text, tmp_path):
     assert refusal_at(error.value) == "is a directory: train-00000.tokens"
 
 
-def test_a_damaged_plan_is_reported(text, tmp_path):
+@pytest.mark.parametrize("content", ["[1, 2", "[]", "{"])
+def test_a_damaged_plan_is_reported(content, text, tmp_path):
     run(text, tmp_path / "out")
-    (tmp_path / "out" / "plan.json").write_bytes(b"[1, 2")
+    (tmp_path / "out" / "plan.json").write_text(content)
     with pytest.raises(
         ConfigError,
-        match=r"plan\.json .*damaged, .* remove that directory",
+        match=r"(plan\.json .*damaged, .* remove that directory|; remove it, or give)",
     ):
         run(text, tmp_path / "out")
 
@@ -297,6 +300,8 @@ def test_bad_documents_are_refused_by_choice(mixed, tmp_path, workers, monkeypat
             b"",
             "no documents: 1 skipped: 1 empty; ... a.txt, ... empty.",
         ),
+        ("a.xz", lzma.compress(b"words"), "1 skipped: 1 not text; ... a.xz"),
+        ("a.bz2", bz2.compress(b"words"), "1 skipped: 1 not text; ... a.bz2"),
         (
             "a.zip",
             b"PK\3\4\0words",

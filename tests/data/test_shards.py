@@ -220,6 +220,15 @@ def damage(directory: Path, how: str) -> None:
         path.write_bytes(path.read_bytes() + b"xx")
     elif how == "altered":
         path.write_bytes(path.read_bytes()[:-2] + b"\x01\x00")
+    elif how == "a directory":
+        path.unlink()
+        path.mkdir()
+    elif how == "a pipe":
+        path.unlink()
+        os.mkfifo(path)
+    elif how == "a link to nothing":
+        path.unlink()
+        path.symlink_to("nowhere")
     else:
         offsets = directory / "train-00002.offsets"
         offsets.write_bytes(b"\x02" + offsets.read_bytes()[1:])
@@ -233,6 +242,9 @@ def damage(directory: Path, how: str) -> None:
         ("longer", "22 bytes instead of 20: .* not what was"),
         ("altered", "train-00002.tokens has been altered"),
         ("offsets", "train-00002.offsets has been altered"),
+        ("a directory", "train-00002.tokens"),
+        ("a pipe", "train-00002.tokens"),
+        ("a link to nothing", "train-00002.tokens"),
     ],
 )
 def test_a_damaged_shard_is_refused_by_name_and_one_of_another_size_even_without_digests(
@@ -248,6 +260,17 @@ def test_a_damaged_shard_is_refused_by_name_and_one_of_another_size_even_without
             else pytest.raises(ConfigError, match=said)
         ):
             open_corpus(directory, manifest, "train", verify)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path)],
+    ids=["a directory", "a pipe", "a link to itself"],
+)
+def test_what_is_no_file_in_the_place_of_a_manifest_is_refused(make, tmp_path):
+    make(tmp_path / "manifest.json")
+    with pytest.raises(ConfigError, match="manifest"):
+        read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize(

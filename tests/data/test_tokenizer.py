@@ -1,6 +1,7 @@
 """Bytes and tokenizer.json files: what goes in comes out, the ids fit, nothing in a document ends it."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,49 @@ def test_a_tokenizer_that_is_none_is_refused(name, said, tmp_path, monkeypatch):
     (tmp_path / "broken.json").write_text('{"model": 1}')
     with pytest.raises(ConfigError, match=said):
         load_tokenizer(name)
+
+
+def of_model(**values):
+    given = {"type": "BPE", "vocab": {"a": 0}, "merges": [], **values}
+    return json.dumps({"version": "1.0", "model": given})
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "{}",
+        "[" * 100_000,
+        "\udcff\udcfe",
+        of_model(vocab={"a": -1}),
+        of_model(merges=["x y"]),
+    ],
+)
+def test_a_file_that_holds_no_tokenizer_is_refused(content, tmp_path):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(ConfigError, match="tokenizer") as refused:
+        load_tokenizer(str(path)).encode(["text"])
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Path.mkdir,
+        os.mkfifo,
+        lambda path: path.symlink_to(path),
+        lambda path: path.symlink_to("gone"),
+    ],
+    ids=["a directory", "a pipe", "a link to itself", "a link to nothing"],
+)
+def test_what_is_no_file_is_no_tokenizer_and_not_waited_for(make, tmp_path):
+    make(tmp_path / "tokenizer.json")
+    with pytest.raises(ConfigError, match="tokenizer"):
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
 
 
 def test_a_vocabulary_smaller_than_the_bytes_is_refused(tmp_path):

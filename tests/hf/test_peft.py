@@ -288,6 +288,15 @@ def test_a_tensor_missing_too_many_or_no_number_is_refused(copy):
     assert f"has no {name}" in refused(copy)
 
 
+def test_a_directory_without_adapters_is_refused(copy):
+    (copy / peft.ADAPTER_CONFIG).write_text("[]")
+    assert peft.ADAPTER_CONFIG in refused(copy)
+    (copy / peft.ADAPTER_CONFIG).unlink()
+    assert peft.ADAPTER_CONFIG in refused(copy)
+    shutil.rmtree(copy)
+    assert str(copy) in refused(copy)
+
+
 def test_a_pickle_or_a_part_of_a_file_is_not_opened(copy):
     (copy / FILE).write_bytes((copy / FILE).read_bytes()[:-5])
     assert "is not a complete safetensors file" in refused(copy)

@@ -198,6 +198,8 @@ BAD = {
     ("--set", "mesh.tensor=3"): "does not divide",
     ("--cluster", "h1000"): "did you mean h100",
     ("--cluster", "nowhere.yaml"): "there is no cluster description",
+    ("--cluster", "../../etc/passwd"): "passwd",
+    ("--cluster", "."): "no such file or accelerator",
     ("--compile", "h300"): "must be one of cpu, a100, h100, h200, b200",
     ("--compile", "h100x4"): "the mesh has 8 devices",
     ("--compile", "h100x0"): "h100x0",

@@ -55,6 +55,26 @@ def test_metrics_that_are_no_file_are_refused(name, make, says, tmp_path):
     assert re.match(f"{tmp_path}/{re.escape(name)} {says}; ", str(refused.value))
 
 
+def test_what_is_no_directory_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "gone").symlink_to("/nonexistent/place")
+    (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").touch()
+    names = ("file", "file/run", "gone", "loop", "pipe", "x" * 300, "y/" * 2500)
+    for name in (*names, "/dev/null", "/proc/nowhere", "a\0b", "a\ud800b"):
+        with pytest.raises(ConfigError, match=r"run\.directory") as refused:
+            entered(tmp_path / name)
+        sentence = str(refused.value)
+        assert sentence.isprintable() and len(sentence) < 700, sentence
+
+
+@pytest.mark.parametrize("name", ["a b'\"😀", "."])
+def test_any_other_name_is_a_directorys(name, tmp_path):
+    assert entered(tmp_path / name).is_dir()
+
+
 def test_metrics_of_another_user_are_refused():
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "metrics.jsonl"

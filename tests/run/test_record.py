@@ -36,7 +36,7 @@ def steps(directory):
     ]
 
 
-@pytest.mark.parametrize("fault", ["removed", "renamed"])
+@pytest.mark.parametrize("fault", ["removed", "renamed", "emptied"])
 def test_a_directory_that_goes_away_is_made_again_locked_and_reported_once(
     fault, directory, record, capsys
 ):
@@ -44,6 +44,8 @@ def test_a_directory_that_goes_away_is_made_again_locked_and_reported_once(
         shutil.rmtree(directory)
     else:
         directory.rename(directory.with_name("away"))
+    if fault == "emptied":
+        directory.mkdir()
     record.after_metrics({"step": 2}, due=True)
     record.after_metrics({"step": 3}, due=True)
     assert steps(directory) == [1, 2, 3] and load(

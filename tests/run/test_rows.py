@@ -236,11 +236,19 @@ def test_rows_that_somebody_cuts_off_are_reported_once(path, capsys):
 # --- before a resume
 
 
+@pytest.mark.parametrize("ends", [b"\n", b"\r\n"])
 @pytest.mark.parametrize("before", [range(1, 9), [1, 2, 3, 4, 5, 1, 2]])
-def test_rows_after_the_step_are_dropped_and_each_step_is_kept_once(path, before):
+def test_rows_after_the_step_are_dropped_and_each_step_is_kept_once(path, before, ends):
     write(path, before)
+    path.write_bytes(path.read_bytes().replace(b"\n", ends))
     trim_metrics(path, 5)
     assert steps(path) == [1, 2, 3, 4, 5]
+
+
+def test_a_row_that_is_lost_costs_no_other(path):
+    write(path, [1, 2, 4, 5, 6])
+    trim_metrics(path, 5)
+    assert steps(path) == [1, 2, 4, 5]
 
 
 def test_a_step_keeps_its_last_row_of_each_kind(path):
@@ -269,6 +277,7 @@ def test_a_torn_last_row_is_dropped_even_if_its_step_counts(path):
         b"\x00\x00\n",
         b'{"step": "3"}\n',
         b"[" * 100000 + b"\n",
+        b'{"step": ' + b"9" * 10_000 + b"}\n",
     )
     for tail in (b'{"step": 3, "lo', b'{"step": 3}', *odd):
         write(path, [1, 2], tail)
