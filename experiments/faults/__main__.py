@@ -11,17 +11,17 @@ need root, and are counted as not tried without. `--long`: the faults that take 
 
 import argparse
 import fnmatch
-import json
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 from experiments import quick_compile
+from experiments.faults import bases, harness
 from experiments.faults.covered import COVERED
 
 # Of every process, so that it starts and compiles fast and says nothing of its own
@@ -35,25 +35,9 @@ ENVIRONMENT = {
     "COLUMNS": "200",
 }
 # Each a module that registers its faults when it is imported.
-ROOMS = (
-    "controls",
-    "checkpoints",
-    "run",
-    "sources",
-    "prepare",
-    "config",
-    "library",
-    "planning",
-    "adopting",
-    "requests",
-    "starved",
-    "surroundings",
-    "numbers",
-    "features",
-    "nodes",
-    "refused",
-)
-VERDICTS = ("named", "unclear", "silent", "traceback", "hang", "not tried")
+ROOMS = ("controls", "run", "starved", "surroundings", "numbers", "nodes")
+WRONG = ("silent", "traceback", "hang")
+VERDICTS = ("named", "unclear", *WRONG, "not tried")
 
 
 def main() -> int:
@@ -63,7 +47,7 @@ def main() -> int:
     parser.add_argument(
         "--only",
         metavar="PATTERN",
-        help="faults whose 'room: name', room or kind matches, such as 'data*', '*FIFO*' or clock",
+        help="faults whose 'room: name', room or kind matches, such as 'run*', '*SIGKILL*' or clock",
     )
     parser.add_argument("--all", action="store_true", help="every fault of each kind")
     parser.add_argument(
@@ -77,39 +61,27 @@ def main() -> int:
         help="lists the faults, and the tests that inject others; injects none",
     )
     parser.add_argument(
-        "--json",
-        action="store_true",
-        help="one JSON object on stdout in place of the table",
-    )
-    parser.add_argument(
         "--jobs",
         type=int,
-        default=None,
+        default=0,
         help="faults at a time (default: one more than the cores, since many only wait, at most 4; 1 with --long)",
     )
     options = parser.parse_args()
-    options.jobs = options.jobs or (
-        1 if options.long else min(4, (os.cpu_count() or 1) + 1)
-    )
 
     # In a script's background they are ignored, and so would be the faults that send them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     work = Path(tempfile.mkdtemp(prefix="faults-"))
-    os.environ.update(ENVIRONMENT)
-    # Read when JAX is imported, so all else comes after.
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(work / "compiled")
-    from experiments.faults import harness
-
+    # Read when JAX is imported, which the rooms do.
+    os.environ.update(ENVIRONMENT, JAX_COMPILATION_CACHE_DIR=str(work / "compiled"))
     harness.register(ROOMS)
     matching = [
-        f
-        for f in harness.FAULTS
-        if _matches(f, options.only) and f.long == options.long
+        fault
+        for fault in harness.FAULTS
+        if _matches(fault, options.only) and fault.long == options.long
     ]
     chosen = matching if options.all or options.only or options.long else _few(matching)
-    if len(chosen) < len(matching):
-        alike = len(matching) - len(chosen)
+    if alike := len(matching) - len(chosen):
         print(
             f"left out: {alike} of kinds that two others are of (--all injects them)",
             file=sys.stderr,
@@ -118,97 +90,68 @@ def main() -> int:
         if options.list:
             for fault in chosen:
                 print(f"{fault.room:<12} {fault.kind:<22} {fault.name}")
-            for (room, kind), tests in COVERED.items():
+            for covered, tests in COVERED.items():
+                room, kind = covered.split()
                 print(f"{room:<12} {kind:<22} injected by {', '.join(tests)}")
             return 0
-        return _run(chosen, work, options)
+        jobs = 1 if options.long else min(4, (os.cpu_count() or 1) + 1)
+        return _run(chosen, work, options.jobs or jobs)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _matches(fault, pattern: str | None) -> bool:
-    if pattern is None:
-        return True
+def _matches(fault: harness.Fault, pattern: str | None) -> bool:
     texts = (f"{fault.room}: {fault.name}", fault.room, fault.kind)
-    return any(fnmatch.fnmatch(text, pattern) for text in texts)
+    return pattern is None or any(fnmatch.fnmatch(text, pattern) for text in texts)
 
 
-def _few(faults: list) -> list:
+def _few(faults: list[harness.Fault]) -> list[harness.Fault]:
     """Returns the first and the last fault of each kind of a room, and all controls."""
-    kinds: dict[tuple[str, str], list] = {}
+    kinds = defaultdict(list)
     for fault in faults:
-        kinds.setdefault((fault.room, fault.kind), []).append(fault)
+        kinds[fault.room, fault.kind].append(fault)
     ends = {id(fault) for of in kinds.values() for fault in (of[0], of[-1])}
     return [f for f in faults if id(f) in ends or f.room == "controls"]
 
 
-def _run(chosen: list, work: Path, options: argparse.Namespace) -> int:
-    from experiments.faults import bases, harness
-
+def _run(chosen: list[harness.Fault], work: Path, jobs: int) -> int:
     began = time.monotonic()
     work.chmod(0o755)
-    (work / "compiled").mkdir(mode=0o777)
+    (work / "compiled").mkdir()
     (work / "compiled").chmod(0o777)
     bases.make(work / "bases")
-    found: list[dict] = []
-
-    def tell(fault: harness.Fault, verdict: str, reason: str, seconds: float) -> None:
-        known = {"room": fault.room, "kind": fault.kind, "fault": fault.name}
-        found.append(
-            {
-                **known,
-                "verdict": verdict,
-                "reason": reason,
-                "seconds": round(seconds, 2),
-            }
-        )
+    rooms: dict[str, Counter] = defaultdict(Counter)
+    kinds: dict[str, set[str]] = defaultdict(set)
+    for fault, verdict, reason, seconds in harness.meet(
+        chosen,
+        lambda fault, place: harness.verdict_of(fault, place, work / "bases"),
+        work / "places",
+        jobs,
+        lambda fault: harness.LONGEST if fault.long else 4 * harness.PATIENCE,
+    ):
+        tried = verdict != "not tried"
+        for room in (fault.room, "all"):
+            rooms[room].update({verdict: 1, "tried": int(tried), "seconds": seconds})
+            kinds[room].update([fault.kind] * tried)
         if verdict != "named":
             print(
                 f"{verdict:<10} {fault.room}: {fault.name}: {reason}",
                 file=sys.stderr,
                 flush=True,
             )
-
-    (work / "places").mkdir()
-    harness.meet(chosen, work / "places", work / "bases", options.jobs, tell)
-    sums = _sums(found)
-    seconds, processor = time.monotonic() - began, sum(os.times()[:4])
-    if options.json:
-        print(
-            json.dumps(
-                {"faults": found, "sums": sums, "seconds": round(seconds)}, indent=1
-            )
-        )
-    else:
-        columns = ("tried", "kinds", *VERDICTS, "seconds")
-        print(f"{'room':<14}" + "".join(f"{column:>10}" for column in columns))
-        for room, counts in sums.items():
-            print(
-                f"{room:<14}" + "".join(f"{counts[column]:>10}" for column in columns)
-            )
-        every = sums["all"]
-        print(
-            f"tried {every['tried']} cases of {every['kinds']} kinds in {seconds:.0f} s ({processor:.0f} of "
-            f"processor), {options.jobs} at a time"
-        )
-    controls = sums.get("controls", Counter())
-    wrong = any(sums["all"][verdict] for verdict in ("silent", "traceback", "hang"))
+    columns = ("tried", "kinds", *VERDICTS, "seconds")
+    print(f"{'room':<14}" + "".join(f"{column:>10}" for column in columns))
+    every = rooms.pop("all", Counter())
+    for room, counts in [*rooms.items(), ("all", every)]:
+        counts["kinds"] = len(kinds[room])
+        print(f"{room:<14}" + "".join(f"{counts[name]:>10.0f}" for name in columns))
+    print(
+        f"tried {every['tried']} cases of {every['kinds']} kinds in {time.monotonic() - began:.0f} s "
+        f"({sum(os.times()[:4]):.0f} of processor), {jobs} at a time"
+    )
+    controls = rooms["controls"]
+    wrong = any(every[verdict] for verdict in WRONG)
     return int(wrong or controls["tried"] > controls["named"])
-
-
-def _sums(found: list[dict]) -> dict[str, dict[str, int]]:
-    sums: dict[str, dict[str, int]] = {}
-    for room in [*dict.fromkeys(f["room"] for f in found), "all"]:
-        of = [f for f in found if room in ("all", f["room"])]
-        counts = Counter(f["verdict"] for f in of)
-        kinds = {f["kind"] for f in of if f["verdict"] != "not tried"}
-        sums[room] = {
-            "tried": len(of) - counts["not tried"],
-            "kinds": len(kinds),
-            **{v: counts[v] for v in VERDICTS},
-            "seconds": round(sum(f["seconds"] for f in of)),
-        }
-    return sums
 
 
 if __name__ == "__main__":

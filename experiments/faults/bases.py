@@ -21,35 +21,42 @@ WORDS = [
     "step",
     "shard",
     "rank",
-    "gather",
-    "scatter",
-    "reduce",
-    "tick",
 ]
 PREPARE = ("prepare", "--input", "text", "--output", "shards", "--workers", "1")
 
 
-def text(seed: int, words: int = 120) -> str:
-    draw = random.Random(seed)
-    return " ".join(draw.choice(WORDS) for _ in range(words)) + ".\n"
-
-
-def folder(place: Place, name: str = "text", files: int = 16) -> Path:
+def folder(place: Place) -> None:
     """A folder of text files, the same every time."""
-    for k in range(files):
-        place.file(f"{name}/{k:02d}.txt", text(k))
-    return place.dir / name
+    for number in range(16):
+        draw = random.Random(number)
+        text = " ".join(draw.choice(WORDS) for _ in range(120))
+        place.file(f"text/{number:02d}.txt", text + ".\n")
 
 
 def make(directory: Path) -> None:
     """Every base run; a failure here is no fault to be judged."""
     import_all(directory)
-    for name, make_one in BASES.items():
-        place = Place(directory / name, directory)
-        place.dir.mkdir(parents=True)
-        make_one(place)
-        for log in place.dir.glob("log-*"):
-            log.unlink()
+    for name in BASES:
+        make_one(name, directory)
+
+
+def make_one(name: str, directory: Path) -> Place:
+    place = Place(directory / name, directory)
+    place.dir.mkdir(parents=True)
+    if name != "synthetic":
+        folder(place)
+    if name == "shards":
+        succeeds(place, "data", *PREPARE)
+    place.config(data=BASES[name])
+    succeeds(place, "train", "--config", "config.yaml")
+    for log in place.dir.glob("log-*"):
+        log.unlink()
+    return place
+
+
+def succeeds(place: Place, *command: str) -> None:
+    ended = place.command(*command)
+    assert ended.code == 0, ended.said
 
 
 def import_all(directory: Path) -> None:
@@ -68,12 +75,9 @@ def import_all(directory: Path) -> None:
 
     ended = place.start("", call=run).end()
     assert ended.code == 0, ended.said
-    others = [
-        f"meshtrain.{name}"
-        for name in ("train", "plan.__main__", "data.__main__", "checkpoint.__main__")
-    ]
+    others = ("train", "plan.__main__", "data.__main__", "checkpoint.__main__")
     for name in [
-        *others,
+        *(f"meshtrain.{other}" for other in others),
         "multiprocessing.spawn",
         "tokenizers",
         *(place.dir / "modules").read_text().split("\n"),
@@ -82,27 +86,9 @@ def import_all(directory: Path) -> None:
             importlib.import_module(name)
 
 
-def _trained(place: Place, **sections: dict) -> None:
-    place.config(**sections)
-    ended = place.train()
-    assert ended.code == 0, ended.said
-
-
-def _text(place: Place, **data: object) -> None:
-    folder(place)
-    _trained(place, data={"source": "text", **data})
-
-
-def _shards(place: Place) -> None:
-    folder(place)
-    ended = place.command("data", *PREPARE)
-    assert ended.code == 0, ended.said
-    _trained(place, data={"source": "shards"})
-
-
 BASES = {
-    "synthetic": _trained,
-    "text": _text,
-    "packed": lambda place: _text(place, batching="packed"),
-    "shards": _shards,
+    "synthetic": {"source": "synthetic"},
+    "text": {"source": "text"},
+    "packed": {"source": "text", "batching": "packed"},
+    "shards": {"source": "shards"},
 }

@@ -34,6 +34,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from experiments.faults import bases, harness
+from experiments.faults.harness import Place, Silent
 
 SOURCE = Path(__file__).with_name("refusing_calls.c")
 VARIABLES = ("REFUSE_CALL", "REFUSE_FILE", "REFUSE_HOW", "REFUSE_LOG", "REFUSE_TIMES")
@@ -84,54 +88,38 @@ class Command:
     module: str
     arguments: tuple[str, ...]
     files: tuple[str, ...]
-    judge: Callable[["Place"], None]  # type: ignore[name-defined]  # noqa: F821
+    judge: Callable[[Place], None]
 
 
-def _trained(place) -> None:
+def _trained(place: Place) -> None:
     place.undisturbed()
     place.intact(2, 4, 6, 8)
-    if aside := [
-        path.name for path in place.checkpoints.iterdir() if not path.name.isdigit()
-    ]:
-        raise _silent(f"checkpoints/ holds {aside}")
+    names = [path.name for path in place.checkpoints.iterdir()]
+    if aside := [name for name in names if not name.isdigit()]:
+        raise Silent(f"checkpoints/ holds {aside}")
 
 
-def _prepared(place) -> None:
-    _same(place, "shards")
-
-
-def _exported(place) -> None:
-    _same(place, "out")
-
-
-def _same(place, name: str) -> None:
+def _same(name: str) -> Callable[[Place], None]:
     """What was written is what is written without a fault, byte for byte."""
-    expected, made = (
-        {p.relative_to(d): p.read_bytes() for p in _files(d)}
-        for d in (place.bases / "calls" / name, place.dir / name)
-    )
-    if expected != made:
-        raise _silent(
-            f"{name} differs in {sorted(map(str, expected.keys() ^ made.keys())) or 'a file'}"
+
+    def judge(place: Place) -> None:
+        expected, made = (
+            {
+                str(path.relative_to(directory)): path.read_bytes()
+                for path in harness.files_of(directory / name)
+                if path.name != ".lock"
+            }
+            for directory in (place.bases / "calls", place.dir)
         )
+        if expected != made:
+            odd = sorted(expected.keys() ^ made.keys())
+            raise Silent(f"{name} differs in {odd or 'a file'}")
+
+    return judge
 
 
-def _files(directory: Path) -> list[Path]:
-    return [
-        path
-        for path in sorted(directory.rglob("*"))
-        if path.is_file() and path.name != ".lock"
-    ]
-
-
-def _silent(reason: str) -> Exception:
-    from experiments.faults.harness import Silent
-
-    return Silent(reason)
-
-
+STEP_FILES = ("COMMIT", "digests.json", "manifest.json", *ARRAYS)
 TRAIN = ("--config", "config.yaml")
-PREPARE = ("prepare", "--input", "text", "--output", "shards", "--workers", "1")
 EXPORT = ("export", "run", "out")
 COMMANDS = {
     "resume": Command(
@@ -141,10 +129,7 @@ COMMANDS = {
         (
             "run/checkpoints",
             STEP,
-            *(
-                f"{STEP}/{name}"
-                for name in ("COMMIT", "digests.json", "manifest.json", *ARRAYS)
-            ),
+            *(f"{STEP}/{name}" for name in STEP_FILES),
             "run/checkpoints/4/manifest.json",
             "run",
             "run/metrics.jsonl",
@@ -161,16 +146,9 @@ COMMANDS = {
         (
             "run/checkpoints/8",
             NEW,
-            *(
-                f"{NEW}/{name}"
-                for name in (
-                    "*COMMIT*",
-                    "*digests.json*",
-                    "*manifest.json*",
-                    "arrays",
-                    *ARRAYS,
-                )
-            ),
+            *(f"{NEW}/*{name}*" for name in STEP_FILES[:3]),
+            f"{NEW}/arrays",
+            *(f"{NEW}/{name}" for name in ARRAYS),
             "run/*.newest-checkpoint*",
             "run/metrics.jsonl",
         ),
@@ -179,7 +157,7 @@ COMMANDS = {
     "prepare": Command(
         "text",
         "data.__main__",
-        PREPARE,
+        bases.PREPARE,
         (
             "text",
             "text/03.txt",
@@ -193,7 +171,7 @@ COMMANDS = {
             "shards/*manifest.json*",
             "shards/.lock",
         ),
-        _prepared,
+        _same("shards"),
     ),
     "export": Command(
         "synthetic",
@@ -201,58 +179,40 @@ COMMANDS = {
         EXPORT,
         (
             STEP,
-            *(
-                f"{STEP}/{name}"
-                for name in ("COMMIT", "digests.json", "manifest.json", *ARRAYS)
-            ),
+            *(f"{STEP}/{name}" for name in STEP_FILES),
             "out.writing",
             "out.writing/.lock",
             "out.writing/config.json",
             "out.writing/*.safetensors",
             "out.writing/*",
         ),
-        _exported,
+        _same("out"),
     ),
 }
 
 
-def cells(only: Sequence[str] = (), how: Sequence[str] = ()) -> list[Cell]:
-    """Returns every cell of the table, of these commands and these refusals if any are named."""
+def cells(only: Sequence[str] = tuple(COMMANDS)) -> list[Cell]:
+    """Returns every cell of the table, of these commands."""
     table = []
-    for name, command in COMMANDS.items():
-        if only and name not in only:
-            continue
-        for file, call, times in itertools.product(command.files, CALLS, (1, 0)):
-            hows = [*ERRORS, *(["short"] if call in SHORT else []), "delay"]
-            table += [
-                Cell(name, file, call, one, times)
-                for one in hows
-                if not how or one in how
-            ]
+    for name in only:
+        files = COMMANDS[name].files
+        for file, call, times in itertools.product(files, CALLS, (1, 0)):
+            short = ["short"] if call in SHORT else []
+            hows = [*ERRORS, *short, "delay"]
+            table += [Cell(name, file, call, how, times) for how in hows]
     return table
 
 
-def made(table: Sequence[Cell], work: Path, directory: Path) -> list[Cell]:
+def made(table: Sequence[Cell], directory: Path, bases: Path) -> list[Cell]:
     """Returns the cells whose call a command makes on a file of that name, where nothing is refused."""
-    from experiments.faults.harness import Place
-
-    directory.mkdir()
-    calls: dict[str, set[str]] = {}
+    calls: dict[str, list[str]] = {}
     for name in dict.fromkeys(cell.command for cell in table):
-        place = Place(directory / name, work / "bases")
-        place.dir.mkdir()
-        _arrange(place, name)
+        place = _arranged(name, directory / name, bases)
         log = place.dir / "calls"
-        recorded = dict(
-            zip(VARIABLES, ("all", f"{place.dir}/*", "0", str(log), "0"), strict=True)
-        )
-        ended = place.start(
-            f"meshtrain.{COMMANDS[name].module}",
-            *COMMANDS[name].arguments,
-            env=recorded,
-        ).end(PATIENCE)
+        asked = ("all", f"{place.dir}/*", "0", str(log), "0")
+        ended = _start(name, place, env=dict(zip(VARIABLES, asked, strict=True)))
         assert ended.code == 0, ended.said
-        calls[name] = set(log.read_text(errors="replace").splitlines())
+        calls[name] = log.read_text(errors="replace").splitlines()
     return [
         cell
         for cell in table
@@ -260,10 +220,17 @@ def made(table: Sequence[Cell], work: Path, directory: Path) -> list[Cell]:
     ]
 
 
-def _arrange(place, name: str) -> None:
-    place.base(COMMANDS[name].base)
+def _arranged(name: str, directory: Path, bases: Path) -> Place:
+    place = Place(directory, bases).base(COMMANDS[name].base)
     if name == "prepare":
         shutil.rmtree(place.run)
+    return place
+
+
+def _start(name: str, place: Place, **how: Any) -> harness.Ended:
+    command = COMMANDS[name]
+    module = f"meshtrain.{command.module}"
+    return place.start(module, *command.arguments, **how).end(PATIENCE)
 
 
 def few(table: Sequence[Cell], count: int) -> list[Cell]:
@@ -290,29 +257,23 @@ def library(directory: Path) -> Path | None:
     return made if done.returncode == 0 else None
 
 
-def meet(cell: Cell, place, scale: float) -> tuple[str, str]:
+def meet(cell: Cell, directory: Path, bases: Path, scale: float) -> tuple[str, str]:
     """Runs a cell's command in its place, and the same again without the fault; returns what became of it, and why."""
-    from experiments.faults import harness
-
     command = COMMANDS[cell.command]
-    _arrange(place, cell.command)
-    before, log = (
-        place.digests(place.dir / "text") | place.digests(place.checkpoints),
-        place.dir / "refusals",
-    )
+    place = _arranged(cell.command, directory, bases)
+    before = place.digests(place.dir / "text", place.checkpoints)
+    log = place.dir / "refusals"
     how = f"ms{round(1000 * DELAY * scale)}" if cell.how == "delay" else cell.how
     how = str(getattr(errno, how)) if how in ERRORS else how
-    refusals = [cell.call, f"*{cell.file}", how, str(log), str(cell.times)]
+    asked = (cell.call, f"*{cell.file}", how, str(log), str(cell.times))
 
     def refuse() -> None:
         from meshtrain import files
 
         files.PAUSES = tuple(pause * scale for pause in files.PAUSES)
-        os.environ.update(dict(zip(VARIABLES, refusals, strict=True)))
+        os.environ.update(zip(VARIABLES, asked, strict=True))
 
-    ended = place.start(
-        f"meshtrain.{command.module}", *command.arguments, before=refuse
-    ).end(PATIENCE)
+    ended = _start(cell.command, place, before=refuse)
     met = log.stat().st_size if log.exists() else 0
     if not met:
         return "not met", ""
@@ -326,10 +287,8 @@ def meet(cell: Cell, place, scale: float) -> tuple[str, str]:
             # A process that fails says so, and leaves what was there.
             harness.failed(ended, codes=(1, 2))
             verdict = "told"
-    except harness.Hang:
-        return "hang", reason
     except harness.Crash as crash:
-        return "traceback", str(crash)
+        return crash.name, f"{crash}; it said: {reason}"
     except harness.Verdict as wrong:
         return "silent", f"{wrong}; it said: {reason}"
     try:
@@ -337,49 +296,25 @@ def meet(cell: Cell, place, scale: float) -> tuple[str, str]:
         if verdict == "told":
             if cell.command in ("resume", "save"):
                 place.intact(2, 4, 6)
-            harness.done(place.command(command.module, *command.arguments))
+            harness.done(_start(cell.command, place).checked())
             command.judge(place)
     except harness.Verdict as lost:
         return "lost", f"{lost}; it had said: {reason}"
     return verdict, reason
 
 
-def _without_fault(bases: Path) -> None:
-    """What a preparation and an export write when nothing is refused."""
-    from experiments.faults.harness import Place
-
-    if (bases / "calls").is_dir():
-        return
-    place = Place(bases / "calls", bases)
-    place.dir.mkdir()
-    place.base("text")
-    shutil.rmtree(place.run)
-    place.base("synthetic")
-    for name in ("prepare", "export"):
-        ended = place.command(COMMANDS[name].module, *COMMANDS[name].arguments)
-        assert ended.code == 0, ended.said
-
-
 def run(
-    table: Sequence[Cell],
-    count: int | None,
-    work: Path,
-    jobs: int,
-    scale: float,
-    say: Callable[[str], None],
+    table: Sequence[Cell], count: int | None, work: Path, jobs: int, scale: float
 ) -> list[dict]:
     """Meets the cells that there are, or `count` of them, `jobs` at a time, each in a process and a place of its own."""
-    from experiments.faults import bases
-    from experiments.faults.harness import Place
-
-    shutil.rmtree(work / "places", ignore_errors=True)
-    (work / "places").mkdir()
     for name in {command.base for command in COMMANDS.values()}:
-        place = Place(work / "bases" / name, work / "bases")
-        if not place.metrics.exists():
-            place.dir.mkdir(parents=True)
-            bases.BASES[name](place)
-    _without_fault(work / "bases")
+        bases.make_one(name, work / "bases")
+    # What a preparation and an export write when nothing is refused.
+    whole = Place(work / "bases" / "calls", work / "bases").base("text")
+    shutil.rmtree(whole.run)
+    whole.base("synthetic")
+    for name in ("prepare", "export"):
+        assert _start(name, whole).code == 0
     # Here, so that no cell's process has to, which may not be able to read it.
     for module in (
         "train",
@@ -391,53 +326,25 @@ def run(
     ):
         importlib.import_module(f"meshtrain.{module}")
 
-    there = made(table, work, work / "places" / "recorded")
+    there = made(table, work / "recorded", work / "bases")
     chosen = few(there, count) if count else there
-    say(f"{len(chosen)} of {len(there)} cells whose call is made, of {len(table)}")
-    waiting, running, found = list(enumerate(chosen)), {}, []
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            number, cell = waiting.pop(0)
-            directory, result = (
-                work / "places" / str(number),
-                work / "places" / f"{number}.json",
-            )
-            directory.mkdir()
-            pid = os.fork()
-            if not pid:
-                _meet_and_leave(cell, Place(directory, work / "bases"), result, scale)
-            running[pid] = cell, directory, result
-        for pid, (cell, directory, result) in list(running.items()):
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                verdict, reason = (
-                    json.loads(result.read_text())
-                    if result.exists()
-                    else ("traceback", "the cell itself failed")
-                )
-                found.append({**vars(cell), "verdict": verdict, "reason": reason})
-                with (work / "found.jsonl").open("a") as lines:
-                    lines.write(json.dumps(found[-1]) + "\n")
-                if verdict in WRONG:
-                    say(f"{verdict:<10} {cell}: {reason}")
-                shutil.rmtree(directory, ignore_errors=True)
-                del running[pid]
-        time.sleep(0.01)
+    _say(f"{len(chosen)} of {len(there)} cells whose call is made, of {len(table)}")
+    found = []
+    for cell, verdict, reason, _ in harness.meet(
+        chosen,
+        lambda cell, place: meet(cell, place, work / "bases", scale),
+        work / "places",
+        jobs,
+        lambda cell: 4 * PATIENCE,
+    ):
+        found.append({**vars(cell), "verdict": verdict, "reason": reason})
+        if verdict in WRONG:
+            _say(f"{verdict:<10} {cell}: {reason}")
     return found
 
 
-def _meet_and_leave(cell: Cell, place, result: Path, scale: float) -> None:
-    try:
-        result.write_text(json.dumps(meet(cell, place, scale)))
-    except BaseException as error:
-        result.write_text(
-            json.dumps(
-                (
-                    "traceback",
-                    f"the cell itself failed: {type(error).__name__}: {error}",
-                )
-            )
-        )
-    os._exit(0)
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 # --- the table
@@ -471,12 +378,6 @@ def main() -> int:
         help="of this command alone (may be given again)",
     )
     parser.add_argument(
-        "--how",
-        action="append",
-        choices=[*ERRORS, "short", "delay"],
-        help="refused in this way alone (may be given again)",
-    )
-    parser.add_argument(
         "--few",
         type=int,
         metavar="N",
@@ -489,11 +390,6 @@ def main() -> int:
         help="factor of delays, and of the pauses between two tries (default: 1)",
     )
     parser.add_argument(
-        "--work",
-        type=Path,
-        help="a directory for the runs that nothing disturbs, which is kept and used again",
-    )
-    parser.add_argument(
         "--jobs",
         type=int,
         default=max(1, (os.cpu_count() or 1)),
@@ -503,37 +399,13 @@ def main() -> int:
         "--json", action="store_true", help="every cell as JSON in place of the table"
     )
     options = parser.parse_args()
-    begun = os.environ.get("MESHTRAIN_CALLS")
-    work = Path(begun or options.work or tempfile.mkdtemp(prefix="calls-")).absolute()
-    if begun is None:
-        work.mkdir(parents=True, exist_ok=True)
-        made = library(work)
-        if made is None:
-            print(
-                "not tried: there is no C compiler here (Debian: apt install gcc)",
-                file=sys.stderr,
-            )
-            return 0
-        # What stands before the system's own library has to be there when a process begins.
-        os.environ.update(LD_PRELOAD=str(made), MESHTRAIN_CALLS=str(work))
-        os.execv(
-            sys.executable,
-            [sys.executable, "-m", "experiments.faults.calls", *sys.argv[1:]],
-        )
-    from experiments.faults.__main__ import ENVIRONMENT
-
-    os.environ.update(ENVIRONMENT, JAX_COMPILATION_CACHE_DIR=str(work / "compiled"))
+    if "MESHTRAIN_CALLS" not in os.environ:
+        return _begin(Path(tempfile.mkdtemp(prefix="calls-")))
+    work = Path(os.environ["MESHTRAIN_CALLS"])
     try:
-        chosen = cells(options.command or (), options.how or ())
+        table_of = cells(options.command or tuple(COMMANDS))
         began = time.monotonic()
-        found = run(
-            chosen,
-            options.few,
-            work,
-            options.jobs,
-            options.scale,
-            lambda line: print(line, file=sys.stderr, flush=True),
-        )
+        found = run(table_of, options.few, work, options.jobs, options.scale)
         if options.json:
             print(json.dumps(found, indent=1))
         else:
@@ -544,8 +416,26 @@ def main() -> int:
             print(f"tried {tried} cells in {time.monotonic() - began:.0f} s: {wrong}")
         return int(any(cell["verdict"] in WRONG for cell in found))
     finally:
-        if options.work is None:
-            shutil.rmtree(work, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _begin(work: Path) -> int:
+    """What stands before the system's own library has to be there when a process begins: begins this one anew."""
+    from experiments.faults.__main__ import ENVIRONMENT
+
+    made = library(work)
+    if made is None:
+        shutil.rmtree(work)
+        _say("not tried: there is no C compiler here (Debian: apt install gcc)")
+        return 0
+    os.environ.update(
+        ENVIRONMENT,
+        JAX_COMPILATION_CACHE_DIR=str(work / "compiled"),
+        LD_PRELOAD=str(made),
+        MESHTRAIN_CALLS=str(work),
+    )
+    arguments = ["-m", "experiments.faults.calls", *sys.argv[1:]]
+    os.execv(sys.executable, [sys.executable, *arguments])
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Callable
 
 from experiments.faults.harness import (
     LAST,
@@ -14,19 +15,22 @@ from experiments.faults.harness import (
     Unclear,
     Verdict,
     done,
+    failed,
     fault,
     flip,
+    goes_on,
     kind,
     refused,
     resumed,
-    went_on,
 )
 
 
-def found_out(kind: type[Verdict], judge) -> None:
+def found_out(
+    kind: type[Verdict], judge: Callable[..., object], *given: object
+) -> None:
     """The judge must say so."""
     try:
-        judge()
+        judge(*given)
     except kind:
         return
     except Verdict as other:
@@ -44,13 +48,7 @@ def healthy(p: Place) -> None:
     p.intact(2, 4, 6, 8)
 
 
-@fault("nothing but a kill: an interrupted run goes on")
-def interrupted(p: Place) -> None:
-    p.base()
-    before = p.digests(p.checkpoints)
-    ended = p.train()
-    went_on(p, ended, quiet=True)
-    p.survive(before)
+goes_on("nothing but a kill: an interrupted run goes on", quiet=True)
 
 
 @fault("a run that goes on with a patched state: every parameter a hundredth larger")
@@ -66,9 +64,8 @@ def silently_other(p: Place) -> None:
 
         def other(self, *arguments):
             state = real(self, *arguments)
-            return state._replace(
-                params=jax.tree.map(lambda x: x * (1.01), state.params)
-            )
+            params = jax.tree.map(lambda x: x * 1.01, state.params)
+            return state._replace(params=params)
 
         GlobalArrays.state = other
 
@@ -82,20 +79,16 @@ def other_rows(p: Place) -> None:
     p.base(interrupted=False)
     whole = p.metrics.read_bytes().splitlines(keepends=True)
     p.undisturbed()
-    for lines in (whole[:3] + whole[4:], whole + whole[-1:], whole[:-1]):
+    row = json.loads(whole[2])
+    other = json.dumps(row | {"loss": row["loss"] + 1e-7}).encode() + b"\n"
+    for lines in (
+        whole[:3] + whole[4:],
+        whole + whole[-1:],
+        whole[:-1],
+        [*whole[:2], other, *whole[3:]],
+    ):
         p.metrics.write_bytes(b"".join(lines))
         found_out(Silent, p.undisturbed)
-    row = json.loads(whole[2])
-    p.metrics.write_bytes(
-        b"".join(
-            [
-                *whole[:2],
-                json.dumps(row | {"loss": row["loss"] + 1e-7}).encode() + b"\n",
-                *whole[3:],
-            ]
-        )
-    )
-    found_out(Silent, p.undisturbed)
 
 
 @fault("a file that is lost, a checkpoint that is damaged")
@@ -106,16 +99,15 @@ def lost(p: Place) -> None:
     os.rename(p.checkpoints / "2", p.dir / "elsewhere")
     p.survive(before)
     shutil.rmtree(p.dir / "elsewhere")
-    found_out(Silent, lambda: p.survive(before))
+    found_out(Silent, p.survive, before)
     flip(p.checkpoints / "4" / "manifest.json")
-    found_out(Silent, lambda: p.intact(4))
+    found_out(Silent, p.intact, 4)
     p.intact(6)
 
 
 @fault("a run that begins anew where it should go on")
 def anew(p: Place) -> None:
-    ended = p.train()
-    found_out(Silent, lambda: resumed(ended, LAST))
+    found_out(Silent, resumed, p.train(), LAST)
 
 
 @fault(
@@ -135,7 +127,7 @@ def deaths(p: Place) -> None:
 
     for call, patience in ((fails, 10.0), (dies, 10.0), (hangs, 0.5)):
         found_out(Crash, p.start("", call=call).end(patience).checked)
-    found_out(Silent, lambda: refused(p.start("", call=lambda: 0).end()))
+    found_out(Silent, refused, p.start("", call=lambda: 0).end())
 
 
 @fault(
@@ -150,7 +142,8 @@ def sentences(p: Place) -> None:
         (2, "x\n"),
         (2, "meshtrain: y\n"),
     ):
-        found_out(
-            Unclear, lambda code=code, err=err: refused(Ended(code, "", err), "x")
-        )
-    found_out(Silent, lambda: done(Ended(0, "fine\n", ""), "set aside"))
+        found_out(Unclear, refused, Ended(code, "", err), "x")
+    found_out(Silent, done, Ended(0, "fine\n", ""), "set aside")
+    failed(Ended(1, "", "meshtrain: x\n"), "x", codes=(1,))
+    found_out(Silent, failed, Ended(0, "", "meshtrain: x\n"))
+    found_out(Unclear, failed, Ended(1, "", "x\n"))

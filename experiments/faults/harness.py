@@ -47,9 +47,7 @@ TINY: dict[str, dict[str, Any]] = {
     "optimizer": {"warmup_steps": 2},
     "checkpoint": {"every": EVERY, "keep": 20},
 }
-PROGRESS = re.compile(
-    r"\d+ files?, [\d.]+ MB$|(meshtrain: )?Left out \d+ |meshtrain: (preparing|prepared) \d+ "
-)
+PROGRESS = re.compile(r"\d+ files?, [\d.]+ MB$|meshtrain: prepar(ing|ed) ")
 DEATHS = (
     "Traceback (most recent call last)",
     "Fatal Python error",
@@ -84,12 +82,15 @@ class NotTried(Verdict):
     name = "not tried"
 
 
+Meet = Callable[["Place"], None]  # arranges, runs and judges
+
+
 @dataclass(frozen=True)
 class Fault:
     room: str
     kind: str
     name: str
-    meet: Callable[["Place"], None]
+    meet: Meet
     long: bool  # it takes minutes
 
 
@@ -109,12 +110,10 @@ def kind(word: str) -> None:
     _now["kind"] = word
 
 
-def fault(
-    name: str, long: bool = False
-) -> Callable[[Callable[["Place"], None]], Callable[["Place"], None]]:
+def fault(name: str, long: bool = False) -> Callable[[Meet], Meet]:
     """Makes a fault of a function that arranges, runs and judges it."""
 
-    def add(meet: Callable[["Place"], None]) -> Callable[["Place"], None]:
+    def add(meet: Meet) -> Meet:
         FAULTS.append(Fault(_now["room"], _now["kind"], name, meet, long))
         return meet
 
@@ -185,9 +184,8 @@ class Running:
                 raise Hang(f"nothing happened: {last_line(self.out)}")
             time.sleep(0.001)
 
-    def send(self, *numbers: int) -> None:
-        for number in numbers:
-            os.kill(self.pid, number)
+    def send(self, number: int) -> None:
+        os.kill(self.pid, number)
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
@@ -266,34 +264,22 @@ class Place:
         shutil.copytree(self.bases / name, self.dir, dirs_exist_ok=True, symlinks=True)
         if interrupted:
             shutil.rmtree(self.checkpoints / str(STEPS))
-            self.write_rows(STEPS - 1)
+            lines = self.metrics.read_bytes().splitlines(keepends=True)
+            self.metrics.write_bytes(b"".join(lines[: STEPS - 1]))
         return self
 
-    def write_rows(self, count: int) -> None:
-        lines = self.metrics.read_bytes().splitlines(keepends=True)
-        self.metrics.write_bytes(b"".join(lines[:count]))
+    def config(self, **sections: dict[str, Any]) -> Path:
+        """Writes the config file: the tiny run with the given sections over it."""
+        values = {
+            section: {**TINY.get(section, {}), **sections.get(section, {})}
+            for section in {**TINY, **sections}
+        }
+        return self.file("config.yaml", json.dumps(values))
 
-    def config(
-        self,
-        name: str = "config.yaml",
-        text: str | bytes | None = None,
-        **sections: dict[str, Any],
-    ) -> Path:
-        """A config file: the tiny run with the given sections over it, or just a text."""
-        path = self.dir / name
-        if text is None:
-            values = {
-                section: {**TINY.get(section, {}), **sections.get(section, {})}
-                for section in {**TINY, **sections}
-            }
-            text = json.dumps(values)
-        path.write_bytes(text.encode() if isinstance(text, str) else text)
-        return path
-
-    def file(self, name: str, content: str | bytes = "") -> Path:
+    def file(self, name: str, content: str = "") -> Path:
         path = self.dir / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        path.write_text(content)
         return path
 
     def mount(self, path: Path, options: str) -> None:
@@ -400,7 +386,6 @@ class Place:
         *arguments: str,
         env: dict[str, str | None] | None = None,
         shell: str = "",
-        patience: float = PATIENCE,
     ) -> Ended:
         """A new Python process, for what decides before anything is imported; `shell` stands behind the command."""
         command = " ".join([sys.executable, *(f"'{a}'" for a in arguments), shell])
@@ -419,20 +404,14 @@ class Place:
                 cwd=self.dir,
                 env=merged,
                 capture_output=True,
-                timeout=patience,
+                text=True,
+                errors="replace",
+                timeout=PATIENCE,
             )
         except subprocess.TimeoutExpired:
             return Ended(None, "", "").checked()
         code = done.returncode if done.returncode < 128 else 128 - done.returncode
-        return Ended(
-            code,
-            done.stdout.decode(errors="replace"),
-            done.stderr.decode(errors="replace"),
-        ).checked()
-
-    def largest(self, folder: str, pattern: str) -> Path:
-        files = (path for path in (self.dir / folder).glob(pattern) if path.is_file())
-        return max(files, key=lambda path: path.stat().st_size)
+        return Ended(code, done.stdout, done.stderr).checked()
 
     # judging
 
@@ -448,11 +427,12 @@ class Place:
     def last_step(self) -> int:
         return max((row["step"] for row in self.rows()), default=0)
 
-    def undisturbed(self, base: str = "synthetic", upto: int = STEPS) -> None:
+    def undisturbed(self, base: str = "synthetic") -> None:
         """Each step once, in order, each loss the same bits as in the run that nothing disturbed."""
-        expected = losses(self.bases / base / "run" / "metrics.jsonl")
+        whole = self.bases / base / "run" / "metrics.jsonl"
+        rows = [json.loads(line) for line in whole.read_text().splitlines()]
         found = [(row["step"], row["loss"]) for row in self.rows()]
-        if found != [(step, expected[step]) for step in range(1, upto + 1)]:
+        if found != [(row["step"], row["loss"]) for row in rows]:
             raise Silent(
                 f"metrics.jsonl has steps {[s for s, _ in found]}, or other losses than the undisturbed run"
             )
@@ -477,15 +457,6 @@ class Place:
             if file.name != ".lock"
         }
 
-    def everything(self) -> dict[str, str]:
-        """Digest and name of every file, but for caches and what processes said."""
-        own = (str(self.dir / "cache/"), str(self.dir / "log-"))
-        return {
-            d: name
-            for d, name in self.digests(self.dir).items()
-            if not name.startswith(own)
-        }
-
     def survive(self, before: dict[str, str]) -> None:
         """Every file of `before` is still somewhere, byte for byte."""
         now = self.digests(self.dir)
@@ -493,67 +464,24 @@ class Place:
             raise Silent(f"{len(lost)} files are lost, such as {lost[0]}")
 
 
-# --- rows: a fault of which only the arrangement, the command and the outcome differ
-
-
-def nothing(p: Place) -> None:
-    """Arranges nothing."""
-
-
-def with_settings(*settings: str) -> tuple[str, ...]:
-    """The command that trains by config.yaml with these settings."""
-    return (
-        "train",
-        "--config",
-        "config.yaml",
-        *(w for s in settings for w in ("--set", s)),
-    )
-
-
-def refuses(
-    name: str,
-    command: Sequence[str],
-    *words: str,
-    arrange: Callable[[Place], object] = nothing,
-    base: str = "",
-    codes: tuple[int, ...] = (2,),
-) -> None:
-    """Once it is arranged, the command ends with one sentence that has these words, and no file is lost."""
-
-    @fault(name)
-    def _(p: Place) -> None:
-        if base:
-            p.base(base)
-        else:
-            p.config()
-        arrange(p)
-        before = p.everything()
-        ended = p.command(*command)
-        refused(ended, *words, code=ended.code if ended.code in codes else codes[0])
-        p.survive(before)
+# --- a row: a fault of which only the arrangement and how it is run differ
 
 
 def goes_on(
     name: str,
-    arrange: Callable[[Place], object],
-    *words: str,
+    arrange: Callable[[Place], object] = lambda p: None,
     base: str = "synthetic",
-    after: int = LAST,
-    intact: tuple[int, ...] = (),
+    quiet: bool = False,
     **how: Any,
 ) -> None:
-    """Once it is arranged, the run goes on after that step, says these words, and ends as if nothing had been."""
+    """Once it is arranged, the run goes on and ends as if nothing had been."""
 
     @fault(name)
     def _(p: Place) -> None:
         p.base(base)
         arrange(p)
         before = p.digests(p.checkpoints)
-        ended = p.train(**how)
-        done(ended, *words)
-        resumed(ended, after)
-        p.undisturbed(base)
-        p.intact(STEPS, *intact)
+        went_on(p, p.train(**how), base, quiet)
         p.survive(before)
 
 
@@ -569,7 +497,7 @@ def refused(ended: Ended, *words: str, code: int = 2) -> None:
     if len(ended.sentences) != 1:
         raise Unclear(f"{len(ended.sentences)} lines on stderr: {last_line(ended.err)}")
     sentence = ended.sentences[0]
-    if not sentence.startswith(("meshtrain: ", "plan: ")):
+    if not sentence.startswith("meshtrain: "):
         raise Unclear(f"without the prefix: {sentence}")
     if len(sentence) > 700:
         raise Unclear(f"a sentence of {len(sentence)} characters: {sentence[:100]}")
@@ -591,19 +519,17 @@ def failed(
     contains(ended.err, *words)
 
 
-def contains(text: str, *words: str) -> None:
+def contains(text: str, *words: str, verdict: type[Verdict] = Unclear) -> None:
     for word in words:
         if not any(choice.lower() in text.lower() for choice in word.split("|")):
-            raise Unclear(f"it does not say {word!r}: {last_line(text)}")
+            raise verdict(f"it does not say {word!r}: {last_line(text)}")
 
 
 def done(ended: Ended, *words: str, code: int = 0, quiet: bool = False) -> None:
     """Ended well, having said these words; without them what happened was silent. `quiet`: and nothing on stderr."""
     if ended.code != code:
         raise Unclear(f"exit code {ended.code} and not {code}: {last_line(ended.said)}")
-    for word in words:
-        if not any(choice.lower() in ended.said.lower() for choice in word.split("|")):
-            raise Silent(f"it does not say {word!r}: {last_line(ended.said)}")
+    contains(ended.said, *words, verdict=Silent)
     if quiet and ended.sentences:
         raise Unclear(f"noise on stderr: {ended.sentences[-1]}")
 
@@ -616,35 +542,27 @@ def resumed(ended: Ended, after: int) -> None:
         raise Silent(f"went on after step {step}, not {after}")
 
 
-def went_on(p: Place, ended: Ended, *words: str, quiet: bool = False) -> None:
-    """It went on after the newest checkpoint, having said these words, and the run is as if nothing had disturbed
-    it.
-    """
-    done(ended, *words, quiet=quiet)
+def went_on(
+    p: Place, ended: Ended, base: str = "synthetic", quiet: bool = False
+) -> None:
+    """It went on after the newest checkpoint, and the run is as if nothing had disturbed it."""
+    done(ended, quiet=quiet)
     resumed(ended, LAST)
-    p.undisturbed()
+    p.undisturbed(base)
+    p.intact(STEPS)
 
 
 def told_or_done(ended: Ended, *words: str) -> bool:
     """Either is right: refused in one sentence, or done. True if done."""
     if ended.code == 0:
         return True
-    refused(ended, *words, code=ended.code or 2)
-    if ended.code not in (1, 2):
-        raise Unclear(f"exit code {ended.code}: {last_line(ended.err)}")
+    refused(ended, *words, code=1 if ended.code == 1 else 2)
     return False
-
-
-def losses(metrics: Path) -> dict[int, float]:
-    return {
-        row["step"]: row["loss"]
-        for row in map(json.loads, metrics.read_text().splitlines())
-    }
 
 
 def last_line(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
-    return (lines[-1] if lines else "nothing")[:300]
+    return (lines or ["nothing"])[-1][:300]
 
 
 def files_of(path: Path) -> Iterable[Path]:
@@ -663,97 +581,72 @@ def _mount(what: str, path: Path, flags: int, options: str = "") -> None:
         raise NotTried(f"cannot mount here: {os.strerror(ctypes.get_errno())}")
 
 
-# --- ways to damage a file
-
-
 def flip(path: Path) -> None:
+    """Flips a bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0x10
     path.write_bytes(content)
 
 
-def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
-    """Something else in the place of a file."""
+def verdict_of(fault: Fault, directory: Path, bases: Path) -> tuple[str, str]:
+    """Meets a fault in a place of its own; its verdict, and why."""
+    try:
+        fault.meet(Place(directory, bases))
+    except Verdict as found:
+        return found.name, str(found)
+    return "named", ""
 
-    def act(path: Path) -> None:
-        path.unlink()
-        make(path)
 
-    return act
-
-
-DAMAGE: dict[str, Callable[[Path], object]] = {
-    "with a bit flipped": flip,
-    "truncated": lambda path: os.truncate(path, path.stat().st_size // 2),
-    "emptied": lambda path: os.truncate(path, 0),
-    "doubled": lambda path: path.write_bytes(path.read_bytes() * 2),
-    "removed": Path.unlink,
-    "become a directory": instead(Path.mkdir),
-    "become a dangling link": instead(
-        lambda path: path.symlink_to("/nonexistent/file")
-    ),
-    "become a link to itself": instead(lambda path: path.symlink_to(path)),
-    "become a FIFO": instead(os.mkfifo),
-    "become zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
-}
-# The ways in which a path is no plain file any more; the others change what is in it.
-NO_FILE = (
-    "become a directory",
-    "become a dangling link",
-    "become a link to itself",
-    "become a FIFO",
-)
+# --- meeting them
 
 
 def meet(
-    found: Sequence[Fault],
+    faults: Sequence[Any],
+    judge: Callable[[Any, Path], tuple[str, str]],
     work: Path,
-    bases: Path,
     jobs: int,
-    tell: Callable[[Fault, str, str, float], None],
-) -> None:
-    """Meets each fault in a process of its own, `jobs` at a time; tells verdict and reason."""
-    waiting, running = list(reversed(found)), {}
+    patience: Callable[[Any], float] = lambda fault: 4 * PATIENCE,
+) -> Iterator[tuple[Any, str, str, float]]:
+    """Judges each fault in a process and a place of its own, `jobs` at a time; verdict, reason and seconds of each."""
+    waiting, running = list(reversed(list(enumerate(faults)))), {}
+    work.mkdir(exist_ok=True)
     while waiting or running:
         while waiting and len(running) < jobs:
-            fault = waiting.pop()
-            place = work / f"{FAULTS.index(fault):03d}"
+            number, fault = waiting.pop()
+            place = work / f"{number:03d}"
             place.mkdir()
-            result = work / f"{place.name}.json"
+            result = work / f"{number:03d}.json"
             pid = os.fork()
             if not pid:
-                _meet(fault, place, bases, result)
+                _meet(fault, judge, place, result)
             running[pid] = fault, place, result, time.monotonic()
         for pid, (fault, place, result, began) in list(running.items()):
-            if os.waitpid(pid, os.WNOHANG)[0] or time.monotonic() - began > (
-                LONGEST if fault.long else 4 * PATIENCE
-            ):
+            seconds = time.monotonic() - began
+            if os.waitpid(pid, os.WNOHANG)[0] or seconds > patience(fault):
                 with contextlib.suppress(OSError):  # and whatever it left running
                     os.killpg(pid, signal.SIGKILL)
-                verdict, reason = (
-                    json.loads(result.read_text())
-                    if result.exists()
-                    else ("hang", "no end")
-                )
-                tell(fault, verdict, reason, time.monotonic() - began)
+                said = result.read_text() if result.exists() else '["hang", "no end"]'
+                yield fault, *json.loads(said), seconds
                 del running[pid]
                 os.system(f"chmod -R u+rwX {place} 2>/dev/null; rm -rf {place}")
         time.sleep(0.01)
 
 
-def _meet(fault: Fault, directory: Path, bases: Path, result: Path) -> None:
+def _meet(
+    fault: Any,
+    judge: Callable[[Any, Path], tuple[str, str]],
+    place: Path,
+    result: Path,
+) -> None:
     os.setsid()
-    os.chdir(directory)
-    verdict, reason = "named", ""
+    os.chdir(place)
     try:
-        fault.meet(Place(directory, bases))
-    except Verdict as found:
-        verdict, reason = found.name, str(found)
+        found = judge(fault, place)
     except BaseException as error:
-        verdict, reason = (
+        found = (
             "traceback",
             f"the fault itself failed: {type(error).__name__}: {error}",
         )
         traceback.print_exc()
-    result.write_text(json.dumps([verdict, reason]))
+    result.write_text(json.dumps(found))
     os._exit(0)

@@ -1,5 +1,4 @@
-"""Runs under supervisors, two nodes each: the network between them, phases in which a rank stands still, memory, disks,
-versions, clocks.
+"""Runs under supervisors, two nodes each: the network between them, phases in which a rank stands still, memory, disks.
 
 Each takes minutes (`--long`). All are held against one undisturbed run: each step once, each loss the same bits on the
 same mesh.
@@ -8,13 +7,9 @@ same mesh.
 import contextlib
 import json
 import os
-import shutil
-import signal
 import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +20,12 @@ from experiments.faults.harness import (
     Place,
     Silent,
     Unclear,
-    done,
     fault,
     kind,
     last_line,
 )
 from experiments.survive.cluster import Cluster, Start, TooLate, rows_of, settings
 from experiments.survive.network import NoNetwork, Wire
-from meshtrain.survive.child import LEFT
 
 NODES = ["n0", "n1"]
 PATIENCE = 400.0
@@ -68,21 +61,19 @@ def supervised(
     p: Place,
     place: Path | None = None,
     steps: int = 100_000,
-    judged: bool = True,
     **sections: dict[str, Any],
 ) -> Iterator[Cluster]:
     """A run that is not yet started; what it has trained is judged when the context ends well."""
     directory = place or p.dir / "cluster"
     shared = p.bases.parent / "supervised"
     shared.mkdir(exist_ok=True)
-    expected = reference(shared) if judged else {}
+    expected = reference(shared)
     cluster = Cluster(
         directory, values(directory / "run", steps, **sections), shared / "compiled"
     )
     try:
         yield cluster
-        if judged:
-            trained(cluster, expected)
+        trained(cluster, expected)
     except TooLate as late:
         raise Hang(f"{late}; {words(cluster)}") from None
     finally:
@@ -163,18 +154,16 @@ def quietly(cluster: Cluster) -> None:
         raise Unclear(f"exit codes {list(codes)}: {words(cluster)}")
 
 
-def named(cluster: Cluster, said: str, *blamed: str) -> dict[str, Any]:
-    """The first verdict is of this kind, and blames these nodes."""
-    found = verdicts(cluster)
+def named(cluster: Cluster, said: str, *blamed: str, number: int = 1) -> None:
+    """The first verdict, or the one of that number, is of this kind, and blames these nodes."""
+    found = verdicts(cluster)[number - 1 :]
     if not found:
         raise Silent(f"no verdict: {words(cluster)}")
-    if found[0]["kind"] not in said.split("|") or sorted(found[0]["blamed"]) != sorted(
-        blamed
-    ):
+    kind, wrong, reason = (found[0][key] for key in ("kind", "blamed", "reason"))
+    if kind not in said.split("|") or sorted(wrong) != sorted(blamed):
         raise Unclear(
-            f"{found[0]['kind']} {found[0]['blamed']}, where {said} {list(blamed)} is right: {found[0]['reason'][:300]}"
+            f"{kind} {wrong}, where {said} {list(blamed)} is right: {reason[:300]}"
         )
-    return found[0]
 
 
 # --- the network
@@ -213,9 +202,9 @@ def cut(seconds: float, told: str) -> None:
             more(cluster)
             if told:
                 named(cluster, told)
-            elif verdicts(cluster):
-                raise Silent(f"a false alarm: {words(cluster)}")
-            cluster.stop()
+                cluster.stop()
+            else:
+                quietly(cluster)
 
 
 cut(5.0, "")
@@ -243,31 +232,20 @@ slow("each message takes 10 ms, and one frame in a hundred is lost", 0.010, 0.01
 kind("frozen-in-phase")
 SITE = """
 import os, signal, time
-if os.environ.get("FREEZE"):
-    from meshtrain.survive import heartbeat
-    phase, rank, step, number = os.environ["FREEZE"].split(":")
-    def stops(name, real):
-        def frozen(self, *arguments, **keywords):
-            found = real(self, *arguments, **keywords)
-            told = self.supervised
-            if told and (name or arguments[0], told.rank, told.number) == (phase, int(rank), int(number)) and self.step >= int(step):
-                time.sleep(1.5)
-                os.kill(os.getpid(), signal.SIGSTOP)
-            return found
-        return frozen
-    heartbeat.Heartbeat.phase = stops("", heartbeat.Heartbeat.phase)
-    heartbeat.Heartbeat.begin_save = stops("save", heartbeat.Heartbeat.begin_save)
-if os.environ.get("AHEAD"):
-    real_time, real_ns, ahead = time.time, time.time_ns, int(os.environ["AHEAD"])
-    time.time = lambda: real_time() + ahead
-    time.time_ns = lambda: real_ns() + ahead * 10**9
+from meshtrain.survive import heartbeat
+phase, rank, step, number = os.environ["FREEZE"].split(":")
+def stops(name, real):
+    def frozen(self, *arguments, **keywords):
+        found = real(self, *arguments, **keywords)
+        told = self.supervised
+        if told and (name or arguments[0], told.rank, told.number) == (phase, int(rank), int(number)) and self.step >= int(step):
+            time.sleep(1.5)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return found
+    return frozen
+heartbeat.Heartbeat.phase = stops("", heartbeat.Heartbeat.phase)
+heartbeat.Heartbeat.begin_save = stops("save", heartbeat.Heartbeat.begin_save)
 """
-
-
-def site(p: Place, **variables: str) -> dict[str, str]:
-    """An environment in which every Python process is changed as SITE says."""
-    path = p.file("site/sitecustomize.py", SITE)
-    return {"PYTHONPATH": f"{path.parent}:{REPOSITORY}", **variables}
 
 
 def frozen(
@@ -282,25 +260,22 @@ def frozen(
         long=True,
     )
     def _(p: Place) -> None:
+        site = p.file("site/sitecustomize.py", SITE).parent
+        freeze = {
+            "PYTHONPATH": f"{site}:{REPOSITORY}",
+            "FREEZE": f"{phase}:1:{step}:{number}",
+        }
         with supervised(p, steps=steps, **sections) as cluster:
-            cluster.starts = {
-                node: Start(environment=site(p, FREEZE=f"{phase}:1:{step}:{number}"))
-                for node in NODES
-            }
-            cluster.start()
+            cluster.starts = {node: Start(environment=freeze) for node in NODES}
             if number == 2:  # there must be a checkpoint to restore
-                cluster.until_going(0, PATIENCE)
-                cluster.until(lambda: cluster.step() >= 12, "some steps", PATIENCE)
+                going(cluster)
                 cluster.inject("kill@0:0")
+            else:
+                cluster.start()
             cluster.until(
                 lambda: len(verdicts(cluster)) >= number, "a verdict", PATIENCE
             )
-            said = verdicts(cluster)[number - 1]
-            node = cluster.members(number)[1]
-            if said["kind"] != "frozen" or said["blamed"] != [node]:
-                raise Unclear(
-                    f"{said['kind']} {said['blamed']}, where {node} is frozen: {said['reason'][:300]}"
-                )
+            named(cluster, "frozen", cluster.members(number)[1], number=number)
             cluster.until_going(number, PATIENCE)
             if steps < 100:
                 if set(codes := cluster.end(PATIENCE).values()) != {0}:
@@ -316,74 +291,6 @@ frozen("eval", 10, eval={"every": 10, "batches": 2})
 frozen("save", 10)
 frozen("wait", 39, steps=40)
 frozen("end", 40, steps=40)
-
-kind("node-paused")
-
-
-@fault(
-    "a node is paused whole, as a virtual machine: the other goes on soon, and no restart is spent",
-    long=True,
-)
-def paused(p: Place) -> None:
-    with supervised(p, survive={"restarts": 3}) as cluster:
-        going(cluster)
-        victims = [
-            cluster.supervisors["n0"].pid,
-            *(e["pid"] for e in cluster.of("started") if e["node_of"] == "n0"),
-        ]
-        for pid in victims:
-            os.kill(pid, signal.SIGSTOP)
-        try:
-            cluster.until_going(1, 90.0)
-            more(cluster)
-        finally:
-            for pid in victims:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
-        more(cluster, 6)
-        named(cluster, "lost", "n0")
-        cluster.stop()
-
-
-kind("node-throttled")
-
-
-@fault(
-    "a rank is stopped for 0.4 of each 0.5 s, as by a throttled neighbour: it is named, and not ended",
-    long=True,
-)
-def throttled(p: Place) -> None:
-    with supervised(
-        p, survive={"step_timeout": SIXTY}, train={"sequence_length": 128}, judged=False
-    ) as cluster:
-        going(cluster)
-        pid = next(e["pid"] for e in cluster.of("started") if e["node_of"] == "n1")
-        stop = threading.Event()
-
-        def throttle() -> None:
-            while not stop.is_set():
-                for number, seconds in ((signal.SIGSTOP, 0.4), (signal.SIGCONT, 0.1)):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, number)
-                    time.sleep(seconds)
-
-        thread = threading.Thread(target=throttle)
-        thread.start()
-        try:
-            cluster.until(
-                lambda: cluster.of("straggler") or verdicts(cluster),
-                "a slow rank to be found",
-                240.0,
-            )
-        except TooLate:
-            raise Silent("nobody is called slow in 240 s") from None
-        finally:
-            stop.set()
-            thread.join()
-        if [e["node"] for e in cluster.of("straggler")][:1] != ["n1"]:
-            raise Unclear(words(cluster))
-        cluster.stop()
-
 
 # --- memory and disks
 
@@ -454,202 +361,3 @@ def no_inodes(p: Place) -> None:
             path.unlink()
         more(cluster, 20)
         quietly(cluster)
-
-
-@fault("the disk is full for 20 s, and what each rank reads is logged", long=True)
-def full(p: Place) -> None:
-    place = p.dir / "disk"
-    p.mount(place, "size=24m")
-    with supervised(p, place=place / "cluster", log={"batches": True}) as cluster:
-        going(cluster)
-        p.fill(place)
-        time.sleep(20.0)
-        (place / ".filler").unlink()
-        more(cluster, 20)
-        quietly(cluster)
-
-
-# --- nodes that are not alike
-
-kind("nodes-differ")
-
-
-def differs(name: str, arrange: Callable[[Place], Start], *said: str) -> None:
-    """Refused when they form, in one sentence, with 2."""
-
-    @fault(f"one node has {name}", long=True)
-    def _(p: Place) -> None:
-        with supervised(p, judged=False) as cluster:
-            cluster.starts = {"n1": arrange(p)}
-            cluster.start()
-            cluster.until(
-                lambda: (
-                    cluster.step() >= 12
-                    or any(s.poll() is not None for s in cluster.supervisors.values())
-                ),
-                "steps, or an end",
-                PATIENCE,
-            )
-            if cluster.step() >= 12:
-                raise Silent(
-                    f"{cluster.step()} steps are taken without a word: {words(cluster)}"
-                )
-            codes = cluster.end(60.0)
-            if 2 not in codes.values():
-                raise Unclear(f"exit codes {codes}: {words(cluster)}")
-            text = words(cluster)
-            if not any(word in text for word in said):
-                raise Unclear(text)
-
-
-def other_code(p: Place) -> Start:
-    shutil.copytree(
-        REPOSITORY / "meshtrain",
-        p.dir / "other/meshtrain",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
-    path = p.dir / "other/meshtrain/optim.py"
-    path.write_text(path.read_text() + "\nNEWER = True\n")
-    return Start(
-        environment={"PYTHONPATH": str(p.dir / "other")},
-        before=("env", f"--chdir={p.dir}"),
-    )
-
-
-differs(
-    "another learning rate",
-    lambda p: Start(set=("optimizer.learning_rate=0.02",)),
-    "config",
-    "learning_rate",
-)
-differs("another seed", lambda p: Start(set=("run.seed=7",)), "config", "seed")
-differs("another version of the code", other_code, "code", "version")
-kind("clock-of-a-node")
-
-
-@fault(
-    "the clock of one node is an hour ahead: nothing is said, and nothing is lost",
-    long=True,
-)
-def ahead(p: Place) -> None:
-    with supervised(p) as cluster:
-        cluster.starts = {"n1": Start(environment=site(p, AHEAD="3600"))}
-        going(cluster)
-        more(cluster, 20)
-        quietly(cluster)
-
-
-@fault(
-    "the clock of one node is an hour behind, and its rank is killed: both go on",
-    long=True,
-)
-def behind(p: Place) -> None:
-    with supervised(p) as cluster:
-        cluster.starts = {"n1": Start(environment=site(p, AHEAD="-3600"))}
-        going(cluster)
-        cluster.inject("kill@0:1")
-        cluster.until_going(1, PATIENCE)
-        named(cluster, "signal", "n1")
-        more(cluster)
-        cluster.stop()
-
-
-# --- what is left over, and quiet
-
-kind("launch-killed")
-
-
-@fault(
-    "launch is killed: no process is left, and after the next run no file in /dev/shm",
-    long=True,
-)
-def launched(p: Place) -> None:
-    before = set(Path("/dev/shm").glob("meshtrain-*"))
-    p.config(
-        mesh={"data": 2},
-        train={"steps": 100_000, "global_batch_size": 4, "sequence_length": 16},
-    )
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "meshtrain.launch",
-            "local",
-            "2",
-            "--config",
-            "config.yaml",
-        ],
-        cwd=p.dir,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + PATIENCE
-    while p.last_step() < 5 and time.monotonic() < deadline:
-        time.sleep(0.2)
-    process.kill()
-    process.wait()
-    time.sleep(LEFT + 10.0)
-    # What is left in memory goes with the next run of the machine.
-    p.config(
-        "next.yaml",
-        run={"directory": "next"},
-        train={"steps": 2, "global_batch_size": 4, "sequence_length": 16},
-    )
-    done(p.python("-m", "meshtrain.survive", "--config", "next.yaml"))
-    left = [
-        path
-        for path in Path("/dev/shm").glob("meshtrain-*")
-        if path not in before and path.stat().st_uid == os.getuid()
-    ]
-    # Others' runs are here too: only what names this run, or nobody, counts.
-    running = [
-        e.name
-        for e in Path("/proc").iterdir()
-        if e.name.isdecimal() and names(e, str(p.run))
-    ]
-    if running:
-        raise Silent(f"processes {running} go on")
-    if left and not any(
-        names(e, str(path))
-        for path in left
-        for e in Path("/proc").iterdir()
-        if e.name.isdecimal()
-    ):
-        raise Silent(f"{len(left)} directories are left, such as {left[0]}")
-
-
-def names(entry: Path, word: str) -> bool:
-    with contextlib.suppress(OSError):
-        return (
-            word.encode()
-            in (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
-        )
-    return False
-
-
-kind("quiet-under-load")
-
-
-@fault(
-    "nothing, for 10 minutes beside 15 busy processes, default timeouts: no alarm",
-    long=True,
-)
-def quiet(p: Place) -> None:
-    ended = p.python(
-        "-m",
-        "experiments.survive",
-        "alarms",
-        "--minutes",
-        "10",
-        "--load",
-        "15",
-        "--processes",
-        "2",
-        "--work",
-        str(p.dir / "alarms"),
-        patience=1700.0,
-    )
-    if ended.code or not ended.out.startswith("0 false alarms, 0 ranks called slow"):
-        raise Silent(ended.out.strip()[:500])

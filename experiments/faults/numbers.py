@@ -1,21 +1,23 @@
-"""Numbers: offloaded state, and numbers beyond all sense; nothing that is not finite is saved."""
+"""Numbers: another precision at a resume, an island of padding alone, and numbers beyond all sense."""
+
+import numpy as np
 
 from experiments.faults.harness import (
+    STEPS,
     Place,
     Silent,
+    done,
     failed,
     fault,
     kind,
     last_line,
+    resumed,
     told_or_done,
 )
-
-HALF = "precision.compute=float16"
 
 
 def sound(p: Place) -> None:
     """No committed step holds a number that is not finite."""
-    import numpy as np
 
     def look() -> int:
         import jax
@@ -32,40 +34,16 @@ def sound(p: Place) -> None:
                 )
                 for name, leaf in StepManifest.read(directory).leaves.items()
             }
-            for name, array in arrays.read(directory / steps.ARRAYS, targets).items():
-                x = np.asarray(array)
-                if np.issubdtype(array.dtype, np.floating) and not np.isfinite(x).all():
+            for name, x in arrays.read(directory / steps.ARRAYS, targets).items():
+                if np.issubdtype(x.dtype, np.floating) and not np.isfinite(x).all():
                     print(f"{name} of step {step} is not finite")
                     return 3
         return 0
 
-    ended = p.start("", call=look).end()
-    if ended.code == 3:
-        raise Silent(last_line(ended.out))
-    ended.checked()
+    ended = p.start("", call=look).end().checked()
+    if ended.code:
+        raise Silent(last_line(ended.said))
 
-
-kind("offload")
-
-
-def with_offload(name: str, *settings: str) -> None:
-    @fault(f"offloaded optimizer state: {name}")
-    def _(p: Place) -> None:
-        if told_or_done(p.train("parallel.offload_optimizer=true", *settings)):
-            if p.last_step() != 8:
-                raise Silent(f"{p.last_step()} steps")
-            p.intact(8)
-            sound(p)
-
-
-with_offload("float16", HALF)
-with_offload(
-    "float16 on two devices, ZeRO-3", HALF, "mesh.data=2", "parallel.zero_stage=3"
-)
-with_offload("float16 with a pipeline", HALF, "mesh.pipeline=2")
-with_offload("bfloat16", "precision.compute=bfloat16")
-with_offload("float16, muon", HALF, "optimizer.name=muon")
-with_offload("float32", "optimizer.name=adafactor")
 
 kind("extreme-number")
 
@@ -83,15 +61,51 @@ def extreme(*settings: str) -> None:
         sound(p)
 
 
-extreme("model.init_std=1e20")
-extreme("model.init_std=1e-40")
-extreme("model.norm_eps=1e30")
-extreme("model.norm_eps=1e-300", "model.init_std=1e-30")
-extreme("model.rope_theta=1e-30")
-extreme("model.rope_theta=1e300")
-extreme("optimizer.weight_decay=1e30")
-extreme("optimizer.eps=1e-300")
-extreme("train.z_loss=1e30")
-extreme("optimizer.grad_clip=1e-300")
-extreme("optimizer.learning_rate=1e-320")
-extreme("optimizer.learning_rate=1e30", "eval.every=1", "eval.batches=1")
+for settings in (
+    "model.init_std=1e20",
+    "model.init_std=1e-40",
+    "model.norm_eps=1e30",
+    "model.norm_eps=1e-300 model.init_std=1e-30",
+    "model.rope_theta=1e-30",
+    "model.rope_theta=1e300",
+    "optimizer.weight_decay=1e30",
+    "optimizer.eps=1e-300",
+    "train.z_loss=1e30",
+    "optimizer.grad_clip=1e-300",
+    "optimizer.learning_rate=1e-320",
+    "optimizer.learning_rate=1e30 eval.every=1 eval.batches=1",
+):
+    extreme(*settings.split())
+kind("precision-changed")
+
+
+def precision(old: str, new: str, *settings: str) -> None:
+    @fault(f"{' '.join([old, 'goes on as', new, *settings])}")
+    def _(p: Place) -> None:
+        done(p.train(f"precision.compute={old}", "train.steps=4", *settings))
+        ended = p.train(f"precision.compute={new}", *settings)
+        done(ended, "precision.compute")
+        resumed(ended, 4)
+        steps = [row["step"] for row in p.rows() if row["loss"] is not None]
+        if steps != list(range(1, STEPS + 1)):
+            raise Silent("not each step once with a loss")
+
+
+ZERO = ("mesh.data=2", "parallel.zero_stage=3")
+precision("float32", "float16")
+precision("float16", "float32")
+precision("bfloat16", "float16", *ZERO)
+precision("float16", "bfloat16", *ZERO)
+kind("islands-padded")
+
+
+@fault("an island that has padding alone: the loss is that of the batch")
+def padded(p: Place) -> None:
+    common = ("train.uneven_batch=pad", "train.steps=2")
+    done(p.train(*common))
+    expected = p.rows()[0]["loss"]
+    islands = ("mesh.data=3", "mesh.islands=3", "parallel.sync.every=2")
+    if told_or_done(p.train(*common, *islands, "checkpoint.resume=never"), "island"):
+        found = p.rows()[0]["loss"]
+        if abs(found - expected) > 1e-4 * expected:
+            raise Silent(f"loss {found}, where the batch's is {expected}")

@@ -1,151 +1,74 @@
-"""The run directory: files that vanish or change under a run, odd rows, odd paths, two runs at once."""
+"""A run under way: files that vanish, signals at every moment, another run beside it, a config that lies in its
+directory.
+"""
 
+import importlib
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
-from pathlib import Path
 
+from experiments.faults.bases import PREPARE, folder
 from experiments.faults.harness import (
-    LAST,
+    STEPS,
+    Ended,
     Place,
     Running,
     Silent,
-    Unclear,
     done,
     failed,
     fault,
     goes_on,
-    instead,
     kind,
-    last_line,
-    nothing,
-    refused,
-    refuses,
-    resumed,
-    told_or_done,
-    went_on,
-    with_settings,
 )
 
-MANY = 3000  # steps of a run that is met on its way
 SIXTY = ("train.steps=60", "checkpoint.every=20")
+MANY = "train.steps=3000"  # of a run that is met on its way
 
 
 def begun(p: Place, *settings: str, **how: object) -> Running:
     """A long run that has written its fifth row."""
-    running = p.training(f"train.steps={MANY}", *settings, **how)
+    running = p.training(*settings, **how)
     running.until(lambda: p.last_step() >= 5)
     return running
-
-
-def steps(p: Place) -> list[int]:
-    return [row["step"] for row in p.rows()]
-
-
-# --- begun anew
-kind("resume-never")
-
-
-def never(name: str, arrange: Callable[[Place], object], times: int = 1) -> None:
-    """What was there is set aside, and said so."""
-
-    @fault(f"resume: never, {name}")
-    def _(p: Place) -> None:
-        p.base()
-        arrange(p)
-        before = p.digests(p.metrics, p.checkpoints, p.run / "earlier-1")
-        for _ in range(times):
-            ended = p.train("checkpoint.resume=never")
-            done(ended, "never|earlier")
-            resumed(ended, 0)
-        p.survive(before)
-        p.undisturbed()
-
-
-never("with rows and checkpoints", nothing)
-never("with rows but without checkpoints/", lambda p: shutil.rmtree(p.checkpoints))
-never(
-    "twice, beside an earlier-1 that is a file",
-    lambda p: p.file("run/earlier-1", "mine"),
-    2,
-)
-
-
-@fault("killed before its first checkpoint: the rows are kept or the way on is told")
-def killed_early(p: Place) -> None:
-    running = p.training("checkpoint.every=0", f"train.steps={MANY}")
-    running.until(lambda: p.last_step() >= 3)
-    running.send(signal.SIGKILL)
-    running.end()
-    before = p.digests(p.metrics)
-    if told_or_done(p.train(), "run.directory|checkpoint.resume"):
-        p.undisturbed()
-    p.survive(before)
 
 
 # --- what vanishes under a run
 kind("vanished-while-running")
 
 
-def vanishes(name: str, act: Callable[[Place], object], *words: str) -> None:
-    """The run ends with an error that says so, or goes on having said so; never with exit code 0 and its rows gone."""
+def vanishes(name: str, act: Callable[[Place], object]) -> None:
+    """The run ends with an error that says so, or has all of its rows and the checkpoint of its last step."""
 
-    @fault(f"while running: {name}")
+    @fault(f"while running: checkpoints/ is {name}")
     def _(p: Place) -> None:
         running = begun(p, *SIXTY)
         with running.frozen():
-            seen = p.last_step()
+            shutil.rmtree(p.checkpoints)
             act(p)
         ended = running.end().checked()
         if ended.code:
-            failed(ended, *words, codes=(1,))
-            return
-        if steps(p) != list(range(1, 61)):
-            raise Silent(
-                f"exit code 0, and {len(steps(p))} of 60 rows (there were {seen})"
-            )
-        p.intact(60)
+            failed(ended, "checkpoint", codes=(1,))
+        elif [row["step"] for row in p.rows()] != list(range(1, 61)):
+            raise Silent(f"exit code 0, and {len(p.rows())} of 60 rows")
+        else:
+            p.intact(60)
 
 
-def remake(p: Place) -> None:
-    shutil.rmtree(p.run)
-    p.run.mkdir()
-
-
-def no_directory(p: Place) -> None:
-    shutil.rmtree(p.checkpoints)
-    p.checkpoints.write_text("x")
-
-
-def itself(p: Place) -> None:
-    p.file("run/new", p.metrics.read_bytes()).rename(p.metrics)
-
-
-vanishes("the run directory is deleted", lambda p: shutil.rmtree(p.run), "run")
-vanishes("the run directory is deleted and made again, empty", remake, "run")
-vanishes(
-    "the run directory is renamed", lambda p: p.run.rename(p.dir / "renamed"), "run"
-)
-vanishes("metrics.jsonl is deleted", lambda p: p.metrics.unlink(), "metrics")
-vanishes(
-    "metrics.jsonl is renamed", lambda p: p.metrics.rename(p.run / "rows"), "metrics"
-)
-vanishes("metrics.jsonl is replaced by a copy of itself", itself, "metrics")
-vanishes(
-    "checkpoints/ is deleted", lambda p: shutil.rmtree(p.checkpoints), "checkpoint"
-)
-vanishes("checkpoints/ is replaced by a file", no_directory, "checkpoint")
-vanishes("config.yaml is deleted", lambda p: (p.run / "config.yaml").unlink())
-vanishes(".lock is deleted", lambda p: (p.run / ".lock").unlink())
+vanishes("deleted", lambda p: None)
+vanishes("replaced by a file", lambda p: p.checkpoints.write_text("x"))
 
 
 @fault("while running: the working directory is deleted")
 def working_directory(p: Place) -> None:
     (p.dir / "here").mkdir()
-    before = lambda: os.chdir("here")
     running = begun(
-        p, f"run.directory={p.run}", *SIXTY, config=p.config(), before=before
+        p,
+        f"run.directory={p.run}",
+        *SIXTY,
+        config=p.config(),
+        before=lambda: os.chdir("here"),
     )
     with running.frozen():
         (p.dir / "here").rmdir()
@@ -153,198 +76,23 @@ def working_directory(p: Place) -> None:
     p.intact(20, 40, 60)
 
 
-@fault("while running: .lock is deleted, and a second run starts")
-def stolen_lock(p: Place) -> None:
-    first = begun(p, "train.steps=100", "checkpoint.every=50")
-    with first.frozen():
-        (p.run / ".lock").unlink()
-        second = p.train("train.steps=20", "checkpoint.every=50")
-    result = first.end().checked()
-    if second.code:
-        refused(second, "in use")
-    elif result.code:
-        refused(result, "lock|another", code=1)
-    elif steps(p) != list(range(1, 101)):
-        raise Silent("two runs wrote into one directory")
-
-
-@fault("while running: metrics.jsonl is copied and truncated, as log rotation does")
-def copied_and_truncated(p: Place) -> None:
-    running = begun(p, *SIXTY)
-    with running.frozen():
-        seen = steps(p)
-        os.truncate(p.metrics, 0)
-    done(running.end().checked())
-    if seen + steps(p) != list(range(1, 61)):
-        raise Silent("rows are lost between the copy and the file")
-
-
-# --- metrics.jsonl, found damaged at a resume
-kind("metrics-damaged")
-
-
-def metrics_file(name: str, change: Callable[[bytes], bytes], *left: int) -> None:
-    """Refused by its name; or the run goes on, and ends with these rows, or as if nothing had been.
-
-    Nothing can bring lost rows back; what is there must stay, and the rest be right.
-    """
-
-    @fault(f"metrics.jsonl {name}, at a resume")
-    def _(p: Place) -> None:
-        p.base()
-        rows = change(p.metrics.read_bytes())
-        p.metrics.unlink()
-        if rows:
-            p.metrics.write_bytes(rows)
-        before = p.digests(p.checkpoints)
-        ended = p.train()
-        if told_or_done(ended, "metrics"):
-            resumed(ended, LAST)
-            if not left:
-                p.undisturbed()
-            elif steps(p) != list(left):
-                raise Silent(f"steps {steps(p)}")
-        p.survive(before)
-
-
-def without(rows: bytes, at: int) -> bytes:
-    lines = rows.splitlines(keepends=True)
-    return b"".join(lines[:at] + lines[at + 1 :])
-
-
-metrics_file(
-    "has a number of 10,000 digits", lambda x: x + b'{"step": ' + b"9" * 10_000 + b"}\n"
-)
-metrics_file("has Windows line ends", lambda x: x.replace(b"\n", b"\r\n"))
-metrics_file("has every row twice", lambda x: x * 2)
-metrics_file(
-    "has lost a row in the middle", lambda x: without(x, 2), 1, 2, 4, 5, 6, 7, 8
-)
-metrics_file("is missing, though checkpoints are there", lambda x: b"", 7, 8)
-
-# --- the directory itself
 kind("run-path")
 
 
-def path(
-    name: str, setting: str = "run", arrange: Callable[[Place], object] = nothing
-) -> None:
-    command = with_settings(f"run.directory={setting}")
-    refuses(f"run.directory {name}", command, "run.directory", arrange=arrange)
-
-
-path("is a file", arrange=lambda p: p.file("run", "x"))
-path("is a dangling link", arrange=lambda p: p.run.symlink_to("/nonexistent/place"))
-path("is a link to itself", arrange=lambda p: p.run.symlink_to("run"))
-path("is a FIFO", arrange=lambda p: os.mkfifo(p.run))
-path("has checkpoints that is a file", arrange=lambda p: p.file("run/checkpoints", "x"))
-path(
-    "has a .lock that is a directory",
-    arrange=lambda p: (p.run / ".lock").mkdir(parents=True),
-)
-path("is /dev/null", "/dev/null")
-path("lies under a file", "config.yaml/run")
-path("has a name of 300 characters", "x" * 300)
-path("is a path of 5,000 characters", "y/" * 2500)
-path("is /proc/nowhere", "/proc/nowhere")
-path("has a NUL in it", '"run\\0x"')
-path("has half of a surrogate pair in it", '"run\\ud800"')
-
-
-def taken(name: str, setting: str) -> None:
-    @fault(f"run.directory {name}")
-    def _(p: Place) -> None:
-        done(p.train(f"run.directory={setting}"))
-
-
-taken("has blanks, quotes and an emoji", '"a b\'\\"😀"')
-taken("is the directory of the config file", ".")
-
-
-def turned(key: str) -> None:
-    @fault(f"{key} has characters that turn the direction of a line")
-    def _(p: Place) -> None:
-        ended = p.train(f'{key}="a\\u202eb"')
-        if "\u202e" in ended.said:
-            raise Unclear(f"printed as they are: {last_line(ended.said)!a}")
-        told_or_done(ended)
-
-
-for key in (
-    "run.directory",
-    "data.source",
-    "data.tokenizer",
-    "checkpoint.resume",
-    "model.weights",
-):
-    turned(key)
-
-
-def elsewhere(p: Place) -> None:
-    os.rename(p.checkpoints, p.dir / "volume")
-    p.checkpoints.symlink_to(p.dir / "volume")
-
-
-def other_config(make: Callable[[Path], object]) -> Callable[[Place], object]:
-    return lambda p: instead(make)(p.run / "config.yaml")
-
-
-goes_on(
-    "run.directory has checkpoints that is a link to a volume",
-    elsewhere,
-    intact=(2, 4, 6),
-)
-refuses(
-    "run.directory has a config.yaml that is a directory",
-    with_settings(),
-    "config.yaml",
-    base="synthetic",
-    arrange=other_config(Path.mkdir),
-)
-
-
-@fault("run.directory has a config.yaml that is a link to the one that is given")
 def config_link(p: Place) -> None:
     """Writing through it would replace what a person wrote."""
-    p.base()
-    other_config(lambda path: path.symlink_to("../config.yaml"))(p)
-    before = p.digests(p.dir / "config.yaml")
-    done(p.train())
-    p.survive(before)
+    p.config()
+    (p.run / "config.yaml").unlink()
+    (p.run / "config.yaml").symlink_to("../config.yaml")
 
 
-@fault("the config that is given is the run's own config.yaml")
-def config_own(p: Place) -> None:
-    p.base()
-    went_on(p, p.train(config="run/config.yaml"))
-
-
-# --- two at once
-kind("two-at-once")
-
-
-def second(name: str, setting: str = "run.directory=run") -> None:
-    @fault(f"a second run in the directory{name}")
-    def _(p: Place) -> None:
-        first = begun(p)
-        (p.dir / "link").symlink_to("run")
-        with first.frozen():
-            before = p.digests(p.checkpoints, p.metrics)
-            ended = p.train(setting)
-            p.survive(before)
-        first.send(signal.SIGTERM)
-        refused(ended, "in use")
-        done(first.end().checked(), code=75)
-
-
-second("")
-second(", by another path", "run.directory=link")
-second(", with resume: never", "checkpoint.resume=never")
+goes_on("run.directory has a config.yaml that links to the one given", config_link)
+goes_on("the config that is given is the run's own", config="run/config.yaml")
 
 
 @fault("a second run that takes a running one's checkpoints as its start")
 def second_from(p: Place) -> None:
-    first = begun(p, "checkpoint.every=3")
+    first = begun(p, MANY, "checkpoint.every=3")
     first.until(lambda: (p.checkpoints / "6").is_dir())
     with first.frozen():
         ended = p.train(
@@ -355,30 +103,115 @@ def second_from(p: Place) -> None:
     done(first.end().checked(), code=75)
 
 
-kind("leftovers")
+# --- signals
+def slow(module: str, name: str, wait: float = 1.0) -> Callable[[], None]:
+    """Patches a function so that it says where it is, and takes its time before it does its work."""
+
+    def before() -> None:
+        *parents, last = name.split(".")
+        target: object = importlib.import_module(module)
+        for parent in parents:
+            target = getattr(target, parent)
+        real = getattr(target, last)
+
+        def slowly(*arguments: object, **keywords: object) -> object:
+            os.write(1, b"<here>\n")
+            deadline = time.monotonic() + wait
+            while time.monotonic() < deadline:
+                time.sleep(0.01)
+            return real(*arguments, **keywords)
+
+        setattr(target, last, slowly)
+
+    return before
 
 
-def left(*names: str) -> Callable[[Place], object]:
-    return lambda p: [p.file(f"run/{name}", "process 1 on elsewhere") for name in names]
+def sent(running: Running, number: int, count: int = 1) -> Ended:
+    """Sends a signal to a process that is in a function that was made slow, for the `count`-th time."""
+    running.until(lambda: running.out.count("<here>") >= count)
+    running.send(number)
+    return running.end()
 
 
-goes_on("the lock file of a process that was killed", left(".lock"))
-goes_on(
-    "leftovers of killed processes",
-    left(".writable-1", ".metrics.jsonl.abc", ".config.yaml.abc"),
+def stopped(result: Ended) -> None:
+    """Exit code 75 and a sentence."""
+    done(result.checked(), "meshtrain: |stopped on request", code=75)
+
+
+TIDY = ("checkpoint.keep=1", "checkpoint.keep_best=0")
+# A moment of the run that is made long: its name, its function, the base of the run, of how many calls it is the last.
+MOMENTS = (
+    ("digests are verified", "checkpoint.digests", "problems", "synthetic", 1),
+    ("digests are written", "checkpoint.digests", "write", "", 2),
+    ("COMMIT is written", "checkpoint.steps", "commit", "", 2),
+    ("a step has its name", "checkpoint.steps", "publish", "", 2),
+    ("an old step is removed", "checkpoint.steps", "remove", "", 1),
+    ("metrics are trimmed", "run.record", "trim_metrics", "synthetic", 1),
+    ("its text is prepared", "data.prepare", "_finish", "text", 1),
 )
 
-kind("run-over")
 
+def at(moment: tuple[str, str, str, str, int], number: int) -> None:
+    """A signal before that moment: after SIGTERM the last step is saved; and going on gives the same losses."""
+    name, module, function, base, count = moment
 
-def over(name: str, *settings: str) -> None:
-    @fault(name)
+    @fault(f"{signal.Signals(number).name} before {name}")
     def _(p: Place) -> None:
-        p.base(interrupted=False)
-        before = p.digests(p.checkpoints, p.metrics)
-        done(p.train(*settings), "nothing is left to do")
-        p.survive(before)
+        settings = TIDY if function == "remove" else ()
+        if base:
+            p.base(base)
+        if base == "text":
+            shutil.rmtree(p.dir / "cache")
+        before = slow(f"meshtrain.{module}", function)
+        result = sent(p.training(*settings, before=before), number, count)
+        last = p.last_step()
+        if number == signal.SIGTERM:
+            stopped(result)
+            # With a base: nothing was trained.
+            if not base or last != STEPS - 1:
+                p.intact(last)
+        done(p.train(*settings))
+        p.undisturbed(base or "synthetic")
+        p.intact(STEPS)
 
 
-over("nothing left to do: a run that is over is started again")
-over("fewer steps than are taken already", "train.steps=3")
+kind("stopped")
+for moment in MOMENTS[:-1]:
+    at(moment, signal.SIGTERM)
+kind("killed")
+for moment in MOMENTS:
+    at(moment, signal.SIGKILL)
+kind("other-signal")
+
+
+def harmless(number: int) -> None:
+    @fault(f"{signal.Signals(number).name} while training")
+    def _(p: Place) -> None:
+        running = begun(p)
+        running.send(number)
+        result = running.end()
+        # The system's default, as of any program: it can be run again
+        if result.code == -number:
+            done(p.train())
+        else:
+            done(result.checked())
+        p.undisturbed()
+
+
+for number in (
+    signal.SIGCONT,
+    signal.SIGWINCH,
+    signal.SIGCHLD,
+    signal.SIGPIPE,
+    signal.SIGURG,
+):
+    harmless(number)
+kind("two-at-once")
+
+
+@fault("two preparations at once into one output")
+def both(p: Place) -> None:
+    folder(p)
+    for running in [p.start("meshtrain.data.__main__", *PREPARE) for _ in range(2)]:
+        done(running.end().checked())
+    done(p.command("data", "verify", "shards"))
