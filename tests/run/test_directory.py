@@ -60,8 +60,6 @@ def test_what_is_no_directory_is_refused(tmp_path):
     (tmp_path / "gone").symlink_to("/nonexistent/place")
     (tmp_path / "loop").symlink_to("loop")
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "checkpoints").touch()
     names = ("file", "file/run", "gone", "loop", "pipe", "x" * 300, "y/" * 2500)
     for name in (*names, "/dev/null", "/proc/nowhere", "a\0b", "a\ud800b"):
         with pytest.raises(ConfigError, match=r"run\.directory") as refused:
