@@ -229,7 +229,7 @@ def test_a_damaged_plan_is_reported(content, text, tmp_path):
     (tmp_path / "out" / "plan.json").write_text(content)
     with pytest.raises(
         ConfigError,
-        match=r"(plan\.json .*damaged, .* remove that directory|; remove it, or give)",
+        match=r"(plan\.json .*damaged, .* remove that|; remove it, or)",
     ):
         run(text, tmp_path / "out")
 
