@@ -89,6 +89,18 @@ class State(NamedTuple):
         return f"State(step={self.step}, {len(jax.tree.leaves(self))} arrays, which mt.show draws)"
 
 
+def _refuse_settings() -> None:
+    """Raises ConfigError for a setting of JAX under which no step can run."""
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        raise ConfigError(
+            "JAX_DISABLE_JIT is set, but a step is one compiled program; unset it."
+        )
+    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise ConfigError(
+            "JAX_ENABLE_X64 is set, but a step computes in precision.compute; unset it."
+        )
+
+
 class Program(Shown):
     """`init`, `train_step`, `eval_step` and `logits` of one config on one mesh, by default that of `make_mesh`.
 
@@ -110,10 +122,7 @@ class Program(Shown):
         loss: LossHook | None = None,
         masters: bool = True,
     ) -> None:
-        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            raise ConfigError(
-                "JAX_DISABLE_JIT is set, but a step is one compiled program; unset it."
-            )
+        _refuse_settings()
         config = a_config(config, "mt.Program")
         mesh = make_mesh(config) if mesh is None else mesh
         if dict(mesh.shape) != config.mesh.shape:

@@ -9,10 +9,11 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from refusals import tells
 from short_runs import train
 
 import meshtrain
-from meshtrain.config import Config, load, replaced
+from meshtrain.config import Config, ConfigError, load, replaced
 from meshtrain.mesh import make_mesh
 from meshtrain.model import products
 from meshtrain.step import Program
@@ -119,6 +120,17 @@ def test_a_step_gives_back_arrays_of_the_types_it_took_so_that_it_is_compiled_on
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("setting", ["JAX_DISABLE_JIT", "JAX_ENABLE_X64"])
+def test_a_setting_of_jax_under_which_no_step_can_run_is_refused_by_name(setting):
+    jax.config.update(setting.lower(), True)
+    try:
+        with pytest.raises(ConfigError) as refused:
+            Program(configuration("llama", (1, 1, 1), microbatches=1))
+    finally:
+        jax.config.update(setting.lower(), False)
+    assert tells(str(refused.value), setting, "unset")
+
+
 def test_a_mean_is_one_however_little_the_labels_weigh():
     program = Program(configuration("llama", (2, 1, 1), 2))
     params = program.init().params

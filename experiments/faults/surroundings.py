@@ -67,7 +67,6 @@ for env in (
     {"PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"},
     {"PYTHONIOENCODING": "ascii:strict"},
     {"LANG": "xx_YY.UTF-16", "LC_ALL": "xx_YY"},
-    {"JAX_ENABLE_X64": "1"},
     {"JAX_DEBUG_NANS": "1"},
     {"JAX_TRACEBACK_FILTERING": "off"},
     {"JAX_COMPILATION_CACHE_DIR": "/proc/nowhere"},
@@ -88,6 +87,7 @@ for env in (
     late(env)
 late({"XDG_CACHE_HOME": "cache"}, base="text")
 early({"JAX_DISABLE_JIT": "1"}, "JAX_DISABLE_JIT")
+early({"JAX_ENABLE_X64": "1"}, "JAX_ENABLE_X64")
 early({"JAX_PLATFORMS": "cuda"}, "cuda|JAX_PLATFORMS")
 early({"JAX_PLATFORMS": "toaster"}, "toaster|JAX_PLATFORMS")
 early({"XLA_FLAGS": "--xla_force_host_platform_device_count=0"}, "no devices")

@@ -27,8 +27,7 @@ writes every array of every step; here frozen weights are links to an earlier st
 `meshtrain.reader`.
 
 Measured (`experiments/bench_checkpoint.py`): a save blocks a step for 0.6% to 1.6% of its duration. Verifying runs at
-3.5 GB/s, and restoring needs 1.05 to 1.25 of the state's memory. `python -m experiments.faults` (`--only checkpoints`)
-tries 113 faults; each one is reported.
+3.5 GB/s, and restoring needs 1.05 to 1.25 of the state's memory.
 """
 
 import importlib

@@ -109,9 +109,12 @@ def _open_source(key: str, name: str, data: DataConfig, tokenizer: Tokenizer) ->
         if os.path.lexists(path):
             return open_path(path, name, data, tokenizer)
     except OSError as error:
-        refuse_passing(error.filename or name, error)
+        file = error.filename or name
+        refuse_passing(file, error)
+        if not os.path.lexists(file):
+            file = name
         raise ConfigError(
-            f"{key} {short(name)} cannot be read: {refusal(error)}."
+            f"{key}: {short(file)} cannot be read: {refusal(error)}."
         ) from None
     words = (
         [*filter(has_text, SOURCES), MIXTURE]

@@ -14,6 +14,4 @@ stay. After it has gone on, each step stands once in its metrics. A second run i
 - `meshtrain.run.early`, `meshtrain.run.signals`: requests to stop, while a command still imports and afterwards.
 - `meshtrain.run.processes`: one process looks at the disk, all hear what it found; what ends a run while it goes on.
 - `meshtrain.run.hooks`: what happens around the steps of a run.
-
-Tried (`python -m experiments.faults`, `--only run`): 64 faults, each with an outcome that is said and nothing lost.
 """

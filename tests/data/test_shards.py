@@ -11,9 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data_configs import config, write_random_shards
+from refusals import tells
 
 from meshtrain.config import ConfigError
-from meshtrain.data import shards
+from meshtrain.data import open_data, shards
 from meshtrain.data.manifest import PADDING, ShardManifest, read_manifest
 from meshtrain.data.shards import Corpus, TokenFile, open_corpus
 from meshtrain.data.unit import ShardWriter
@@ -201,6 +203,16 @@ def test_a_shard_whose_content_is_as_prepared_is_read_on_whatever_its_inode_says
         alter()
         corpus.watch.due = 0.0
         assert read_all(corpus, 0, 4) == (STREAM[:4], STREAM[1:5])
+
+
+def test_a_shard_that_cannot_be_opened_is_named_by_its_file(tmp_path):
+    write_random_shards(tmp_path, shards=2, documents=40, mean=50)
+    shard = tmp_path / "train-00001.tokens"
+    shard.unlink()
+    shard.symlink_to(shard)
+    with pytest.raises(ConfigError) as refused:
+        open_data(config(tmp_path))
+    assert tells(str(refused.value), "data.source", shard.name, "cannot be read")
 
 
 def test_two_corpora_are_read_as_one(prepared):
