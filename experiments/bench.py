@@ -5,7 +5,7 @@ here.
     compare    a step beside a reference, in the same minutes
     quiet      waits until others leave the machine alone; `busy` is such others
     Table      is printed row by row, as Markdown
-    LLAMA_3    is what figures of real sizes are of
+    MODELS     are the sizes that figures are of, of models.yaml
 
 Wall-clock time says how long one waits. Where other work has the cores too, the seconds of the processor bear it
 better: those that the program computes (user), and those that the kernel does for it (system: mostly zeroing memory
@@ -27,15 +27,35 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import yaml
+
+from meshtrain.config import Config, load
+
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-_LLAMA_3 = {"kv_heads": 8, "vocab_size": 128256}
-# sizes by the name of the model, as `model` of a config
-LLAMA_3 = {
-    "8B": _LLAMA_3 | {"layers": 32, "d_model": 4096, "heads": 32, "d_ff": 14336},
-    "70B": _LLAMA_3 | {"layers": 80, "d_model": 8192, "heads": 64, "d_ff": 28672},
-    "405B": _LLAMA_3 | {"layers": 126, "d_model": 16384, "heads": 128, "d_ff": 53248},
-}
+# shapes by whose they are and their name, as `model` of a config
+MODELS = yaml.safe_load((ROOT / "experiments" / "models.yaml").read_text())
+LLAMA_3 = MODELS["Llama 3"]
+
+
+def config_of(
+    model: dict[str, Any],
+    mesh: dict[str, int],
+    rows: int,
+    length: int,
+    parallel: dict[str, Any] | None = None,
+    compute: str = "bfloat16",
+) -> Config:
+    """Returns a config of so many rows of `length` tokens a step."""
+    return load(
+        {
+            "model": model,
+            "mesh": mesh,
+            "parallel": parallel or {},
+            "precision": {"compute": compute},
+            "train": {"global_batch_size": rows, "sequence_length": length},
+        }
+    )
 
 
 class Spent(NamedTuple):

@@ -17,3 +17,17 @@ step times that others have published for GPUs:
 The numbers themselves stand with their devices, in `meshtrain.cluster.accelerators`; how good they are is printed by
 `python -m experiments.plan`.
 """
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def read(name: str) -> Any:
+    """Returns what stands in one of the tables here."""
+    text = Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8")
+    return yaml.safe_load(text)
+
+
+PUBLISHED = read("published")

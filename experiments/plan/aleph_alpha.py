@@ -13,7 +13,8 @@ import functools
 from dataclasses import replace
 from pathlib import Path
 
-from meshtrain.config import Config, load
+from experiments.bench import MODELS, config_of
+from meshtrain.config import Config
 from meshtrain.plan.compute import FrameworkProfile
 
 from .kernels import FLASH_2_AMPERE
@@ -22,12 +23,6 @@ from .published import BY_KERNEL, PYTORCH_LOSS, Run
 # Of an element forward; its backward counts twice. Of pairs of rows that differ in the kernel of norms alone, the
 # median.
 NORM_BYTES = 51.0
-# d_model, layers, heads, d_ff
-SHAPES = {
-    "13B": (5120, 40, 40, 13824),
-    "30B": (6656, 60, 52, 17920),
-    "65B": (8192, 80, 64, 22016),
-}
 PROFILE = FrameworkProfile(
     execution="asynchronous",
     kernel=FLASH_2_AMPERE,
@@ -57,58 +52,34 @@ def runs() -> tuple[Run, ...]:
 
 def config(row: dict[str, str]) -> Config:
     """A row's layout."""
-    width, layers, heads, d_ff = SHAPES[row["model"]]
-    length, tensor, pipeline = (
-        int(row["length"]),
-        int(row["tensor"]),
-        int(row["pipeline"]),
-    )
-    data, batch = (
-        int(row["devices"]) // tensor // pipeline,
-        2048 if length == 2048 else 512,
-    )
-    return load(
-        {
-            "model": {
-                "layers": layers,
-                "d_model": width,
-                "heads": heads,
-                "d_ff": d_ff,
-                "vocab_size": 128000,
-            },
-            "mesh": {"data": data, "tensor": tensor, "pipeline": pipeline},
-            "parallel": {
-                "zero_stage": 1,
-                "sequence_parallel": row["sequence_parallel"] == "yes",
-                "schedule": "1f1b",
-                "vocab": "edge",
-                "microbatches": batch // data // int(row["microbatch"]),
-                "remat": "full" if row["checkpointing"] == "yes" else "none",
-            },
-            "precision": {"compute": "bfloat16"},
-            "train": {"global_batch_size": batch, "sequence_length": length},
-        }
-    )
+    sizes = (int(row[key]) for key in ("length", "tensor", "pipeline", "devices"))
+    length, tensor, pipeline, devices = sizes
+    data = devices // tensor // pipeline
+    batch = 2048 if length == 2048 else 512
+    parallel = {
+        "zero_stage": 1,
+        "sequence_parallel": row["sequence_parallel"] == "yes",
+        "schedule": "1f1b",
+        "vocab": "edge",
+        "microbatches": batch // data // int(row["microbatch"]),
+        "remat": "full" if row["checkpointing"] == "yes" else "none",
+    }
+    mesh = {"data": data, "tensor": tensor, "pipeline": pipeline}
+    model = MODELS["Aleph Alpha"][row["model"]]
+    return config_of(model, mesh, batch, length, parallel)
 
 
 def _run(row: dict[str, str]) -> Run:
     profile = replace(
-        PROFILE, recomputes=(1, 1, 1) if row["checkpointing"] == "yes" else None
-    )
-    profile = replace(
-        profile, norm_bytes=4.0 if row["kernel"] == "flash2+rms" else NORM_BYTES
+        PROFILE,
+        recomputes=(1, 1, 1) if row["checkpointing"] == "yes" else None,
+        norm_bytes=4.0 if row["kernel"] == "flash2+rms" else NORM_BYTES,
     )
     layout = f"{row['microbatch']} x {row['tensor']} x {row['pipeline']}"
-    name = (
-        f"{row['model']} {row['length']} on {row['devices']}, "
-        f"{layout}{' sp' if row['sequence_parallel'] == 'yes' else ''}"
-    )
+    split = " sp" if row["sequence_parallel"] == "yes" else ""
+    name = f"{row['model']} {row['length']} on {row['devices']}, {layout}{split}"
+    seconds = row["seconds"]
+    told = f"{seconds} s"
     return Run(
-        "Aleph Alpha",
-        name,
-        config(row),
-        "a100-80",
-        profile,
-        float(row["seconds"]),
-        f"{row['seconds']} s",
+        "Aleph Alpha", name, config(row), "a100-80", profile, float(seconds), told
     )

@@ -36,8 +36,8 @@ from dataclasses import replace
 from typing import Any
 
 from experiments import bench
-from experiments.bench import Table
-from meshtrain.config import load
+from experiments.bench import MODELS, Table, config_of
+from meshtrain.config import Config, load, replaced
 from meshtrain.plan import FrameworkProfile, named, plan
 from meshtrain.plan.search import made_of, search
 
@@ -53,121 +53,11 @@ DEEP_EP = replace(HYBRID_EP, execution="asynchronous", overlap_data=True)
 GRUG = FrameworkProfile(overlap_data=True, imbalance=1.0, norm_bytes=19.0)
 OF_TPU = replace(MAXTEXT, imbalance=1.0)
 
-Keys = dict[str, Any]
-MODELS: dict[str, Keys] = {
-    "Qwen3-30B-A3B": {
-        "family": "qwen3_moe",
-        "layers": 48,
-        "d_model": 2048,
-        "heads": 32,
-        "kv_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "moe": {"d_ff": 768},
-    },
-    "Qwen3-235B-A22B": {
-        "family": "qwen3_moe",
-        "layers": 94,
-        "d_model": 4096,
-        "heads": 64,
-        "kv_heads": 4,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "moe": {"d_ff": 1536},
-    },
-    "gpt-oss-120B": {
-        "family": "gpt_oss",
-        "layers": 36,
-        "d_model": 2880,
-        "heads": 64,
-        "kv_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 201088,
-        "moe": {"experts": 128, "top_k": 4, "d_ff": 2880},
-    },
-    "67B-A2B": {
-        "layers": 26,
-        "d_model": 2560,
-        "heads": 20,
-        "kv_heads": 5,
-        "vocab_size": 128256,
-        "moe": {"experts": 256, "top_k": 4, "d_ff": 1280, "shared_experts": 2},
-    },
-    "d2048": {
-        "layers": 24,
-        "d_model": 2048,
-        "heads": 16,
-        "kv_heads": 4,
-        "vocab_size": 128256,
-        "moe": {"experts": 64, "top_k": 4, "d_ff": 1024, "shared_experts": 1},
-    },
-    "Mixtral 8x7B": {
-        "family": "mixtral",
-        "layers": 32,
-        "d_model": 4096,
-        "heads": 32,
-        "kv_heads": 8,
-        "vocab_size": 32000,
-        "moe": {"d_ff": 14336},
-    },
-    "DeepSeek-V3": {
-        "family": "deepseek_v3",
-        "layers": 61,
-        "dense_layers": 3,
-        "d_model": 7168,
-        "heads": 128,
-        "dense_d_ff": 18432,
-        "vocab_size": 129280,
-        "mla": {"q_rank": 1536, "kv_rank": 512, "nope": 128, "rope": 64, "value": 128},
-        "moe": {
-            "experts": 256,
-            "top_k": 8,
-            "d_ff": 2048,
-            "shared_experts": 1,
-            "router": "sigmoid",
-            "groups": [8, 4],
-            "route_scale": 2.5,
-            "balance": "bias",
-        },
-    },
-}
-DEEPSEEK = MODELS["DeepSeek-V3"]
-MODELS["Kimi-K2"] = DEEPSEEK | {
-    "heads": 64,
-    "dense_layers": 1,
-    "vocab_size": 163840,
-    "moe": DEEPSEEK["moe"] | {"experts": 384, "groups": [1, 1], "route_scale": 2.827},
-}
 # of gpt-oss norms and the experts' activation are computed again
 KEPT = {
     "remat": "names",
     "remat_keep": ["qkv", "attention", "attention_out", "mlp_in", "dispatched"],
 }
-
-
-def config_of(
-    model: str,
-    mesh: dict[str, int],
-    rows: int,
-    length: int,
-    chunk: int | str = "auto",
-    **parallel: Any,
-) -> Keys:
-    """Returns a config in bfloat16, without room for more rows than an even load has where experts are spread."""
-    experts = (
-        {"dispatch": "all_to_all", "capacity": 1.0} if mesh.get("expert", 1) > 1 else {}
-    )
-    return {
-        "model": MODELS[model],
-        "mesh": mesh,
-        "parallel": {"experts": experts, **parallel},
-        "precision": {"compute": "bfloat16"},
-        "train": {
-            "global_batch_size": rows,
-            "sequence_length": length,
-            "loss_chunk": chunk,
-        },
-    }
 
 
 def _run(
@@ -176,88 +66,64 @@ def _run(
     accelerator: str,
     profile: FrameworkProfile,
     reported: float,
-    config: Keys,
+    config: Config,
 ) -> Run:
     """`reported`: tokens/s a device."""
-    config["parallel"] = {"vocab": "edge"} | config["parallel"]
-    loaded = load(config)
-    train, devices = loaded.train, loaded.mesh.devices
+    train, devices = config.train, config.mesh.devices
     seconds = train.global_batch_size * train.sequence_length / devices / reported
-    return Run(
-        source,
-        f"{name} on {devices}",
-        loaded,
-        accelerator,
-        profile,
-        seconds,
-        f"{reported:,.0f}",
-    )
+    title = f"{name} on {devices}"
+    told = f"{reported:,.0f}"
+    return Run(source, title, config, accelerator, profile, seconds, told)
+
+
+def of_experts(
+    model: str, mesh: dict[str, int], rows: int, length: int, **parallel: Any
+) -> Config:
+    """Returns a config in bfloat16, without room for more rows than an even load has where experts are spread."""
+    given: dict[str, Any] = {"vocab": "edge"} | parallel
+    if "expert" in mesh:
+        given["experts"] = {"dispatch": "all_to_all", "capacity": 1.0}
+    return config_of(MODELS["experts"][model], mesh, rows, length, given)
 
 
 def runs() -> Iterator[Run]:
     """Yields every row that the issue names, each within a fifth."""
+    mesh = {"data": 16, "expert": 16}
+    config = of_experts(
+        "Qwen3-30B-A3B", mesh, 1024, 4096, microbatches=64, zero_stage=1
+    )
     for how, profile, seconds in (
         ("all-to-all", ALL_TO_ALL, 41.25),
         ("all-to-all, overlap", replace(ALL_TO_ALL, overlap_expert=True), 31.31),
         ("HybridEP", HYBRID_EP, 24.7138),
         ("HybridEP, overlap", replace(HYBRID_EP, overlap_expert=True), 21.0725),
     ):
-        config = config_of(
-            "Qwen3-30B-A3B",
-            {"data": 16, "expert": 16},
-            1024,
-            4096,
-            microbatches=64,
-            zero_stage=1,
-        )
-        yield _run(
-            "Megatron-Bridge",
-            f"Qwen3-30B {how}",
-            "h100",
-            profile,
-            1024 * 4096 / 16 / seconds,
-            config,
-        )
-    staged = {"data": 16, "expert": 8, "pipeline": 4}
+        reported = 1024 * 4096 / 16 / seconds
+        name = f"Qwen3-30B {how}"
+        yield _run("Megatron-Bridge", name, "h100", profile, reported, config)
+    staged = KEPT | {"schedule": "1f1b", "zero_stage": 1}
+    mesh = {"data": 16, "expert": 8, "pipeline": 4}
     for rows, microbatches, reported in ((1280, 80, 5903), (512, 8, 5630)):
-        keys = {
-            "microbatches": microbatches,
-            "schedule": "1f1b",
-            "zero_stage": 1,
-        } | KEPT
+        staged["microbatches"] = microbatches
         name = f"gpt-oss, {rows // 16 // microbatches} rows"
-        config = config_of("gpt-oss-120B", staged, rows, 4096, **keys)
+        config = of_experts("gpt-oss-120B", mesh, rows, 4096, **staged)
         yield _run("Megatron-Bridge", name, "h100", ALL_TO_ALL, reported, config)
     yield of_deepseek("DeepSeek-V3", (256, 64, 4), 8192, 865)
-    v_shaped = {
-        "microbatches": 32,
-        "remat": "full",
-        "schedule": "v_1f1b",
-        "zero_stage": 1,
-        "chunk": 8192,
-    }
-    config = config_of(
-        "67B-A2B", {"data": 8, "expert": 8, "pipeline": 8}, 256, 8192, **v_shaped
-    )
-    yield _run(
-        "JaxPP",
-        "67B-A2B",
-        "h100",
-        replace(GRUG, execution="asynchronous"),
-        9427,
-        config,
-    )
+    v_shaped = {"microbatches": 32, "schedule": "v_1f1b", "zero_stage": 1}
+    mesh = {"data": 8, "expert": 8, "pipeline": 8}
+    config = of_experts("67B-A2B", mesh, 256, 8192, remat="full", **v_shaped)
+    grug = replace(GRUG, execution="asynchronous")
+    yield _run("JaxPP", "67B-A2B", "h100", grug, 9427, by_chunks(config))
     fsdp = {"microbatches": 1, "remat": "full", "zero_stage": 3}
-    yield _run(
-        "marin",
-        "d2048",
-        "h100",
-        GRUG,
-        26250,
-        config_of("d2048", {"data": 8}, 256, 4096, 8192, **fsdp),
-    )
-    config = config_of("Mixtral 8x7B", {"data": 128}, 36 * 128, 4096, **fsdp)
+    config = of_experts("d2048", {"data": 8}, 256, 4096, **fsdp)
+    yield _run("marin", "d2048", "h100", GRUG, 26250, by_chunks(config))
+    config = of_experts("Mixtral 8x7B", {"data": 128}, 36 * 128, 4096, **fsdp)
     yield _run("MaxText experts", "Mixtral 8x7B", "tpu-v5p", OF_TPU, 2909, config)
+
+
+def by_chunks(config: Config) -> Config:
+    """Returns a config whose loss is computed for 8,192 tokens at a time."""
+    return replaced(config, train={"loss_chunk": 8192})
 
 
 def others() -> Iterator[Run]:
@@ -267,31 +133,14 @@ def others() -> Iterator[Run]:
         ("gb200", 64, 8192, 20, 15876),
         ("b200", 8, 4096, 5, 13568),
     ):
-        keys = {"microbatches": microbatches, "zero_stage": 1} | KEPT
-        config = config_of(
-            "gpt-oss-120B", {"data": 64, "expert": expert}, 1280, length, **keys
-        )
-        yield _run(
-            "Megatron-Bridge",
-            f"gpt-oss, {length:,} tokens",
-            accelerator,
-            ALL_TO_ALL,
-            reported,
-            config,
-        )
-    staged = {
-        "microbatches": 256,
-        "schedule": "interleaved",
-        "virtual_stages": 3,
-        "zero_stage": 1,
-    }
-    config = config_of(
-        "Qwen3-235B-A22B",
-        {"data": 32, "expert": 32, "pipeline": 8},
-        8192,
-        4096,
-        **staged,
-    )
+        keys = KEPT | {"microbatches": microbatches, "zero_stage": 1}
+        mesh = {"data": 64, "expert": expert}
+        config = of_experts("gpt-oss-120B", mesh, 1280, length, **keys)
+        name = f"gpt-oss, {length:,} tokens"
+        yield _run("Megatron-Bridge", name, accelerator, ALL_TO_ALL, reported, config)
+    keys = {"microbatches": 256, "schedule": "interleaved", "virtual_stages": 3}
+    mesh = {"data": 32, "expert": 32, "pipeline": 8}
+    config = of_experts("Qwen3-235B-A22B", mesh, 8192, 4096, zero_stage=1, **keys)
     yield _run("Megatron-Bridge", "Qwen3-235B", "gb200", ALL_TO_ALL, 4916, config)
 
 
@@ -300,7 +149,7 @@ def of_deepseek(
 ) -> Run:
     """Returns a row of AutoModel, of (data, expert, pipeline): chunks of two layers, everything computed again."""
     data, expert, stages = mesh
-    config = config_of(
+    config = of_experts(
         name,
         {"data": data, "expert": expert, "pipeline": stages},
         rows,
@@ -318,17 +167,18 @@ def deepseeks() -> Iterator[Run]:
     """Yields more rows of DeepSeek's class, which are in no figure of all sources together."""
     yield of_deepseek("DeepSeek-V3", (64, 64, 4), 512, 1002)
     yield of_deepseek("Kimi-K2", (32, 32, 8), 512, 924)
-    selective = {"remat": "selective", "zero_stage": 1}
-    chunks = {"microbatches": 64, "schedule": "interleaved", "virtual_stages": 4}
+    keys = {"remat": "selective", "zero_stage": 1, "microbatches": 64}
+    keys |= {"schedule": "interleaved", "virtual_stages": 4}
     mesh = {"data": 64, "expert": 64, "pipeline": 4}
-    config = config_of("DeepSeek-V3", mesh, 4096, 4096, **chunks, **selective)
+    config = of_experts("DeepSeek-V3", mesh, 4096, 4096, **keys)
     yield _run("Megatron-Bridge", "DeepSeek-V3", "gb200", HYBRID_EP, 3139, config)
+    keys = {"remat": "selective", "zero_stage": 1, "microbatches": 120}
     mesh = {"data": 128, "expert": 64, "pipeline": 16}
-    pairs = {"microbatches": 120, "schedule": "paired"}
-    config = config_of("DeepSeek-V3", mesh, 15360, 4096, **pairs, **selective)
-    config["precision"] |= {"matmul": "float8", "float8_recipe": "blockwise"}
-    reported = 1e12 / (180e3 * 3600)
+    config = of_experts("DeepSeek-V3", mesh, 15360, 4096, schedule="paired", **keys)
+    float8 = {"matmul": "float8", "float8_recipe": "blockwise"}
+    config = replaced(config, precision=float8)
     hidden = replace(DEEP_EP, overlap_expert=True)
+    reported = 1e12 / (180e3 * 3600)
     yield _run("DeepSeek", "DeepSeek-V3", "h800", hidden, reported, config)
 
 
@@ -381,8 +231,8 @@ def searched() -> None:
         ("Qwen3-30B-A3B", 16, 1024),
         ("DeepSeek-V3", 1024, 8192),
     ):
-        keys = config_of(model, {"data": devices}, rows, 4096)
-        found = search(load(keys), named("h100", devices), devices)
+        config = of_experts(model, {"data": devices}, rows, 4096)
+        found = search(config, named("h100", devices), devices)
         best = found.plans[0]
         staged = next((p for p in found.plans if p.config.mesh.pipeline > 1), best)
         print(

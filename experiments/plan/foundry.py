@@ -17,17 +17,12 @@ import csv
 import functools
 from pathlib import Path
 
-from meshtrain.config import load
+from experiments.bench import MODELS, config_of
 from meshtrain.plan.compute import FrameworkProfile
 
 from .kernels import TRITON_AMPERE, TRITON_HOPPER
 from .published import BY_KERNEL, PYTORCH_LOSS, Run
 
-# d_model, layers, heads
-SHAPES = {
-    "125m": (768, 12, 12), "350m": (1024, 24, 16), "760m": (1536, 24, 12), "1b": (2048, 24, 16), "3b": (2560, 32, 20),
-    "7b": (4096, 32, 32), "13b": (5120, 40, 40), "30b": (7168, 48, 56), "70b": (8192, 80, 64),
-}  # fmt: skip
 KERNELS = {"a100-40": TRITON_AMPERE, "a100-80": TRITON_AMPERE, "h100": TRITON_HOPPER}
 
 
@@ -39,37 +34,22 @@ def runs() -> tuple[Run, ...]:
 
 
 def _run(row: dict[str, str]) -> Run:
-    width, layers, heads = SHAPES[row["model"]]
+    layers, width, heads = MODELS["MosaicML"][row["model"]]
     length, devices, microbatches = (
-        int(row["length"]),
-        int(row["devices"]),
-        int(row["microbatches"]),
+        int(row[key]) for key in ("length", "devices", "microbatches")
     )
-    batch, pure = (
-        int(row["microbatch"]) * microbatches * devices,
-        row["mixed_precision"] == "pure",
-    )
+    batch = int(row["microbatch"]) * microbatches * devices
+    pure = row["mixed_precision"] == "pure"
     checkpoints = row["checkpointing"] == "yes"
-    config = load(
-        {
-            "model": {
-                "family": "gpt2",
-                "layers": layers,
-                "d_model": width,
-                "heads": heads,
-                "vocab_size": 50368,
-            },
-            "mesh": {"data": devices},
-            "parallel": {
-                "zero_stage": 3,
-                "zero_hold": False,
-                "microbatches": microbatches,
-                "remat": "full" if checkpoints else "none",
-            },
-            "precision": {"compute": "bfloat16"},
-            "train": {"global_batch_size": batch, "sequence_length": length},
-        }
-    )
+    model = {"family": "gpt2", "layers": layers, "d_model": width, "heads": heads}
+    parallel = {
+        "zero_stage": 3,
+        "zero_hold": False,
+        "microbatches": microbatches,
+        "remat": "full" if checkpoints else "none",
+    }
+    shape = model | {"vocab_size": 50368}
+    config = config_of(shape, {"data": devices}, batch, length, parallel)
     profile = FrameworkProfile(
         execution="asynchronous",
         overlap_data=True,

@@ -8,56 +8,10 @@ we take for FlashAttention-2.
 
 from dataclasses import replace
 
-from experiments.bench import LLAMA_3
-from meshtrain.config import load
+from experiments.bench import MODELS, config_of
 
+from . import PUBLISHED
 from .published import BY_KERNEL, COMPILED, PYTORCH_LOSS, Run
-
-MODELS = LLAMA_3 | {
-    "13B": {
-        "layers": 40,
-        "d_model": 5120,
-        "heads": 40,
-        "kv_heads": 8,
-        "d_ff": 17920,
-        "vocab_size": 128256,
-    },
-    "175B": {
-        "layers": 96,
-        "d_model": 12288,
-        "heads": 96,
-        "kv_heads": 8,
-        "d_ff": 39680,
-        "vocab_size": 128256,
-    },
-}
-
-# model, data, tensor, sequences a microbatch, microbatches, tokens/s of all devices, GiB that tensors took at most
-ROWS = (
-    ("8B", 1, 1, 2, 4, 10471, 80.7),
-    ("8B", 2, 1, 2, 4, 18728, 62.4),
-    ("8B", 1, 2, 4, 2, 13163, 57.8),
-    ("8B", 4, 1, 4, 2, 38983, 61.1),
-    ("8B", 1, 4, 4, 2, 25135, 39.4),
-    ("8B", 2, 2, 4, 2, 25980, 45.9),
-    ("8B", 2, 4, 4, 2, 44299, 32.7),
-    ("13B", 8, 1, 4, 4, 35405, 88.5),  # not compiled
-    ("13B", 2, 4, 4, 4, 27345, 45.1),
-    ("8B", 4, 4, 4, 2, 82988, 29.4),
-    ("13B", 4, 4, 4, 4, 53814, 39.2),
-    ("8B", 8, 4, 4, 2, 155917, 27.6),
-    ("13B", 8, 4, 4, 4, 104309, 36.3),
-    ("70B", 8, 4, 2, 4, 17657, 93.2),
-    ("13B", 16, 4, 4, 4, 216507, 34.8),
-    ("13B", 32, 4, 4, 4, 423306, 34.0),
-    ("13B", 40, 4, 4, 4, 534644, 33.9),
-    ("70B", 2, 4, 2, 4, 3623, 128.5),
-    ("70B", 16, 4, 2, 4, 35824, 86.8),
-    ("70B", 24, 4, 2, 4, 52190, 84.6),
-    ("70B", 32, 4, 2, 4, 69985, 83.6),
-    ("70B", 40, 4, 2, 4, 85571, 82.9),
-    ("175B", 90, 4, 8, 1, 154523, 53.8),
-)
 
 # Weights are copied out of the buffers of two gathers; gradients are scattered once a step.
 PRACTICE = replace(
@@ -74,41 +28,31 @@ def _run(
     speed: int,
     gib: float,
 ) -> Run:
-    config = load(
-        {
-            "model": MODELS[model],
-            "mesh": {"data": data, "tensor": tensor},
-            "parallel": {
-                "zero_stage": 3,
-                "zero_hold": False,
-                "sequence_parallel": tensor > 1,
-                "remat": "full",
-                "microbatches": microbatches,
-            },
-            "precision": {"compute": "bfloat16"},
-            "train": {
-                "global_batch_size": sequences * microbatches * data,
-                "sequence_length": 4096,
-            },
-        }
-    )
-    train = config.train
+    mesh = {"data": data, "tensor": tensor}
+    parallel = {
+        "zero_stage": 3,
+        "zero_hold": False,
+        "sequence_parallel": tensor > 1,
+        "remat": "full",
+        "microbatches": microbatches,
+    }
+    rows = sequences * microbatches * data
+    config = config_of(MODELS["Kempner"][model], mesh, rows, 4096, parallel)
     name = f"{model}, data {data}" + (f" x tensor {tensor}" if tensor > 1 else "")
-    profile = (
-        PRACTICE if (model, tensor) != ("13B", 1) else replace(PRACTICE, **BY_KERNEL)
-    )
-    seconds = train.global_batch_size * train.sequence_length / speed
+    profile = PRACTICE
+    if (model, tensor) == ("13B", 1):
+        profile = replace(PRACTICE, **BY_KERNEL)
     return Run(
         "KempnerForge",
         name,
         config,
         "h200",
         profile,
-        seconds,
+        rows * 4096 / speed,
         f"{speed:,} tokens/s",
         gib=gib,
         per_node=4,
     )
 
 
-RUNS = tuple(_run(*row) for row in ROWS)
+RUNS = tuple(_run(*row) for row in PUBLISHED["kempner"])

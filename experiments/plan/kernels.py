@@ -20,28 +20,17 @@ import numpy as np
 
 from meshtrain.plan.compute import Kernel
 
-LENGTHS = (2048, 4096, 8192, 16384, 32768)
-SHORTER = (1024, 2048, 4096, 8192, 16384)
+from . import PUBLISHED
+
 Table = tuple[Sequence[int], Sequence[float]]
 
 # Forward and backward, by kernel and device.
 TABLES: dict[tuple[str, str], tuple[Table, Table]] = {
-    ("cudnn", "h200"): (
-        (LENGTHS, (534, 616, 655, 633, 619)),
-        (LENGTHS, (402, 495, 526, 539, 528)),
-    ),
-    ("cudnn", "a100"): (
-        (LENGTHS, (155, 174, 177, 173, 176)),
-        (LENGTHS, (109, 128, 136, 139, 143)),
-    ),
-    ("flash 2", "a100"): (
-        (LENGTHS, (180, 204, 217, 203, 199)),
-        (LENGTHS, (141, 168, 173, 175, 180)),
-    ),
-    ("triton", "a100"): (
-        (SHORTER, (84.26, 102.11, 112.87, 119.09, 122.21)),
-        (SHORTER, (48.68, 62.06, 71.72, 77.47, 80.58)),
-    ),
+    tuple(name.rsplit(" ", 1)): (
+        (rates["lengths"], rates["forward"]),
+        (rates["lengths"], rates["backward"]),
+    )
+    for name, rates in PUBLISHED["kernels"].items()
 }
 PEAK = {"h200": 989.4, "a100": 312.0}  # TFLOP/s, dense, bfloat16 and float16
 

@@ -22,13 +22,13 @@ moments: at the loss, whose logits are all there at once, or in the backward of 
 import math
 from dataclasses import dataclass
 
-from experiments.bench import LLAMA_3
+from experiments.bench import LLAMA_3, config_of
 from meshtrain.cluster.accelerators import ACCELERATORS
-from meshtrain.config import Config, load
+from meshtrain.config import Config
 from meshtrain.parallel.placement import stages
 from meshtrain.plan import activations, shapes
 
-from . import aleph_alpha, kempner
+from . import PUBLISHED, aleph_alpha, kempner
 
 GIB = 2**30
 
@@ -118,114 +118,38 @@ def _kept(config: Config, holding: Holding) -> float:
     )
 
 
-_8B, _70B, _405B = LLAMA_3.values()
+HOLDINGS = {"layers": TORCHTITAN, "selective": SELECTIVE, "stages": PIPELINE}
 
 
 def _row(
-    source: str,
     name: str,
-    model: dict,
+    model: str,
     mesh: tuple[int, int, int],
     sequences: int,
     microbatches: int,
     length: int,
-    holding: Holding,
+    holding: str,
     gib: float,
 ) -> Row:
     """`sequences` are those of a microbatch on one data rank."""
     data, tensor, pipeline = mesh
-    config = load(
-        {
-            "model": model,
-            "mesh": {"data": data, "tensor": tensor, "pipeline": pipeline},
-            "parallel": {
-                "zero_stage": 3,
-                "zero_hold": False,
-                "sequence_parallel": tensor > 1,
-                "remat": "full",
-                "microbatches": microbatches,
-                "schedule": "1f1b",
-                "vocab": "edge",
-            },
-            "precision": {"compute": "bfloat16"},
-            "train": {
-                "global_batch_size": sequences * microbatches * data,
-                "sequence_length": length,
-            },
-        }
-    )
-    return Row(source, name, config, holding, gib)
+    parallel = {
+        "zero_stage": 3,
+        "zero_hold": False,
+        "sequence_parallel": tensor > 1,
+        "remat": "full",
+        "microbatches": microbatches,
+        "schedule": "1f1b",
+        "vocab": "edge",
+    }
+    degrees = {"data": data, "tensor": tensor, "pipeline": pipeline}
+    rows = sequences * microbatches * data
+    config = config_of(LLAMA_3[model], degrees, rows, length, parallel)
+    return Row("torchtitan", name, config, HOLDINGS[holding], gib)
 
 
 ROWS = (
-    _row("torchtitan", "8B, data 8", _8B, (8, 1, 1), 2, 1, 8192, SELECTIVE, 82.4),
-    _row(
-        "torchtitan",
-        "8B, data 8, compiled",
-        _8B,
-        (8, 1, 1),
-        2,
-        1,
-        8192,
-        SELECTIVE,
-        77.0,
-    ),
-    _row("torchtitan", "8B, data 128", _8B, (128, 1, 1), 2, 1, 8192, SELECTIVE, 67.0),
-    _row(
-        "torchtitan",
-        "8B, data 128, compiled",
-        _8B,
-        (128, 1, 1),
-        2,
-        1,
-        8192,
-        SELECTIVE,
-        62.0,
-    ),
-    _row(
-        "torchtitan",
-        "8B, data 8, 32,768 tokens",
-        _8B,
-        (8, 1, 1),
-        1,
-        1,
-        32768,
-        TORCHTITAN,
-        83.9,
-    ),
-    _row(
-        "torchtitan",
-        "70B, data 32 x tensor 8",
-        _70B,
-        (32, 8, 1),
-        16,
-        1,
-        8192,
-        TORCHTITAN,
-        71.9,
-    ),
-    _row(
-        "torchtitan",
-        "405B, 8 x 8 x 8, 1F1B",
-        _405B,
-        (8, 8, 8),
-        4,
-        8,
-        8192,
-        PIPELINE,
-        82.5,
-    ),
-    _row(
-        "torchtitan",
-        "405B, 8 x 8 x 8, 1F1B, 32,768 tokens",
-        _405B,
-        (8, 8, 8),
-        1,
-        8,
-        32768,
-        PIPELINE,
-        75.3,
-    ),
+    *(_row(*row) for row in PUBLISHED["memory"]),
     *(
         Row(run.source, run.name, run.config, KEMPNER, run.gib)
         for run in kempner.RUNS

@@ -21,13 +21,14 @@ Where their figures stand, and what these leave open:
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from experiments.bench import LLAMA_3
+from experiments.bench import LLAMA_3, MODELS, config_of
 from meshtrain.cluster.accelerators import ACCELERATORS, Accelerator
 from meshtrain.cluster.cluster import named
-from meshtrain.config import Config, load
+from meshtrain.config import Config, replaced
 from meshtrain.plan.compute import FrameworkProfile
 from meshtrain.plan.estimate import estimate
 
+from . import PUBLISHED
 from .kernels import FLASH_2_AMPERE, FLASH_2_HOPPER
 
 # Kernel by kernel in megatron/core/tensor_parallel/cross_entropy.py: to float32, maximum, difference, exponential, sum,
@@ -123,43 +124,40 @@ class Run:
         return estimate(config, given, self.profile).seconds
 
 
-def _gpt(
+def _megatron_config(
     shape: tuple[int, int, int],
-    vocabulary: int,
-    length: int,
-    mesh: tuple[int, int, int],
+    layout: tuple[int, int, int, int],
+    devices: int,
     batch: int,
-    microbatch: int,
-    chunks: int,
-    parallel: dict,
+    length: int,
+    vocabulary: int,
     compute: str,
+    **parallel: Any,
 ) -> Config:
+    """`layout` is (tensor, pipeline, virtual stages, sequences a microbatch)."""
     width, layers, heads = shape
-    data, tensor, pipeline = mesh
-    schedule = "interleaved" if chunks > 1 else "1f1b"
-    pieces = {"schedule": schedule, "virtual_stages": chunks, "vocab": "edge"}
-    pieces["microbatches"] = batch // data // microbatch
-    return load(
-        {
-            "model": {
-                "family": "gpt2",
-                "layers": layers,
-                "d_model": width,
-                "heads": heads,
-                "vocab_size": vocabulary,
-            },
-            "mesh": {"data": data, "tensor": tensor, "pipeline": pipeline},
-            "parallel": pieces | parallel,
-            "precision": {"compute": compute},
-            "train": {"global_batch_size": batch, "sequence_length": length},
-        }
+    tensor, pipeline, chunks, microbatch = layout
+    data = devices // tensor // pipeline
+    model = {"family": "gpt2", "layers": layers, "d_model": width, "heads": heads}
+    pieces = {
+        "schedule": "interleaved" if chunks > 1 else "1f1b",
+        "virtual_stages": chunks,
+        "vocab": "edge",
+        "microbatches": batch // data // microbatch,
+    }
+    return config_of(
+        model | {"vocab_size": vocabulary},
+        {"data": data, "tensor": tensor, "pipeline": pipeline},
+        batch,
+        length,
+        pieces | parallel,
+        compute,
     )
 
 
-class _Megatron(NamedTuple):
+class _Paper(NamedTuple):
     """What all runs of one of NVIDIA's papers have in common; `passes`: how often a layer's products are counted."""
 
-    source: str
     accelerator: str
     profile: FrameworkProfile
     compute: str
@@ -167,81 +165,37 @@ class _Megatron(NamedTuple):
     length: int
     passes: int
 
-    def run(
-        self,
-        name: str,
-        shape: tuple[int, int, int],
-        layout: tuple[int, int, int, int],
-        devices: int,
-        batch: int,
-        reported: float,
-    ) -> Run:
-        """`layout` is (tensor, pipeline, virtual stages, sequences a microbatch)."""
-        tensor, pipeline, chunks, microbatch = layout
-        width, layers, _ = shape
-        vocabulary, length = self.vocabulary, self.length
-        mesh = (devices // tensor // pipeline, tensor, pipeline)
-        if self.passes == 4:
-            parallel = {"zero_stage": 0, "remat": "full"}
-        else:
-            parallel = {"zero_stage": 1, "sequence_parallel": tensor > 1}
-        config = _gpt(
-            shape,
-            vocabulary,
-            length,
-            mesh,
-            batch,
-            microbatch,
-            chunks,
-            parallel,
-            self.compute,
-        )
-        products = 24 * self.passes * batch * length * layers * width**2
-        head = vocabulary / (4 * self.passes * layers * width)
-        flops = products * (1 + length / (6 * width) + head)
-        seconds = flops / (devices * reported * 1e12)
-        what = f"{reported:g} TFLOP/s"
-        return Run(
-            self.source, name, config, self.accelerator, self.profile, seconds, what
-        )
+
+_PAPERS = {
+    # Full recomputation is counted as a pass of its own.
+    "Megatron 2021": _Paper("a100-80", MEGATRON_2021, "float16", 51200, 2048, 4),
+    "Megatron 2024": _Paper("h100", MEGATRON_2024, "bfloat16", 131072, 4096, 3),
+}
 
 
-# Full recomputation is counted as a pass of its own.
-_megatron_2021 = _Megatron(
-    "Megatron 2021", "a100-80", MEGATRON_2021, "float16", 51200, 2048, passes=4
-).run
-_megatron_2024 = _Megatron(
-    "Megatron 2024", "h100", MEGATRON_2024, "bfloat16", 131072, 4096, passes=3
-).run
-
-
-def _torchtitan(
+def _megatron(
+    source: str,
     name: str,
+    shape: tuple[int, int, int],
+    layout: tuple[int, int, int, int],
     devices: int,
-    profile: FrameworkProfile,
+    batch: int,
     reported: float,
-    precision: dict | None = None,
 ) -> Run:
-    batch, length = 2 * devices, 8192
-    config = load(
-        {
-            "model": LLAMA_3["8B"],
-            "mesh": {"data": devices},
-            "parallel": {"zero_stage": 3, "remat": "dots"},
-            "precision": {"compute": "bfloat16", **(precision or {})},
-            "train": {"global_batch_size": batch, "sequence_length": length},
-        }
+    accelerator, profile, compute, vocabulary, length, passes = _PAPERS[source]
+    width, layers, _ = shape
+    parallel: dict[str, Any] = {"zero_stage": 1, "sequence_parallel": layout[0] > 1}
+    if passes == 4:
+        parallel = {"zero_stage": 0, "remat": "full"}
+    config = _megatron_config(
+        shape, layout, devices, batch, length, vocabulary, compute, **parallel
     )
-    seconds = batch * length / devices / reported
-    return Run(
-        "torchtitan",
-        name,
-        config,
-        "h100-96",
-        profile,
-        seconds,
-        f"{reported:,.0f} tokens/s",
-    )
+    products = 24 * passes * batch * length * layers * width**2
+    head = vocabulary / (4 * passes * layers * width)
+    flops = products * (1 + length / (6 * width) + head)
+    seconds = flops / (devices * reported * 1e12)
+    what = f"{reported:g} TFLOP/s"
+    return Run(source, name, config, accelerator, profile, seconds, what)
 
 
 def _megatron_2022(
@@ -253,89 +207,74 @@ def _megatron_2022(
     seconds: float,
 ) -> Run:
     """`present` is the paper's own way: sequence parallelism, and attention alone recomputed."""
-    tensor, pipeline, chunks, microbatch = layout
-    parallel = (
-        {"remat": "none", "sequence_parallel": True} if present else {"remat": "full"}
-    )
-    mesh, profile = (
-        (1, tensor, pipeline),
-        MEGATRON_2022 if present else replace(MEGATRON_2022, recomputes=(1, 1, 1)),
-    )
-    config = _gpt(
+    parallel = {"remat": "full"}
+    profile = replace(MEGATRON_2022, recomputes=(1, 1, 1))
+    if present:
+        parallel = {"remat": "none", "sequence_parallel": True}
+        profile = MEGATRON_2022
+    config = _megatron_config(
         shape,
-        51200,
-        2048,
-        mesh,
+        layout,
+        layout[0] * layout[1],
         batch,
-        microbatch,
-        chunks,
-        {"zero_stage": 0} | parallel,
+        2048,
+        51200,
         "float16",
+        zero_stage=0,
+        **parallel,
     )
     title = f"{name} {'selective' if present else 'full'}"
-    return Run(
-        "Megatron 2022", title, config, "a100-80", profile, seconds, f"{seconds:g} s"
-    )
+    told = f"{seconds:g} s"
+    return Run("Megatron 2022", title, config, "a100-80", profile, seconds, told)
+
+
+def _torchtitan(
+    name: str,
+    devices: int,
+    profile: FrameworkProfile,
+    reported: float,
+    source: str = "torchtitan",
+    **precision: Any,
+) -> Run:
+    parallel = {"zero_stage": 3, "remat": "dots"}
+    mesh = {"data": devices}
+    config = config_of(LLAMA_3["8B"], mesh, 2 * devices, 8192, parallel)
+    config = replaced(config, precision=precision) if precision else config
+    told = f"{reported:,.0f} tokens/s"
+    return Run(source, name, config, "h100-96", profile, 2 * 8192 / reported, told)
 
 
 def _torchtitan_a100(
-    name: str, shape: dict, length: int, batch: int, recomputes: str, reported: float
+    whose: str, name: str, length: int, batch: int, recomputes: str, reported: float
 ) -> Run:
     """`batch` is a device's."""
-    devices = 64
-    config = load(
-        {
-            "model": shape,
-            "mesh": {"data": devices},
-            "parallel": {"zero_stage": 3, "remat": "full"},
-            "precision": {"compute": "bfloat16"},
-            "train": {"global_batch_size": batch * devices, "sequence_length": length},
-        }
-    )
-    title = f"{name} {recomputes}"
-    profile = TORCHTITAN_A100[recomputes]
+    parallel = {"zero_stage": 3, "remat": "full"}
+    config = config_of(MODELS[whose][name], {"data": 64}, batch * 64, length, parallel)
     return Run(
         "torchtitan A100",
-        title,
+        f"{whose} {name} {recomputes}",
         config,
         "a100-80",
-        profile,
+        TORCHTITAN_A100[recomputes],
         batch * length / reported,
         f"{reported:,.0f} tokens/s",
     )
 
 
-# The rows that the efficiency numbers are fitted on.
-FITTED = (
-    _megatron_2021("1.7B", (2304, 24, 24), (1, 1, 1, 16), 32, 512, 137),
-    _megatron_2021("7.5B", (4096, 36, 32), (4, 1, 1, 16), 128, 512, 142),
-    _megatron_2021("39.1B", (8192, 48, 64), (8, 2, 1, 4), 512, 1536, 138),
-    _megatron_2021("145.6B", (12288, 80, 96), (8, 8, 2, 2), 1536, 2304, 148),
-    _megatron_2021("529.6B", (20480, 105, 128), (8, 35, 3, 1), 2520, 2520, 163),
-    _megatron_2024("1.7B", (2048, 24, 16), (1, 1, 1, 2), 48, 192, 408.8),
-    _megatron_2024("16B", (6144, 32, 48), (4, 1, 1, 1), 192, 192, 489.1),
-    _megatron_2024("70B", (8192, 84, 64), (8, 2, 21, 1), 768, 384, 419.7),
-    _megatron_2024("177B", (12288, 96, 96), (8, 6, 8, 1), 2304, 1152, 432.8),
-    _megatron_2024("462B", (18432, 112, 144), (8, 16, 7, 1), 6144, 3072, 459.9),
-    _torchtitan("8B", 8, EAGER, 5762),
-    _torchtitan("8B compiled", 8, COMPILED, 6667),
-)
+def _of_teams_that_are_fitted(which: str) -> tuple[Run, ...]:
+    return (
+        *(_megatron(*row) for row in PUBLISHED["megatron"][which]),
+        *(
+            _torchtitan(name, devices, COMPILED if compiled else EAGER, speed)
+            for name, devices, compiled, speed in PUBLISHED["torchtitan"][which]
+        ),
+    )
 
-# Rows of sources that the fit knows, which it never sees. The strong scaling of Megatron's README gives MFU only: 47%
-# and 42%.
-HELD_OUT = (
-    _megatron_2021("3.6B", (3072, 30, 32), (2, 1, 1, 16), 64, 512, 138),
-    _megatron_2021("18.4B", (6144, 40, 48), (8, 1, 1, 8), 256, 1024, 135),
-    _megatron_2021("76.1B", (10240, 60, 80), (8, 4, 3, 2), 1024, 1792, 140),
-    _megatron_2021("310.1B", (16384, 96, 128), (8, 16, 2, 1), 1920, 2160, 155),
-    _megatron_2021("1008B", (25600, 128, 160), (8, 64, 1, 1), 3072, 3072, 163),
-    _megatron_2024("177B on 96", (12288, 96, 96), (8, 6, 8, 1), 96, 1152, 0.47 * 989.4),
-    _megatron_2024(
-        "177B on 4608", (12288, 96, 96), (8, 6, 8, 1), 4608, 1152, 0.42 * 989.4
-    ),
-    _torchtitan("8B on 128", 128, EAGER, 5605),
-    _torchtitan("8B on 128 compiled", 128, COMPILED, 6514),
-)
+
+# The rows that the efficiency numbers are fitted on.
+FITTED = _of_teams_that_are_fitted("fitted")
+# Rows of sources that the fit knows, which it never sees.
+HELD_OUT = _of_teams_that_are_fitted("held out")
 
 # Scales a tensor, weights gathered in float8; all layers. No number is fitted on it.
 _TENSORWISE = {
@@ -347,39 +286,15 @@ _TENSORWISE = {
 # FSDP rounds shards at each gather.
 _ROUNDS = replace(COMPILED, rounds_weights_once=False)
 FLOAT8 = (
-    replace(
-        _torchtitan("8B compiled", 8, _ROUNDS, 8532, _TENSORWISE),
-        source="torchtitan float8",
-    ),
+    _torchtitan("8B compiled", 8, _ROUNDS, 8532, "torchtitan float8", **_TENSORWISE),
 )
-
-_LLAMA_2_13B = {
-    "layers": 40,
-    "d_model": 5120,
-    "heads": 40,
-    "d_ff": 13824,
-    "vocab_size": 32000,
-}
-_LLAMA_2_70B = LLAMA_3["70B"] | {"vocab_size": 32000}
 
 # Rows of sources that the fit knows nothing of.
 ELSEWHERE = (
     *(
-        _megatron_2022(name, shape, layout, batch, present, seconds)
-        for name, shape, layout, batch, full, own in (
-            ("22B", (6144, 48, 64), (8, 1, 1, 4), 4, 1.42, 1.10),
-            ("175B", (12288, 96, 96), (8, 8, 3, 1), 64, 18.13, 13.75),
-            ("530B", (20480, 105, 128), (8, 35, 3, 1), 280, 49.05, 37.83),
-            ("1T", (25600, 128, 160), (8, 64, 1, 1), 512, 94.42, 71.49),
-        )
+        _megatron_2022(*row, present, seconds)
+        for *row, full, own in PUBLISHED["megatron 2022"]
         for present, seconds in ((False, full), (True, own))
     ),
-    _torchtitan_a100("Llama 3 8B", LLAMA_3["8B"], 8192, 1, "selective layer", 2904),
-    _torchtitan_a100("Llama 3 8B", LLAMA_3["8B"], 8192, 1, "selective op", 2973),
-    _torchtitan_a100("Llama 3 70B", LLAMA_3["70B"], 8192, 1, "full", 331),
-    _torchtitan_a100("Llama 2 13B", _LLAMA_2_13B, 4096, 2, "none", 2162),
-    _torchtitan_a100("Llama 2 13B", _LLAMA_2_13B, 4096, 2, "selective layer", 1914),
-    _torchtitan_a100("Llama 2 13B", _LLAMA_2_13B, 4096, 2, "selective op", 1904),
-    _torchtitan_a100("Llama 2 70B", _LLAMA_2_70B, 4096, 1, "selective op", 355),
-    _torchtitan_a100("Llama 2 70B", _LLAMA_2_70B, 4096, 2, "full", 353),
+    *(_torchtitan_a100(*row) for row in PUBLISHED["torchtitan a100"]),
 )

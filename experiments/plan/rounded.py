@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from experiments import bench
-from experiments.bench import Table
+from experiments.bench import LLAMA_3, Table, config_of
 from meshtrain.cluster.cluster import named
-from meshtrain.config import load, replaced
+from meshtrain.config import replaced
 from meshtrain.plan.compute import DEFAULT_PROFILE
 from meshtrain.plan.estimate import estimate
 
@@ -44,15 +44,8 @@ LAYOUTS: tuple[tuple[str, int, dict[str, int], dict[str, Any]], ...] = (
 def planned() -> Iterator[tuple[str, float, float, float]]:
     """(model and mesh, seconds in bfloat16, in float8 rounded in each microbatch, and once) of our program on H100s."""
     for model, batch, mesh, parallel in LAYOUTS:
-        config = load(
-            {
-                "model": dgxc.MODELS[model],
-                "mesh": mesh,
-                "parallel": {"remat": "selective", **parallel},
-                "precision": {"compute": "bfloat16"},
-                "train": {"global_batch_size": batch, "sequence_length": 8192},
-            }
-        )
+        parallel = {"remat": "selective", **parallel}
+        config = config_of(LLAMA_3[model], mesh, batch, 8192, parallel)
         rounded = replaced(config, precision=EVERY_LAYER)
         cluster = named("h100", config.mesh.devices)
         each = replace(DEFAULT_PROFILE, rounds_weights_once=False)

@@ -8,10 +8,11 @@ TFLOP/s are of 6 N a token and of half of the scores (as it counted in 2024). 10
 and the repository's README give different figures.
 """
 
-from meshtrain.config import load
+from experiments.bench import config_of
 from meshtrain.model.weights import parameters
 from meshtrain.plan.compute import FrameworkProfile
 
+from . import PUBLISHED
 from .published import Run
 
 MAXTEXT = FrameworkProfile(overlap_data=True, overlap_tensor=True)
@@ -24,30 +25,18 @@ def _maxtext(
     """`sequences` a chip; `scale` is a power of two, about the parameters in 10^9."""
     cycles, rest = divmod(scale.bit_length() - 1, 3)
     wide = 2 ** (cycles + (rest > 0))
-    config = load(
-        {
-            "model": {
-                "layers": 16 * 2**cycles,
-                "d_model": 2048 * 2 ** (cycles + (rest > 1)),
-                "heads": 16 * wide,
-                "head_dim": 128,
-                "d_ff": 7168 * wide,
-                "vocab_size": VOCABULARY,
-            },
-            "mesh": {"data": chips // tensor, "tensor": tensor},
-            "parallel": {
-                "zero_stage": 3,
-                "remat": remat,
-                "sequence_parallel": True,
-                "microbatches": 1,
-            },
-            "precision": {"compute": "bfloat16"},
-            "train": {
-                "global_batch_size": sequences * chips,
-                "sequence_length": LENGTH,
-            },
-        }
-    )
+    shape = {
+        "layers": 16 * 2**cycles,
+        "d_model": 2048 * 2 ** (cycles + (rest > 1)),
+        "heads": 16 * wide,
+        "head_dim": 128,
+        "d_ff": 7168 * wide,
+        "vocab_size": VOCABULARY,
+    }
+    mesh = {"data": chips // tensor, "tensor": tensor}
+    parallel = {"zero_stage": 3, "remat": remat, "sequence_parallel": True}
+    parallel["microbatches"] = 1
+    config = config_of(shape, mesh, sequences * chips, LENGTH, parallel)
     model = config.model
     a_token = (
         6 * parameters(model) + 6 * model.heads * model.head_dim * model.layers * LENGTH
@@ -64,14 +53,5 @@ def _maxtext(
     )
 
 
-FITTED = (
-    _maxtext(32, 64, 4, 7, "dots", 328),
-    _maxtext(128, 128, 8, 1, "dots", 315),
-    _maxtext(512, 512, 8, 2, "full", 294),
-)
-HELD_OUT = (
-    _maxtext(64, 64, 4, 3, "dots", 323),
-    _maxtext(128, 256, 8, 1, "dots", 316),
-    _maxtext(256, 512, 8, 1, "dots", 308),
-    _maxtext(1024, 2048, 8, 2, "full", 297),
-)
+FITTED = tuple(_maxtext(*row) for row in PUBLISHED["tpu"]["fitted"])
+HELD_OUT = tuple(_maxtext(*row) for row in PUBLISHED["tpu"]["held out"])

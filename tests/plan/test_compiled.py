@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from experiments.plan.__main__ import HYBRIDS, config_of
-from meshtrain.config import ConfigError, load, to_yaml
+from experiments.plan.__main__ import GROUPS, row_config
+from meshtrain.config import ConfigError, to_yaml
 from meshtrain.plan.compiled import GPUS, parse_target, target_config
 
 CUDA = (
@@ -94,6 +94,8 @@ def test_memory_and_traffic_are_those_of_xlas_gpu_program(llama_8b, tmp_path):
 @pytest.mark.thorough
 @pytest.mark.skipif(not CUDA, reason="needs the extra meshtrain[compile]")
 def test_a_hybrids_embedding_has_a_float32_gradient_beside_its_logits(tmp_path):
-    found = json.loads(planned(load(config_of(HYBRIDS[0])), "h100x8", tmp_path).stdout)
+    found = json.loads(
+        planned(row_config(GROUPS["hybrids"][0]), "h100x8", tmp_path).stdout
+    )
     compiled = found["compiled"]["total_bytes"]
     assert found["per_device_bytes"]["total"] == pytest.approx(compiled, rel=0.05)
