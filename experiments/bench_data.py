@@ -1,14 +1,10 @@
 """How fast the data comes, beside Grain's plain pipeline and beside what no loader can do without, in one run.
 
-    pip install grain      # by hand, for `loader` alone
     python experiments/bench_data.py [--gigabytes 2] [--seconds 6] [--directory DIR] [--only floor,loader]
 
-    packing   share of places that hold a label, standard library
-    padding   share of places that hold none: random batches, grouped, budget
-    reading   random rows of the shards, memory-mapped and by position
     floor     batches of 32,768 labels beside the same stretches in the same order copied from a bare memory map by a loop, in the same
               turns; processor time, user and system
-    loader    tokens a second of batches of 32 x 1024 from shards in the page cache, beside Grain with its own prefetching
+    loader    tokens a second of batches of 32 x 1024 from shards in the page cache
     memory    resident memory over a pass of the whole corpus
     mixture   as loader, from 35 directories of shards mixed and from one, with the memory and the threads of each
 
@@ -20,8 +16,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import mmap
-import multiprocessing
 import os
 import threading
 import time
@@ -40,9 +34,8 @@ from meshtrain.data import Loader, open_data
 from meshtrain.data.cache import stdlib_files
 from meshtrain.data.documents import read, units
 from meshtrain.data.input_files import find
-from meshtrain.data.manifest import ShardManifest, read_manifest
+from meshtrain.data.manifest import ShardManifest
 from meshtrain.data.prepare import prepare
-from meshtrain.data.shards import Corpus, open_corpus
 from meshtrain.data.tokenizer import load_tokenizer
 from meshtrain.data.unit import PrepareOptions, ShardWriter
 
@@ -52,9 +45,6 @@ DOMAINS = 35
 
 def main() -> None:
     sections = {
-        "packing": packing,
-        "padding": padding,
-        "reading": reading,
         "floor": floors,
         "loader": loaders,
         "memory": memory,
@@ -68,7 +58,7 @@ def main() -> None:
         "--seconds",
         type=float,
         default=6.0,
-        help="how long each loader runs, in 3 turns (default: 6)",
+        help="how long each loader runs in a turn (default: 6)",
     )
     parser.add_argument(
         "--directory", type=Path, default=Path("/tmp/meshtrain-bench-data")
@@ -139,105 +129,7 @@ def shards(chosen: argparse.Namespace) -> Path:
     return output
 
 
-# What is held in the rows
-
-
-def packing(chosen: argparse.Namespace) -> None:
-    made = Table(
-        "rows of",
-        "    rows",
-        "  full",
-        title="histogram best fit (LPFHP), standard library, byte tokenizer",
-    )
-    for length in (256, 1024, 8192):
-        train, _ = open_data(config("stdlib", "packed", length, last="pad"))
-        rows: Any = train.batches.rows  # type: ignore[union-attr]
-        made.row(length, rows.count, f"{rows.labels / (rows.count * length):.4f}")
-
-
-def padding(chosen: argparse.Namespace) -> None:
-    title = "share of places without a label, batches of 32"
-    made = Table("up to", "random", "grouped", "ratio", "budget", "ratio", title=title)
-    for length in (1024, 8192, 65536):
-        train = {
-            b: open_data(config("stdlib", b, length, last="pad"))[0]
-            for b in ("grouped", "budget")
-        }
-        pieces = train["grouped"].batches.pieces  # type: ignore[union-attr]
-        shuffled = pieces.lengths(
-            np.random.default_rng(0).permutation(len(pieces.first))
-        )
-        drawn = shuffled[: len(shuffled) // ROWS * ROWS].reshape(-1, ROWS)
-        at_random = 1 - drawn.sum() / (drawn.max(1) * ROWS).sum()
-        cells = [
-            cell
-            for b in train.values()
-            for cell in (f"{b.padding:.4f}", f"{b.padding / at_random:.3f}")
-        ]
-        made.row(length, f"{at_random:.4f}", *cells)
-
-
 # Loaders: an iterator of the number of tokens in each batch
-
-
-class GrainRows:
-    """The rows of `window`, for Grain to shuffle and batch."""
-
-    def __init__(self, shards: Path) -> None:
-        self.corpus = open_corpus(shards, read_manifest(shards), "train", verify=False)
-
-    def __len__(self) -> int:
-        return self.corpus.labels // LENGTH
-
-    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
-        return stretch(self.corpus, row * LENGTH, LENGTH)
-
-
-class GrainDocuments:
-    """The pieces of documents, for Grain to shuffle and pack."""
-
-    def __init__(self, shards: Path) -> None:
-        train: Any = open_data(config(str(shards), "packed", verify=False))[0].batches
-        self.corpus, self.pieces = train.rows.corpus, train.rows.pieces
-
-    def __len__(self) -> int:
-        return len(self.pieces.first)
-
-    def __getitem__(self, number: int) -> dict[str, np.ndarray]:
-        n = int(self.pieces.lengths(np.array([number]))[0])
-        return stretch(self.corpus, int(self.pieces.first[number]), n)
-
-
-def stretch(corpus: Corpus, first: int, n: int) -> dict[str, np.ndarray]:
-    """Tokens and labels of one stretch, as int32."""
-    _, firsts, lengths = corpus.cut(np.array([first]), np.array([n]))
-    tokens, labels = corpus.read(firsts, lengths)
-    return {"tokens": tokens.astype(np.int32), "labels": labels.astype(np.int32)}
-
-
-def grain_window(shards: Path, threads: int) -> Iterator[int]:
-    import grain
-
-    rows = grain.MapDataset.source(GrainRows(shards)).shuffle(seed=0).batch(ROWS)
-    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads)
-    for batch in rows.to_iter_dataset(options):
-        yield batch["tokens"].size
-
-
-def grain_packed(shards: Path) -> Iterator[int]:
-    import grain
-    import grain.experimental
-
-    pieces = grain.MapDataset.source(GrainDocuments(shards)).shuffle(seed=0)
-    packed = grain.experimental.FirstFitPackIterDataset(
-        pieces.to_iter_dataset(
-            grain.ReadOptions(num_threads=1, prefetch_buffer_size=64)
-        ),
-        length_struct={"tokens": LENGTH, "labels": LENGTH},
-        num_packing_bins=ROWS,
-    )
-    for batch in packed.batch(ROWS):
-        yield batch["tokens"].size
 
 
 def rate(batches: Callable[[], Iterator[int]], seconds: float) -> tuple[float, float]:
@@ -263,106 +155,15 @@ def ours(shards: Path, batching: str) -> Iterator[int]:
 
 def loaders(chosen: argparse.Namespace) -> None:
     where = shards(chosen)
-    runs: dict[str, tuple[str, Callable[[], Iterator[int]]]] = {
-        "ours, window": ("window", lambda: ours(where, "window")),
-        "Grain, no threads": ("window", lambda: grain_window(where, 0)),
-        "Grain, 2 threads": ("window", lambda: grain_window(where, 2)),
-        "Grain, 16 threads (its default)": ("window", lambda: grain_window(where, 16)),
-        "ours, packed": ("packed", lambda: ours(where, "packed")),
-        "Grain, FirstFitPack": ("packed", lambda: grain_packed(where)),
-        "ours, grouped": ("grouped", lambda: ours(where, "grouped")),
-    }
-    rounds = [
-        {name: rate(run, chosen.seconds / ROUNDS) for name, (_, run) in runs.items()}
-        for _ in range(ROUNDS)
-    ]
-    best = {
-        name: [max(found[name][i] for found in rounds) for i in range(2)]
-        for name in runs
-    }  # the least disturbed
     title = f"batches of {ROWS} x {LENGTH}, {os.cpu_count()} cores; millions of tokens"
-    made = Table(
-        "loader                         ",
-        "a second",
-        "of ours",
-        "a CPU second",
-        "of ours",
-        title=title,
-    )
-    for name, (batching, _) in runs.items():
-        mine = best[f"ours, {batching}"]
-        cells = [
-            (f"{rate:.1f}", f"{rate / our:.2f}")
-            for rate, our in zip(best[name], mine, strict=True)
+    made = Table("batching", "a second", "a CPU second", title=title)
+    for batching in ("window", "packed", "grouped"):
+        turns = [
+            rate(lambda batching=batching: ours(where, batching), chosen.seconds)
+            for _ in range(ROUNDS)
         ]
-        made.row(name, *cells[0], *cells[1])
-
-
-# Reading
-
-
-def reading(chosen: argparse.Namespace) -> None:
-    """Random rows of one large file: mapped, mapped and given back, and by position, as shards.Corpus does."""
-    path = max(
-        shards(chosen).glob("train-*.tokens"), key=lambda found: found.stat().st_size
-    )
-    path = joined(
-        chosen.directory / "one.tokens", sorted(path.parent.glob("train-*.tokens"))
-    )
-    count = path.stat().st_size // 2
-    title = f"reading random rows of {path.stat().st_size / 1e9:.2f} GB: processor time, and the most memory resident"
-    heads = [
-        f"{how} {what}"
-        for how in ("mapped", "mapped, given back", "by position")
-        for what in ("us", "MB")
-    ]
-    made = Table("rows of", *heads, title=title)
-    for length in (256, 1024, 4096):
-        starts = (
-            np.random.default_rng(0).permutation(count // length - 1)[:100_000] * length
-        )
-        cells = []
-        for how in ("mapped", "back", "position"):
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                seconds, peak = pool.apply(read_rows, (path, starts, length, how))
-            cells += [f"{seconds / len(starts) * 1e6:.1f}", f"{peak:.0f}"]
-        made.row(length, *cells)
-
-
-def joined(path: Path, parts: list[Path]) -> Path:
-    if not path.exists():
-        with open(path, "wb") as stream:
-            for part in parts:
-                stream.write(part.read_bytes())
-    return path
-
-
-def read_rows(
-    path: Path, starts: np.ndarray, length: int, how: str
-) -> tuple[float, float]:
-    """(seconds of processor time, most MB resident) to read the rows once."""
-    row = np.empty(length, np.int32)
-    peak = 0.0
-    seconds = 0.0
-    with open(path, "rb") as stream:
-        mapped = mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ)
-        tokens = np.frombuffer(mapped, "<u2")
-        for some in np.array_split(starts, len(starts) // 500):
-            began = time.process_time()
-            for start in some.tolist():
-                if how == "position":
-                    row[:] = np.frombuffer(
-                        os.pread(stream.fileno(), 2 * length, 2 * start), "<u2"
-                    )
-                else:
-                    row[:] = tokens[start : start + length]
-            seconds += time.process_time() - began
-            peak = max(peak, resident())
-            began = time.process_time()
-            if how == "back":
-                mapped.madvise(mmap.MADV_DONTNEED)
-            seconds += time.process_time() - began
-    return seconds, peak
+        # the least disturbed
+        made.row(batching, *(f"{max(rates):.1f}" for rates in zip(*turns, strict=True)))
 
 
 # The floor

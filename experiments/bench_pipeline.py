@@ -1,43 +1,39 @@
-"""The pipeline executor, measured: memory and compile time against the number of microbatches, step time against one
-device.
+"""The pipeline executor, measured. (`tests/parallel/pipeline/test_execute.py` holds its memory and its program's size.)
 
-    python experiments/bench_pipeline.py memory       temp bytes per device at 64 microbatches over those at 8; entries held; remat
-    python experiments/bench_pipeline.py compile      CPU seconds to trace and compile at 256 microbatches over those at 8
     python experiments/bench_pipeline.py time         step time over plain single-device JAX on the same global batch, interleaved
     python experiments/bench_pipeline.py large        a 62-billion-parameter model on 8 x 8 x 8 devices, compiled and never allocated
     python experiments/bench_pipeline.py vocabulary   Llama-3 8B on 4 stages: compiled matrix products per stage, spread and edge
 
 `vocabulary` compiles for described GPUs (pip install -e '.[compile]', no GPU needed), `large` for fake CPU devices
-and, where that is installed, for GPUs; the others run on fake CPU devices, in both ways that the executor has: idle
-slots skipped (CPU), and masked (accelerators).
+and, where that is installed, for GPUs.
 """
 
 import dataclasses
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from experiments import bench, plain_jax
-from experiments.bench import HEADER, LLAMA_3, Stepping, Table, compare, spent
+from experiments.bench import (
+    HEADER,
+    LLAMA_3,
+    Stepping,
+    Table,
+    compare,
+    config_of,
+    spent,
+)
 from experiments.plan.work import Work
 from meshtrain.config import Config, load
 from meshtrain.hlo import Module
 from meshtrain.mesh import fake_cpu_devices, make_mesh
-from meshtrain.parallel.parallelize import LocalStep
-from meshtrain.parallel.pipeline.clock import Execution
-from meshtrain.parallel.pipeline.stage import Stage
 from meshtrain.plan.compiled import described_devices
 from meshtrain.schedule.generators import SCHEDULES, legal_chunks
 from meshtrain.schedule.phases import ops_per_clock, phases
-from meshtrain.schedule.simulation import Durations, simulate
 from meshtrain.step import Program
 
-SMALL = {"layers": 8, "d_model": 64, "heads": 4, "d_ff": 128, "vocab_size": 512}
 MEDIUM = {"layers": 8, "d_model": 256, "heads": 8, "d_ff": 1024, "vocab_size": 2048}
 LARGE = {
     "layers": 80,
@@ -54,52 +50,15 @@ def configuration(
     microbatches: int,
     model: dict[str, Any],
     mesh: tuple[int, int, int] = (1, 1, 4),
-    length: int = 32,
+    length: int = 256,
     compute: str = "float32",
     **parallel: Any,
 ) -> Config:
-    chunks = legal_chunks(schedule) or 2
-    return load(
-        {
-            "model": model,
-            "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),
-            "parallel": {
-                "schedule": schedule,
-                "virtual_stages": chunks,
-                "microbatches": microbatches,
-                **parallel,
-            },
-            "precision": {"compute": compute},
-            "train": {
-                "global_batch_size": mesh[0] * microbatches,
-                "sequence_length": length,
-            },
-        }
-    )
-
-
-def program_of(config: Config, masked: bool = False) -> Program:
-    """A program on fake CPU devices, with idle slots masked as where devices are not CPUs."""
-    program = Program(config, make_mesh(config))
-    if masked:
-        assert program.layout.table is not None
-        program.local = LocalStep(program.layout, "accelerator", program.hooks)
-    return program
-
-
-def compiled(program: Program) -> jax.stages.Compiled:
-    scalars = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((), jnp.float32)
-    return (
-        jax.jit(program.gradients)
-        .lower(program.layout.masters, program.batch_shapes(), *scalars)
-        .compile()
-    )
-
-
-def temp_bytes(program: Program) -> int:
-    analysis = compiled(program).memory_analysis()
-    assert analysis is not None
-    return analysis.temp_size_in_bytes
+    axes = dict(zip(("data", "tensor", "pipeline"), mesh, strict=True))
+    chosen = {"schedule": schedule, "microbatches": microbatches}
+    chosen["virtual_stages"] = legal_chunks(schedule) or 2
+    rows = mesh[0] * microbatches
+    return config_of(model, axes, rows, length, chosen | parallel, compute)
 
 
 def batch_of(program: Program) -> dict[str, jax.Array]:
@@ -113,105 +72,10 @@ def batch_of(program: Program) -> dict[str, jax.Array]:
     )
 
 
-def entries_held(program: Program) -> list[int]:
-    """Places of each stage's stash that one step has written: each holds a layer's input, which is not zero."""
-    executor = program.local.executor
-    assert executor is not None
-
-    def local(masters: Any, batch: Any) -> jax.Array:
-        batches, _ = program.local.microbatches(batch)
-        weights = program.local.zero.gather_params(masters)
-        stage = Stage(executor.forward, executor.table.chunks, weights, batches, None)
-        execution = Execution(executor.compiled, stage, jnp.float32(1))
-        ((inputs, _),) = execution.run(
-            executor.compiled.phases, execution.start()
-        ).stash
-        return jnp.any(inputs != 0, axis=tuple(range(1, inputs.ndim)))[None]
-
-    specs = (program.layout.shards, PartitionSpec("data"))
-    out = PartitionSpec(("data", "pipeline"))
-    mapped = jax.shard_map(local, mesh=program.mesh, in_specs=specs, out_specs=out)
-    return (
-        np.asarray(jax.jit(mapped)(program.init().params, batch_of(program)))
-        .sum(axis=1)
-        .tolist()
-    )
-
-
-def memory(schedules: list[str]) -> None:
-    title = (
-        "4 stages; temp kB of a device with 8 and with 64 microbatches of one size; entries held on each stage "
-        "with 8"
-    )
-    table = Table(
-        "schedule      ",
-        "idle   ",
-        "    8",
-        "   64",
-        "ratio",
-        "entries",
-        "simulated",
-        title=title,
-    )
-    for schedule in schedules:
-        for idle in ("skipped", "masked"):
-            programs = [
-                program_of(configuration(schedule, m, SMALL), idle == "masked")
-                for m in (8, 64)
-            ]
-            few, many = map(temp_bytes, programs)
-            pipeline = programs[0].layout.table
-            assert pipeline is not None
-            held: list[Any] = ["", ""]
-            # Masked, idle slots write into places that are free.
-            if idle == "skipped":
-                held = [
-                    entries_held(programs[0]),
-                    simulate(pipeline, Durations()).peak_in_flight.tolist(),
-                ]
-            table.row(
-                schedule,
-                idle,
-                f"{few / 1e3:.0f}",
-                f"{many / 1e3:.0f}",
-                f"{many / few:.3f}",
-                *held,
-            )
-    table = Table("parallel.remat", "temp kB", title="1f1b, 16 microbatches")
-    for remat in ("none", "dots", "full"):
-        found = temp_bytes(program_of(configuration("1f1b", 16, MEDIUM, remat=remat)))
-        table.row(remat, f"{found / 1e3:.0f}")
-
-
-def compile_time(schedules: list[str]) -> None:
-    title = "4 stages; processor seconds to trace, lower and compile with 8 and with 256 microbatches"
-    table = Table("schedule      ", "idle   ", "    8", "  256", "ratio", title=title)
-
-    def compiling(schedule: str, microbatches: int, masked: bool) -> None:
-        jax.clear_caches()
-        compiled(program_of(configuration(schedule, microbatches, SMALL), masked))
-
-    for schedule in schedules:
-        for idle in ("skipped", "masked"):
-            masked = idle == "masked"
-            runs = {str(m): partial(compiling, schedule, m, masked) for m in (8, 256)}
-            found = {
-                m: min(one.processor for one in times)
-                for m, times in bench.turns(runs, 2, warm=0).items()
-            }
-            table.row(
-                schedule,
-                idle,
-                f"{found['8']:.2f}",
-                f"{found['256']:.2f}",
-                f"{found['256'] / found['8']:.2f}",
-            )
-
-
 def step_time(schedules: list[str], rounds: int) -> None:
     microbatches, length = 16, 256
     single = dataclasses.replace(
-        configuration("1f1b", microbatches, MEDIUM, length=length), mesh=load({}).mesh
+        configuration("1f1b", microbatches, MEDIUM), mesh=load({}).mesh
     )
     reference, reference_state = plain_jax.make_step(single)
     plain: Stepping | None = None
@@ -220,9 +84,7 @@ def step_time(schedules: list[str], rounds: int) -> None:
     )
     print(f"{'schedule':16} {HEADER}")
     for schedule in schedules:
-        program = program_of(
-            configuration(schedule, microbatches, MEDIUM, length=length)
-        )
+        program = Program(configuration(schedule, microbatches, MEDIUM))
         state, batch = program.init(), batch_of(program)
         if plain is None:
             tokens, labels = (np.asarray(batch[name]) for name in ("tokens", "labels"))
@@ -303,9 +165,7 @@ def vocabulary(schedules: list[str]) -> None:
 
 def main() -> None:
     parser = bench.parser(__doc__)
-    parser.add_argument(
-        "what", choices=["memory", "compile", "time", "large", "vocabulary"]
-    )
+    parser.add_argument("what", choices=["time", "large", "vocabulary"])
     parser.add_argument(
         "--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES)
     )
@@ -318,9 +178,7 @@ def main() -> None:
     elif options.what == "large":
         large()
     else:
-        {"memory": memory, "compile": compile_time, "vocabulary": vocabulary}[
-            options.what
-        ](options.schedules)
+        vocabulary(options.schedules)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ NAMED = re.compile(r"python (-m experiments\.[\w.]+|experiments/\w+\.py)")
 # What an experiment imports that not every environment of the tests has, and experiments that take words instead of
 # options.
 NEEDS = {
-    "experiments.adopt.parity": "torch",
     "experiments.adopt.golden": "peft",
     "experiments.adopt.chats": "transformers",
 }
-NEEDS |= {"experiments.evaluate.harness": "lm_eval", "experiments.mutations": "pytest"}
+NEEDS |= {"experiments.mutations": "pytest"}
 WORDS = {"experiments.plan.timed", "experiments.api_reference"}
 COMMANDS = sorted(
     {

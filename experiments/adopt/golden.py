@@ -15,7 +15,6 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from transformers.models.vit.modeling_vit import ViTPooler
 
 from experiments import bench
-from experiments.adopt.parity import randomise, with_large_gates
 
 WHERE = Path(__file__).resolve().parents[2] / "tests" / "adopt" / "golden"
 LENGTH = 48
@@ -35,6 +34,27 @@ SIZES = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
+
+
+def with_large_gates(model: Any) -> Any:
+    """gpt-oss with gates beyond the limit that it keeps them within."""
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.experts.gate_up_proj *= 4
+    return model
+
+
+def randomise(model: Any) -> None:
+    """Norms and biases as well."""
+    by_one = ("gemma", "qwen3_next", "qwen3_5")
+    plus_one = any(family in model.config.model_type for family in by_one)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # of experts they are matrices
+            if parameter.ndim == 1 or name.endswith("_bias"):
+                alone = not plus_one or name.endswith("linear_attn.norm.weight")
+                middle = 1.0 if name.endswith("weight") and alone else 0.0
+                parameter.copy_(middle + 0.3 * torch.randn_like(parameter))
 
 
 def models() -> Iterator[tuple[str, Any]]:

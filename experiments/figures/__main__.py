@@ -4,13 +4,10 @@
     gradient_sums    loss of the quickstart with gradients summed over microbatches in bfloat16
     long_rows        held-out loss of a RUN by quarter of a row: whether it uses what lies far back
     grouped          the grouped product of experts beside a dense one of as many rows, and `jax.lax.ragged_dot`
-    chunk_bytes      bytes of head and loss by chunks, compiled for described H100s (pip install -e '.[compile]')
-    rounded_bytes    bytes beside products in a step in float8, compiled likewise, by how often weights are rounded
     chunk_seconds    seconds of a step by the chunk of its loss
     balance          load of experts by the rule that balances them
     experts          a step of a mixture beside a dense one of as many active parameters
     ragged           a step of a mixture beside the same in plain JAX with `ragged_dot`, and as MaxText computes it
-    expert_bytes     what crosses expert and tensor for the experts of a layer
     images           images a second of one core, beside a bare loop over NumPy or Pillow
     digits           held-out digits that a small ViT tells right, by seed
 
@@ -24,8 +21,8 @@ from experiments import bench
 
 MODULES = {
     "losses": ("float8", "gradient_sums", "long_rows"),
-    "products": ("grouped", "chunk_bytes", "rounded_bytes", "chunk_seconds"),
-    "experts": ("balance", "experts", "expert_bytes"),
+    "products": ("grouped", "chunk_seconds"),
+    "experts": ("balance", "experts"),
     "ragged": ("ragged",),
     "images": ("images", "digits"),
 }

@@ -1,4 +1,4 @@
-"""Products of experts and the loss by chunks: bytes that the compiler says, seconds on this machine."""
+"""Products of experts and the loss by chunks, in seconds on this machine; bytes that a step in float8 moves."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,23 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments import bench
-from experiments.bench import LLAMA_3, Stepping, Table
+from experiments.bench import LLAMA_3, Stepping, Table, config_of
 from experiments.plan.work import Work
-from meshtrain.compat import vary, varying
-from meshtrain.config import load
+from meshtrain.config import load, replaced
 from meshtrain.hlo.module import Module
-from meshtrain.mesh import AXES, DATA, TENSOR, fake_cpu_devices, make_mesh
+from meshtrain.mesh import fake_cpu_devices, make_mesh
 from meshtrain.model.grouped import grouped as grouped_product
 from meshtrain.parallel.float8_storage import Float8Storage
-from meshtrain.plan.compiled import described_devices
 from meshtrain.step import Program
 
 ROWS, DEPTH, WIDTH, BLOCK = 4096, 256, 512, 128  # of the products
 WHOLE = 2**31 - 1  # tokens of a chunk that is none
-LLAMA_8B = LLAMA_3["8B"] | {"layers": 1}
 SMALL = {
     "layers": 2,
     "d_model": 256,
@@ -112,85 +108,18 @@ def _gradients(
     ](cotangent)
 
 
-def chunk_bytes() -> None:
-    """Prints what head and loss of a row of 131,072 tokens on 8 tensor ranks need beside arguments and results, by
-    chunk.
-    """
-    devices = described_devices("h100", 8)
-    title = "Llama-3 8B, 131,072 tokens, tensor 8, compiled for H100s: temporaries of head and loss, GB"
-    table = Table("tokens a chunk", "sequence parallel", " not", title=title)
-    for chunk in (WHOLE, 512, 2048, 8192, "auto"):
-        cells = [temporaries(chunk, split, devices) / 1e9 for split in (True, False)]
-        table.row(
-            "all" if chunk == WHOLE else chunk, *(f"{cell:.2f}" for cell in cells)
-        )
-
-
-def temporaries(
-    chunk: int | str, sequence_parallel: bool, devices: Any, length: int = 131072
-) -> int:
-    """Returns the temporaries of the compiled head and loss of a row on a device."""
-    given = {
-        "model": LLAMA_8B,
-        "mesh": {"tensor": 8},
-        "parallel": {"sequence_parallel": sequence_parallel},
-        "precision": {"compute": "bfloat16"},
-        "train": {
-            "global_batch_size": 1,
-            "sequence_length": length,
-            "loss_chunk": chunk,
-        },
-    }
-    config = load(given)
-    memory = head_and_loss(
-        Program(config, make_mesh(config, devices))
-    ).memory_analysis()
-    assert memory is not None, "XLA's GPU compiler tells it"
-    return memory.temp_size_in_bytes
-
-
-def rounded_bytes() -> None:
-    """Prints the bytes that a device moves in a step beside its products and collectives, by how often weights are
-    rounded.
-    """
-    devices = described_devices("h100", 8)
-    title = "4 layers of Llama-3 8B in float8, data 8, ZeRO-1, compiled for H100s: GB beside products, temporaries"
-    table = Table(
-        "recipe, microbatches", "in each microbatch", " once a step", title=title
-    )
-    for recipe in ("rowwise", "tensorwise"):
-        for microbatches in (1, 8):
-            cells = []
-            for once in (False, True):
-                moved, temporaries = beside_products(
-                    recipe, microbatches, once, devices
-                )
-                cells.append(f"{moved / 1e9:.1f}, {temporaries / 1e9:.2f}")
-            table.row(f"{recipe}, {microbatches}", *cells)
-
-
 def beside_products(
     recipe: str, microbatches: int, once: bool, devices: Any, layers: int = 4
 ) -> tuple[float, int]:
     """Returns the bytes that a step's instructions beside products and collectives move on a device, and those of its
     temporaries.
     """
-    given = {
-        "model": LLAMA_8B | {"layers": layers},
-        "mesh": {"data": len(devices)},
-        "parallel": {"zero_stage": 1, "microbatches": microbatches},
-        "precision": {
-            "compute": "bfloat16",
-            "matmul": "float8",
-            "float8_recipe": recipe,
-            "float8_skip": [0, 0],
-        },
-        "train": {
-            "global_batch_size": len(devices) * microbatches,
-            "sequence_length": 2048,
-        },
-    }
-    config = load(given)
+    ranks = len(devices)
+    model = LLAMA_3["8B"] | {"layers": layers}
+    parallel = {"zero_stage": 1, "microbatches": microbatches}
+    config = config_of(model, {"data": ranks}, ranks * microbatches, 2048, parallel)
+    narrow = {"matmul": "float8", "float8_recipe": recipe, "float8_skip": (0, 0)}
+    config = replaced(config, precision=narrow)
     lowered = lower(config, devices, once)
     # no GPU is there to try which kernel is faster, and Triton would take all products
     compiled = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
@@ -216,50 +145,6 @@ def lower(config: Any, devices: Any, once: bool) -> jax.stages.Lowered:
         return Program(config, make_mesh(config, devices)).lower()
     finally:
         Float8Storage.round_once = rounds  # type: ignore[method-assign]
-
-
-def head_and_loss(program: Program) -> jax.stages.Compiled:
-    """Compiles the loss of a stream and its gradients, of the stream and of the head's weights."""
-    config = program.config
-    local = program.local
-    rows = PartitionSpec(DATA)
-    stream = PartitionSpec(DATA, TENSOR if config.parallel.sequence_parallel else None)
-
-    def run(masters: Any, x: jax.Array, labels: jax.Array) -> Any:
-        weights = local.zero.gather_params(masters)
-        x = vary(x, local.forward.stream_axes)
-
-        def loss(head: Any, x: jax.Array) -> jax.Array:
-            used = weights._replace(
-                differentiated={**weights.differentiated, "head": head}
-            )
-            return local.forward.loss(
-                used, x, {"labels": labels}, jnp.array(True), jnp.ones(())
-            )[0]
-
-        total, vjp = jax.vjp(loss, weights.differentiated["head"], x)
-        head, gx = vjp(vary(jnp.ones(()), varying(total)))
-        return jax.tree.map(lambda g: vary(g, AXES)[None], head), vary(gx, AXES)[None]
-
-    specs = (program.layout.shards, stream, rows)
-    mapped = jax.shard_map(
-        run, mesh=program.mesh, in_specs=specs, out_specs=PartitionSpec(AXES)
-    )
-
-    def shape_of(
-        shape: tuple[int, ...], dtype: Any, spec: PartitionSpec
-    ) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(
-            shape, dtype, sharding=NamedSharding(program.mesh, spec)
-        )
-
-    shape = (config.train.global_batch_size, config.train.sequence_length)
-    x = shape_of((*shape, config.model.d_model), config.precision.compute, stream)
-    return (
-        jax.jit(mapped)
-        .lower(program.layout.masters, x, shape_of(shape, jnp.int32, rows))
-        .compile()
-    )
 
 
 def chunk_seconds(*, rounds: int = 5) -> None:

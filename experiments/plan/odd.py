@@ -1,7 +1,6 @@
 """Memory of odd settings: the plan beside XLA's CPU program, for layers of 256 on up to eight devices.
 
-    python -m experiments.plan.odd                     the table (about 20 minutes on 2 cores)
-    python -m experiments.plan.odd --only dropout      the settings with this word
+`tests/plan/test_odd.py` holds the plan to them (`pytest -m ''`: about 20 minutes on 2 cores).
 
 Goal: within 5%. In bfloat16 CPUs hold 15 to 28% more than is planned: what they compute in float32. Dropout over a ring
 is planned 10% low, Muon with ZeRO-3 and several microbatches 8% high, and experts 30% high: CPUs keep their rows as
@@ -11,13 +10,9 @@ The compiled program holds its arguments, its results that take the place of non
 differ, XLA's buffer assignment says which arrays are there (XLA_FLAGS=--xla_dump_to=DIRECTORY).
 """
 
-import sys
-
-from experiments import bench
-from experiments.bench import Table
 from meshtrain.config import Config, load
 from meshtrain.config.follow import as_run_on
-from meshtrain.mesh import fake_devices, make_mesh
+from meshtrain.mesh import make_mesh
 from meshtrain.plan import memory, pipeline
 from meshtrain.step import Program
 
@@ -51,25 +46,3 @@ def held(config: Config) -> tuple[float, float]:
     on_cpu = as_run_on("cpu", config)
     planned = memory.total(memory.items(on_cpu, pipeline.facts(on_cpu), platform="cpu"))
     return planned, found.argument_size_in_bytes + results + found.temp_size_in_bytes
-
-
-def main() -> int:
-    parser = bench.parser(__doc__)
-    parser.add_argument("--only", metavar="WORD", default="")
-    chosen = [name for name in SETTINGS if parser.parse_args().only in name]
-    fake_devices(8)
-    table = Table("setting".ljust(42), "planned, MB", "compiled, MB", "error ")
-    off = 0
-    for name in chosen:
-        planned, compiled = held(config_of(name))
-        error = planned / compiled - 1
-        off += abs(error) > GOAL
-        table.row(
-            name, f"{planned / 1e6:.1f}", f"{compiled / 1e6:.1f}", f"{error:+.1%}"
-        )
-    print(f"{len(chosen) - off} of {len(chosen)} within {GOAL:.0%}")
-    return int(off > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

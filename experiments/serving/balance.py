@@ -1,4 +1,4 @@
-"""Two servers behind a balancer, one of them killed, drained, stuck: python -m experiments.serving.balance
+"""Two servers behind a balancer, one of them killed, drained, stuck: `tests/serve/test_balancers.py` holds them to it.
 
     8 clients, streams and whole answers by turns ──► haproxy | nginx ──┬──► a   kill -9; SIGTERM; SIGSTOP, SIGCONT
                                                                         └──► b   nothing happens to it
@@ -13,19 +13,15 @@ import http.client
 import json
 import re
 import signal
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import NamedTuple
 
-from experiments import bench
 from experiments.serving import balancers
-from experiments.serving.servers import Server, made_run, servers, serving
-from meshtrain.draw.picture import columns
+from experiments.serving.servers import Server
 
 CLIENTS = 8
 TOKENS = 24
@@ -288,54 +284,3 @@ def sent(
         a.taken,
         b.taken,
     )
-
-
-def table(rows: Sequence[Row]) -> str:
-    counted = ("requests", "refused by a", "lost on a", "lost elsewhere")
-    head = (
-        "balancer",
-        "a was",
-        *counted,
-        "longest pause on b, s",
-        "a answers again, s",
-    )
-    cells = (
-        [r.balancer, r.happened, *map(str, r[2:6]), f"{r.pause:.1f}", f"{r.back:.1f}"]
-        for r in rows
-    )
-    return columns([head, *cells])
-
-
-def main() -> int:
-    parser = bench.parser(__doc__)
-    parser.add_argument(
-        "--balancers",
-        nargs="+",
-        choices=list(balancers.CONFIGS),
-        default=list(balancers.CONFIGS),
-    )
-    options = parser.parse_args()
-    if missing := balancers.missing():
-        parser.error(
-            f"{', '.join(missing)}: not installed; Debian's packages have the names of the programs"
-        )
-    work = Path(tempfile.mkdtemp(prefix="balance-"))
-    with servers(serving(made_run(work)), work, 2) as (a, b):
-        rows = []
-        for name in options.balancers:
-            for happens in HAPPENS:
-                rows.append(measure(name, happens, a, b, work))
-                print(table(rows[-1:]), *rows[-1].problems, sep="\n", flush=True)
-    of_each = [sent(name, work) for name in options.balancers]
-    print(table(rows))
-    for one in of_each:
-        print(
-            f"{one.balancer}, a cuts off what it is sent: {one.requests} requests",
-            end=", ",
-        )
-        print(f"{one.to_a} to a, {one.to_b} to b, {one.answered} answered")
-    return int(not all(row.good for row in (*rows, *of_each)))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""A real Prometheus and a real Alertmanager read what a run shows: python -m experiments.watch.servers
+"""A real Prometheus and a real Alertmanager read what a run shows: `tests/telemetry/test_monitoring.py` holds them to it.
 
     two endpoints ◄── scrape ── Prometheus ── alerts ──► Alertmanager ──► a webhook of ours
     (rows are made up here)      │  rules, all durations a sixtieth
@@ -11,10 +11,7 @@ less than two minutes.
 
 import contextlib
 import json
-import shutil
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 import urllib.parse
@@ -28,7 +25,6 @@ import yaml
 
 from experiments import bench
 from experiments.watch.made_up import Run
-from meshtrain.draw.picture import columns
 from meshtrain.survive.supervisor import free_port
 from meshtrain.telemetry import dashboard
 from meshtrain.telemetry.catalogue import BY_NAME
@@ -288,41 +284,3 @@ def _servers(
             started.callback(process.wait)
             started.callback(process.terminate)
         yield
-
-
-def main() -> int:
-    parser = bench.parser(__doc__)
-    parser.add_argument(
-        "--work",
-        type=Path,
-        default=None,
-        help="directory of the servers, kept; default: a temporary one",
-    )
-    options = parser.parse_args()
-    if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
-        print(
-            f"{', '.join(missing)}: not found; Debian has them in prometheus and prometheus-alertmanager.",
-            file=sys.stderr,
-        )
-        return 2
-    with tempfile.TemporaryDirectory() as temporary:
-        work = options.work or Path(temporary)
-        work.mkdir(parents=True, exist_ok=True)
-        began = time.monotonic()
-        checks = measure(work)
-        print(
-            columns(
-                [
-                    ["", "check", "seen"],
-                    *(["ok" if c.good else "NO", c.what, c.seen] for c in checks),
-                ]
-            )
-        )
-        print(
-            f"{sum(c.good for c in checks)} of {len(checks)} in {time.monotonic() - began:.0f} s"
-        )
-    return 0 if all(check.good for check in checks) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

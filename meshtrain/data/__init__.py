@@ -25,8 +25,8 @@ any number of processes in the order that it would have had: each process comput
 
 `python -m meshtrain.data` prepares text, trains a tokenizer and verifies shards.
 
-Measured (`experiments/bench_data.py`): packing fills 0.9998 of the places in rows of 1024. Batches come at 0.48 to 1.30
-of the rate at which a bare loop copies their tokens and labels out of a memory map.
+Measured (`experiments/bench_data.py`): batches come at 0.48 to 1.30 of the rate at which a bare loop copies their
+tokens and labels out of a memory map.
 """
 
 from meshtrain.data.batches import SplitBatches, TextBatches, resolve_epochs

@@ -21,7 +21,7 @@ step read the same table.
 - `meshtrain.schedule.simulation`: the two models of execution; `meshtrain.schedule.draw`.
 
 Compared by simulation, with no device: `experiments/4_pipelines.ipynb`. That the executor holds what is said here is
-measured by `experiments/bench_pipeline.py`.
+held by `tests/parallel/pipeline/test_execute.py`.
 """
 
 from typing import TYPE_CHECKING, Any

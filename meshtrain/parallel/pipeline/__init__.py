@@ -20,8 +20,8 @@ between; so do weights, which are sliced layer by layer, and gradients, which ar
 - `meshtrain.parallel.pipeline.paired`: a forward and a backward in one loop, where the table pairs them.
 - `meshtrain.parallel.pipeline.order`: the order of a pair's messages and products.
 
-Measured (`experiments/bench_pipeline.py`): 64 microbatches need at most 1% more temporary memory than 8, under all
-schedules that do not hold every microbatch by their nature; to compile 256 takes 0.91 to 1.04 of the time for 8. Each
-stage holds as many entries as the simulator says. Llama-3 8B on 4 stages: with the vocabulary spread over them a GPU
-has 12% to 14% less work in matrix products.
+Held by `tests/parallel/pipeline/test_execute.py`: 64 microbatches need at most 3% more temporary memory than 8, under
+all schedules that do not hold every microbatch by their nature; 256 make no larger program. Each stage holds as many
+entries as the simulator says. Measured (`experiments/bench_pipeline.py vocabulary`): with the vocabulary of Llama-3 8B
+spread over 4 stages, a GPU has 12% to 14% less work in matrix products.
 """
