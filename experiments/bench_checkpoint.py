@@ -1,14 +1,10 @@
-"""What a checkpoint costs: python experiments/bench_checkpoint.py [--megabytes 300] [--directory DIR] [--lora | --orbax]
+"""What a checkpoint costs: python experiments/bench_checkpoint.py [--megabytes 300] [--directory DIR] [--orbax]
 
 For a state on 8 fake CPU devices it prints how long a step is blocked and how long the whole save takes, on a mesh
 whose weights lie as they are saved and on one where they must be rearranged, and its processor time; how fast a
 checkpoint is verified, and the same bytes only read; how long it takes to restore onto several meshes, each in a
 process of its own, and the peak of host memory meanwhile, beyond what the process had before, over the state that it
 holds afterwards.
-
---lora: the saves of a base on one device whose projections have adapters of rank 8. The first two write the base, so
-that a flipped bit costs one of two copies, and the others link it: MB written by each, and what all take on the disk,
-each file counted once.
 
 --orbax: saves and restores in turns with Orbax alone, which has neither digests nor retention, as it comes and with the
 options that a checkpoint has. The state is noise, as one that was trained is: zeros would be compressed to nothing. The
@@ -30,7 +26,7 @@ from orbax.checkpoint import v1 as ocp
 
 from experiments import bench
 from experiments.bench import Table, least, spent
-from meshtrain.checkpoint import Checkpointer, arrays, digests, steps
+from meshtrain.checkpoint import Checkpointer, arrays, digests
 from meshtrain.config import load
 from meshtrain.mesh import make_mesh
 from meshtrain.step import Program
@@ -56,9 +52,6 @@ def main() -> None:
         "--directory", type=Path, help="where to write; default: a temporary directory"
     )
     parser.add_argument("--saves", type=int, default=5)
-    parser.add_argument(
-        "--lora", action="store_true", help="the saves of a run with adapters"
-    )
     parser.add_argument("--orbax", action="store_true", help="beside Orbax alone")
     parser.add_argument("--restore", metavar="LAYOUT", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -68,10 +61,6 @@ def main() -> None:
         )
         return
     with bench.directory(options.directory) as root:
-        if options.lora:
-            save(root, options.megabytes, "1 x 1 x 1", options.saves, lora=True)
-            on_disk(root / "checkpoints")
-            return
         if options.orbax:
             beside_orbax(root, options.megabytes, options.saves)
             return
@@ -101,13 +90,11 @@ def main() -> None:
             )
 
 
-def program(
-    directory: Path, megabytes: int, layout: str, lora: bool = False
-) -> Program:
-    """Returns a llama with `megabytes` of float32 masters and Adam moments, or of a frozen base."""
+def program(directory: Path, megabytes: int, layout: str) -> Program:
+    """Returns a llama with `megabytes` of float32 masters and Adam moments."""
     mesh, parallel = LAYOUTS[layout]
     a_layer = 4 * WIDTH**2 + 3 * WIDTH * D_FF
-    numbers = megabytes * 1e6 / (4 if lora else 12)
+    numbers = megabytes * 1e6 / 12
     given: dict[str, Any] = {
         "run": {"directory": str(directory), "fake_devices": 8},
         "model": {
@@ -118,18 +105,15 @@ def program(
         "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),
         "parallel": {"microbatches": 1} | parallel,
         "train": {"global_batch_size": 8, "sequence_length": 64},
-        "checkpoint": {"keep": 100 if lora else 1},
-        "lora": {"rank": 8} if lora else {},
+        "checkpoint": {"keep": 1},
     }
     given["model"] |= {"d_ff": D_FF, "vocab_size": VOCABULARY}
     config = load(given)
     return Program(config, make_mesh(config))
 
 
-def save(
-    root: Path, megabytes: int, layout: str, saves: int, lora: bool = False
-) -> None:
-    built = program(root, megabytes, layout, lora)
+def save(root: Path, megabytes: int, layout: str, saves: int) -> None:
+    built = program(root, megabytes, layout)
     checkpointer = Checkpointer(built.config, built)
     state = jax.block_until_ready(checkpointer.restore_or_init()[0])
     gc.collect()  # the states of the layout before
@@ -140,7 +124,6 @@ def save(
         "whole ms",
         "blocked / whole",
         "CPU ms",
-        "MB written",
         title=f"saved from {layout}",
     )
 
@@ -154,14 +137,13 @@ def save(
         blocked = found["checkpoint_blocked_seconds"]
         whole = found["checkpoint_seconds"]
         shares.append(blocked / whole)
-        written = f"{found['checkpoint_bytes'] / 1e6:.1f}"
         times = (
             f"{1e3 * blocked:.1f}",
             f"{1e3 * whole:.0f}",
             f"{shares[-1]:.1%}",
             f"{1e3 * took.processor:.0f}",
         )
-        table.row(step, *times, written)
+        table.row(step, *times)
     copying = least(
         lambda: jax.block_until_ready(jax.tree.map(lambda x: x.copy(), state))
     )
@@ -243,20 +225,6 @@ def noise(state: Any) -> Any:
             else x
         ),
         state,
-    )
-
-
-def on_disk(directory: Path) -> None:
-    found = steps.numbered(directory)
-    once = {
-        p.stat().st_ino: p.stat().st_size
-        for step in found
-        for p in step.rglob("*")
-        if p.is_file()
-    }
-    apart = sum(map(digests.total_bytes, found))
-    print(
-        f"{len(found)} steps: {sum(once.values()) / 1e6:.0f} MB on the disk, {apart / 1e6:.0f} MB if each is copied"
     )
 
 

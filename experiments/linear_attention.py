@@ -3,15 +3,14 @@ context beside rows over data.
 
     python -m experiments.linear_attention
     python -m experiments.linear_attention --compile h100    memory over context ranks, of described devices
-    python -m experiments.linear_attention --chunks          what chunks move in memory, compiled for a described H100
-    python -m experiments.linear_attention --rules           what each rule moves and has at hand, beside the plan of it
+
+What chunks move in memory, and each rule, beside the plan of it, is held by `tests/model/test_gpu_rule.py`.
 
 The first prints two tables, of seconds of a gradient's forward and backward, in float32 on a CPU; those of the processor
 bear other work on the machine. The rule of plain JAX is one `lax.scan` over chunks behind batched products,
 differentiated by JAX.
 """
 
-import itertools
 import math
 import os
 
@@ -27,9 +26,10 @@ import numpy as np
 from jax import lax
 
 from experiments import bench, plain_jax
+from experiments.bench import config_of
 from experiments.plan.__main__ import planned_and_compiled
 from experiments.plan.work import Work
-from meshtrain.config import Config, load
+from meshtrain.config import Config
 from meshtrain.config.model import LinearConfig
 from meshtrain.hlo.module import Module, byte_count
 from meshtrain.model.attention import Heads
@@ -56,14 +56,9 @@ def config(length: int, rows: int, pattern: list[str], mesh: dict[str, int]) -> 
         "value_dim": 128,
         "chunk": CHUNK,
     }
-    return load(
-        {
-            "model": sizes | {"vocab_size": 512, "pattern": pattern, "linear": linear},
-            "mesh": mesh,
-            "parallel": {"context_strategy": "all_gather"},
-            "train": {"global_batch_size": rows, "sequence_length": length},
-        }
-    )
+    model = sizes | {"vocab_size": 512, "pattern": pattern, "linear": linear}
+    parallel = {"context_strategy": "all_gather"}
+    return config_of(model, mesh, rows, length, parallel, "float32")
 
 
 def gradients(config: Config) -> tuple[Program, Any]:
@@ -185,24 +180,12 @@ def memory(target: str) -> None:
     )
     first = 0.0
     for ranks in (1, 2, 4, 8):
-        model = {
-            "layers": 2,
-            "d_model": 1024,
-            "heads": 8,
-            "d_ff": 1024,
-            "vocab_size": 512,
-        }
-        linear = {"key_heads": 4, "value_heads": 8}
-        found = planned_and_compiled(
-            {
-                "model": model | {"pattern": ["linear"], "linear": linear},
-                "mesh": {"context": ranks},
-                "parallel": {"zero_stage": 0},
-                "precision": {"compute": "bfloat16"},
-                "train": {"global_batch_size": 1, "sequence_length": LONG},
-            },
-            target,
-        )
+        model = {"layers": 2, "d_model": 1024, "heads": 8, "d_ff": 1024}
+        model |= {"vocab_size": 512, "pattern": ["linear"]}
+        linear = {"linear": {"key_heads": 4, "value_heads": 8}}
+        parallel = {"zero_stage": 0}
+        step = config_of(model | linear, {"context": ranks}, 1, LONG, parallel)
+        found = planned_and_compiled(step, target)
         assert found is not None, "it does not compile"
         held = found["compiled"]["temp_bytes"]
         first = first or held
@@ -213,26 +196,11 @@ def main() -> None:
     parser = bench.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compile", metavar="TARGET", help="a100, h100, h200 or b200")
-    parser.add_argument("--chunks", action="store_true")
-    parser.add_argument("--rules", action="store_true")
     options = parser.parse_args()
     if options.compile:
         memory(options.compile)
         return
     rounds = options.rounds
-    if options.rules:
-        for kind, sizes in itertools.product(AT_HAND, SHAPES):
-            print(kind, *sizes, *rule_numbers(kind, *sizes))
-        return
-    if options.chunks:
-        title = "chunks of 8,192 tokens, 16 key and 32 value heads x 128, documents packed; GB"
-        table = bench.Table("rule               ", "moved", "temporaries", title=title)
-        for name, found in compiled().items():
-            table.row(
-                name, f"{found['moved'] / 1e9:.2f}", f"{found['temporaries'] / 1e9:.2f}"
-            )
-        return
-
     program, ours = gradients(
         config(1024, 2, ["linear", "linear", "linear", "full"], {})
     )
@@ -297,8 +265,6 @@ def compiled() -> dict[str, dict[str, float]]:
 
 
 HEADS = 32
-# chunk, widths of keys and of values
-SHAPES = ((64, 128, 128), (32, 128, 128), (64, 64, 128), (64, 128, 64), (64, 64, 64))
 
 
 def rule_numbers(

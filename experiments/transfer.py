@@ -1,7 +1,7 @@
 """Whether a rate found on a small model holds on a large one: `optimizer.transfer` beside the same config without.
 
-    python -m experiments.transfer coordinates [--svg FILE]     how far steps move logits and stream, by width and depth
-    python -m experiments.transfer sweep [--svg FILE]           the best rate at widths 64, 128 and 512
+    python -m experiments.transfer coordinates            how far steps move logits and stream, by width and depth
+    python -m experiments.transfer sweep [--svg FILE]     the best rate at widths 64, 128 and 512
 
 A coordinate check (Yang et al. 2022, appendix D.1) takes a few steps at one rate. Where rates hold, what they move is
 as large at every size. The sweep trains on the standard library's text from one seed, rates a factor of 2 apart. At
@@ -120,48 +120,12 @@ def coordinates(
     return found
 
 
-def drawn(found: dict[str, dict[bool, list[dict[str, float]]]]) -> str:
-    """Returns a picture: how far logits move by width and by depth, over what they move at the smallest size."""
-    body = []
-    for column, (by, curves) in enumerate(found.items()):
-        left = 40 + 260 * column
-        body += [svg.small(left, 14, f"logits moved, by {by}, × the smallest")]
-        body += [
-            svg.small(left + 50 * n, 196, size)
-            for n, (size, *_) in enumerate(sizes(by))
-        ]
-        for power in range(-2, 5):
-            y = 140 - 24 * power
-            body.append(svg.small(left - 8, y + 4, f"{2.0**power:g}", "end"))
-            body.append(f'<path d="M{left} {y}h170" stroke="{svg.GRID}"/>')
-        for transfer, colour in ((False, svg.SECOND), (True, svg.FIRST)):
-            values = np.array([values["logits"] for values in curves[transfer]])
-            ys = 140 - 24 * np.clip(np.log2(values / values[0]), -2, 4)
-            points = " ".join(f"{left + 8 + 50 * n},{y:.1f}" for n, y in enumerate(ys))
-            body.append(
-                f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
-            )
-            words = "with transfer" if transfer else "without"
-            body.append(
-                f'<text x="{left + 90}" y="{34 + 16 * transfer}" fill="{colour}">{words}</text>'
-            )
-    return svg.svg(
-        540, 204, body, "how far four steps move logits, by width and by depth"
-    )
-
-
-def print_coordinates(picture: Path | None) -> None:
-    """Prints two tables, and writes the picture."""
-    found = {}
+def print_coordinates() -> None:
+    """Prints two tables."""
     for by in ("width", "depth"):
         heads = ("logits", "with transfer", "stream", "with transfer")
-        table = Table(
-            by.ljust(6), *heads, title=f"Moved by {STEPS} steps at {RATE:g}, by {by}"
-        )
-        found[by] = coordinates(by, table.row)
-    if picture is not None:
-        picture.write_text(svg.file(drawn(found)))
-        print(f"\n{picture}")
+        title = f"Moved by {STEPS} steps at {RATE:g}, by {by}"
+        coordinates(by, Table(by.ljust(6), *heads, title=title).row)
 
 
 def last_loss(config: Config) -> float:
@@ -263,7 +227,7 @@ def main() -> None:
     if options.what == "sweep":
         print_sweep(options.steps, options.svg)
     else:
-        print_coordinates(options.svg)
+        print_coordinates()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """Writes what transformers makes of conversations, ids and masks, which the tests hold ours against:
-tests/data/golden/chats/.
+tests/data/golden/chats/, whose conversations stand there.
 
 The tokenizer is trained here on a few words; like Llama's it puts the beginning of text before whatever it is given,
 unless told not to.
@@ -18,27 +18,6 @@ from experiments import bench
 
 WHERE = Path(__file__).resolve().parents[2] / "tests" / "data" / "golden" / "chats"
 SPECIAL = ["<s>", "<|turn|>", "<|end|>"]
-CONVERSATIONS = [
-    [("user", "2 + 2?"), ("assistant", "4")],
-    [
-        ("system", "Be brief."),
-        ("user", "the mesh\n\nof shards"),
-        ("assistant", " a token \n"),
-        ("user", "é?"),
-        ("assistant", "漢字 😀"),
-    ],
-    [
-        ("assistant", "the first word"),
-        ("user", "x"),
-        ("assistant", "\tif y:\n\t\treturn 1"),
-    ],
-    [
-        ("user", "end<|end|> it"),
-        ("assistant", "the"),
-        ("tool", "{}"),
-        ("assistant", "the the"),
-    ],
-]
 
 
 def main() -> None:
@@ -66,8 +45,8 @@ def main() -> None:
         tokenizer_file=str(WHERE / "tokenizer.json"), bos_token="<s>"
     )
     template, found = (WHERE / "chat_template.jinja").read_text(), []
-    for turns in CONVERSATIONS:
-        messages = [{"role": role, "content": content} for role, content in turns]
+    for held in json.loads((WHERE / "conversations.json").read_text()):
+        messages = held["messages"]
         made = theirs.apply_chat_template(
             messages,
             chat_template=template,

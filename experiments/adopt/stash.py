@@ -1,27 +1,21 @@
 """What a layer of Llama-3 8B leaves for its backward, in full fine-tuning and with LoRA: bytes a microbatch in the
 pipeline's stash.
 
-    python -m experiments.adopt.stash
-
-Goal: at most 1.05 times full fine-tuning's, without a dropout of adapters, which keeps each input by itself. Shapes
-alone: nothing is allocated or compiled.
+`tests/test_lora.py` holds it to full fine-tuning's. Shapes alone: nothing is allocated or compiled.
 """
 
-import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from experiments import bench
-from experiments.bench import LLAMA_3, Table
-from meshtrain.config import Config, load
+from experiments.bench import LLAMA_3, config_of
+from meshtrain.config import Config, replaced
 from meshtrain.mesh import make_mesh
 from meshtrain.parallel.pipeline.stage import Stage
 from meshtrain.step import Program
 
-GOAL = 1.05
 MODEL = LLAMA_3["8B"] | {"layers": 8}
 CASES: dict[str, dict[str, Any]] = {
     "full fine-tuning": {},
@@ -35,25 +29,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 def config(case: dict[str, Any], remat: str = "none") -> Config:
     """A stage of 8B on tensor 2, a microbatch of one sequence of 4,096 tokens, bfloat16."""
-    return load(
-        {
-            "model": MODEL,
-            "mesh": {"tensor": 2, "pipeline": 2},
-            "parallel": {
-                "microbatches": 4,
-                "schedule": "1f1b",
-                "sequence_parallel": True,
-                "remat": remat,
-            },
-            "precision": {"compute": "bfloat16"},
-            "lora": case.get("lora", {}),
-            "train": {
-                "global_batch_size": 4,
-                "sequence_length": 4096,
-                **case.get("train", {}),
-            },
-        }
-    )
+    mesh = {"tensor": 2, "pipeline": 2}
+    parallel = {"microbatches": 4, "schedule": "1f1b", "sequence_parallel": True}
+    chosen = config_of(MODEL, mesh, 4, 4096, parallel | {"remat": remat})
+    return replaced(chosen, **case)
 
 
 def stashed(chosen: Config) -> int:
@@ -76,30 +55,3 @@ def stashed(chosen: Config) -> int:
     )
     jax.eval_shape(mapped, program.layout.masters, program.batch_shapes())
     return found[0]
-
-
-def main() -> int:
-    bench.parser(__doc__).parse_args()
-    worst = 0.0
-    table = Table(
-        "tuned                         ",
-        "remat none, MiB",
-        "over full",
-        "selective, MiB",
-        "over full",
-    )
-    whole = {remat: stashed(config({}, remat)) for remat in ("none", "selective")}
-    for name, case in CASES.items():
-        cells = []
-        for remat, base in whole.items():
-            size = stashed(config(case, remat))
-            if not case.get("lora", {}).get("dropout"):
-                worst = max(worst, size / base)
-            cells += [f"{size / 2**20:.1f}", f"{size / base:.3f}"]
-        table.row(name, *cells)
-    print(f"largest share of full fine-tuning's: {worst:.3f} (goal {GOAL})")
-    return int(worst > GOAL)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

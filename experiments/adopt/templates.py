@@ -4,7 +4,8 @@ hold ours against.
 The templates there are ours, each written to behave as one that a public model came with: what roles it knows, which
 form of calls and contents it wants, what it drops, what it refuses. {% generation %} marks what is to be learned, so
 that transformers itself says where that stands; the tests take the marks away, too, and ask for the same. A record's
-form is turned here into the one that the template wants, by the table WANTS; ours has to find it.
+form is turned here into the one that the template wants, by the table WANTS; ours has to find it. The conversations
+stand in expected.json, beside what is made of them.
 
 pip install transformers jinja2 && python -m experiments.adopt.templates     (no torch is needed; it prints what it compared)
 """
@@ -37,91 +38,6 @@ WANTS = {
 }
 # The same template reads a text as well as an object: what the record has is written.
 EITHER = ("qwen3", "kimi_k2")
-
-
-def say(role: str, content: Any, **more: Any) -> dict[str, Any]:
-    return {"role": role, "content": content, **more}
-
-
-def call(arguments: Any, name: str = "weather") -> dict[str, Any]:
-    return {
-        "id": "abcdefghi",
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }
-
-
-WEATHER = {
-    "name": "weather",
-    "description": "The weather there.",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-}
-TOOLS = [{"type": "function", "function": WEATHER}]
-ULM = {"city": "Ulm", "days": [1, 2]}
-CONVERSATIONS: dict[str, dict[str, Any]] = {
-    "one question": {"messages": [say("user", "2+2?"), say("assistant", "4")]},
-    "a system, two questions": {
-        "messages": [
-            say("system", "Be brief."),
-            say("user", "Füße?\n\n  Ja 😀"),
-            say("assistant", "Zwei – 漢字"),
-            say("user", "And <b>?"),
-            say("assistant", "6 < 7"),
-        ]
-    },
-    "three turns": {
-        "messages": [
-            turn
-            for n in "abc"
-            for turn in (say("user", f"{n}?"), say("assistant", f"{n}!"))
-        ]
-    },
-    "thoughts": {
-        "messages": [
-            say("user", "1?"),
-            say("assistant", "<think>\nhm\n</think>\n\none"),
-            say("user", "2?"),
-            say("assistant", "<think>\noh\n</think>\n\ntwo"),
-        ]
-    },
-    "a call, object": {
-        "messages": [
-            say("user", "Rain?"),
-            say("assistant", None, tool_calls=[call(ULM)]),
-            say("tool", '{"wet": false}'),
-            say("assistant", "No"),
-        ],
-        "tools": TOOLS,
-    },
-    "a call, text": {
-        "messages": [
-            say("user", "Rain?"),
-            say("assistant", None, tool_calls=[call(json.dumps(ULM))]),
-            say("tool", '{"wet": false}'),
-            say("assistant", "No"),
-        ],
-        "tools": TOOLS,
-    },
-    "two calls, nothing": {
-        "messages": [
-            say("user", "Rain?"),
-            say("assistant", "", tool_calls=[call(ULM), call({"city": "Köln"})]),
-            say("tool", "dry"),
-            say("tool", "wet"),
-            say("assistant", "No"),
-        ],
-        "tools": TOOLS,
-    },
-    "parts": {
-        "messages": [
-            say("user", [{"type": "text", "text": "Rain?"}]),
-            say("assistant", [{"type": "text", "text": "No"}]),
-        ]
-    },
-    "two answers in turn": {
-        "messages": [say("user", "a?"), say("assistant", "b"), say("assistant", "c")]
-    },
-}
 
 
 def wanted(messages: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
@@ -190,21 +106,22 @@ def expected(name: str, template: str, record: dict[str, Any]) -> dict[str, Any]
 
 
 def main() -> None:
+    asked = json.loads((WHERE / "expected.json").read_text())["conversations"]
     table = {
         path.stem: {
             title: expected(path.stem, path.read_text(), record)
-            for title, record in CONVERSATIONS.items()
+            for title, record in asked.items()
         }
         for path in sorted(WHERE.glob("*.jinja"))
     }
-    written = {"special": SPECIAL, "conversations": CONVERSATIONS, "expected": table}
+    written = {"special": SPECIAL, "conversations": asked, "expected": table}
     (WHERE / "expected.json").write_text(
         json.dumps(written, ensure_ascii=False, indent=0) + "\n"
     )
     cells = [cell for row in table.values() for cell in row.values()]
     refused = sum("refused" in cell for cell in cells)
     print(
-        f"{len(table)} templates x {len(CONVERSATIONS)} conversations: {len(cells) - refused} texts, {refused} refused"
+        f"{len(table)} templates x {len(asked)} conversations: {len(cells) - refused} texts, {refused} refused"
     )
 
 
