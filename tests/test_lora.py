@@ -302,8 +302,8 @@ def test_a_trainable_that_names_no_weight_is_refused_with_the_nearest():
     [
         ({"lora": {"rank": 16}}, 1.05),
         # nothing of the inputs of what is frozen
-        ({"lora": {"rank": 16, "targets": ["q", "v"]}}, 0.75),
-        ({"train": {"trainable": ["blocks.*_norm.scale"]}}, 0.7),
+        ({"lora": {"rank": 16, "targets": ("q", "v")}}, 0.75),
+        ({"train": {"trainable": ("blocks.*_norm.scale",)}}, 0.7),
     ],
 )
 def test_the_stash_is_that_of_full_fine_tuning_or_smaller(tuned, most):

@@ -11,6 +11,7 @@ import numpy as np
 import peft
 import torch
 import transformers as hf
+import yaml
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 from transformers.models.vit.modeling_vit import ViTPooler
 
@@ -21,19 +22,6 @@ LENGTH = 48
 LABELS = ("cat", "dog", "bird", "fish", "fly", "frog", "newt")
 # Tokens that a text begins with, and of the likeliest text after them
 PROMPT, SAID = 16, 12
-SIZES = dict(
-    hidden_size=16,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=24,
-    vocab_size=45,
-    max_position_embeddings=64,
-    initializer_range=0.3,
-    attn_implementation="eager",
-    bos_token_id=1,
-    eos_token_id=2,
-)
 
 
 def with_large_gates(model: Any) -> Any:
@@ -59,186 +47,24 @@ def randomise(model: Any) -> None:
 
 def models() -> Iterator[tuple[str, Any]]:
     """By name; one after the other, so that a model added behind the others leaves their numbers as they are."""
-    llama3 = dict(
-        rope_type="llama3",
-        rope_theta=500000.0,
-        factor=4.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=16,
-    )
-    gpt2 = dict(
-        n_embd=16,
-        n_layer=3,
-        n_head=4,
-        vocab_size=45,
-        n_positions=64,
-        initializer_range=0.3,
-    )
-    gpt2 |= dict(bos_token_id=1, eos_token_id=2)
-    yield from {
-        "llama3": hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, rope_parameters=llama3)),
-        "mistral": hf.MistralForCausalLM(hf.MistralConfig(**SIZES, sliding_window=10)),
-        "qwen2": hf.Qwen2ForCausalLM(hf.Qwen2Config(**SIZES, tie_word_embeddings=True)),
-        "qwen3": hf.Qwen3ForCausalLM(hf.Qwen3Config(**SIZES, head_dim=8)),
-        "gpt2": hf.GPT2LMHeadModel(hf.GPT2Config(**gpt2, attn_implementation="eager")),
-    }.items()
-    gemma = dict(
-        SIZES, head_dim=8, sliding_window=10, query_pre_attn_scalar=6, pad_token_id=None
-    )
-    ropes = dict(
-        full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1000000.0),
-        sliding_attention=dict(rope_type="default", rope_theta=10000.0),
-    )
-    caps = dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0)
-    yield "gemma2", hf.Gemma2ForCausalLM(hf.Gemma2Config(**gemma, **caps))
-    yield (
-        "gemma3",
-        hf.Gemma3ForCausalLM(
-            hf.Gemma3TextConfig(
-                **gemma, sliding_window_pattern=2, rope_parameters=ropes
-            )
-        ),
-    )
-    yield (
-        "mixtral",
-        hf.MixtralForCausalLM(hf.MixtralConfig(**SIZES, num_local_experts=4)),
-    )
-    qwen3 = dict(
-        head_dim=8,
-        moe_intermediate_size=12,
-        num_experts=8,
-        num_experts_per_tok=3,
-        norm_topk_prob=True,
-    )
-    yield "qwen3_moe", hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**SIZES, **qwen3))
-    oss = dict(
-        SIZES,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        head_dim=8,
-        sliding_window=10,
-        pad_token_id=None,
-    )
-    yarn = dict(
-        rope_type="yarn",
-        rope_theta=150000.0,
-        factor=4.0,
-        original_max_position_embeddings=16,
-        beta_fast=32.0,
-        beta_slow=1.0,
-        truncate=False,
-    )
-    yield (
-        "olmoe",
-        hf.OlmoeForCausalLM(
-            hf.OlmoeConfig(
-                **SIZES, num_experts=6, num_experts_per_tok=2, pad_token_id=None
-            )
-        ),
-    )
-    yield (
-        "gpt_oss",
-        with_large_gates(
-            hf.GptOssForCausalLM(hf.GptOssConfig(**oss, rope_parameters=yarn))
-        ),
-    )
-    glm = dict(
-        head_dim=8,
-        attention_bias=True,
-        use_qk_norm=True,
-        first_k_dense_replace=1,
-        moe_intermediate_size=12,
-        n_routed_experts=8,
-        n_shared_experts=2,
-        num_experts_per_tok=3,
-        n_group=4,
-        topk_group=2,
-        routed_scaling_factor=2.5,
-        num_mtp_layers=0,
-        pad_token_id=None,
-    )
-    yield (
-        "glm4_moe",
-        with_biased_scores(hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(**SIZES, **glm))),
-    )
-    yield from hybrids()
-    yield "deepseek_v3", deepseek()
-
-
-def with_biased_scores(model: Any) -> Any:
-    """The model with biases that choose other experts than scores alone."""
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.normal_(std=0.3)
-    return model
-
-
-def hybrids() -> Iterator[tuple[str, Any]]:
-    """Layers of gated DeltaNet, and some of gated attention; the last has all kinds of layers with experts."""
-    linear, full = "linear_attention", "full_attention"
-    # where a head hardly finds anything its norm makes much of rounding: so with a large epsilon
-    sizes = dict(SIZES, num_hidden_layers=4, head_dim=8, rms_norm_eps=1e-3)
-    sizes |= dict(
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
-        linear_key_head_dim=8,
-        linear_value_head_dim=6,
-    )
-    experts = dict(
-        num_experts=6,
-        num_experts_per_tok=2,
-        moe_intermediate_size=12,
-        shared_expert_intermediate_size=24,
-    )
-    rope = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
-    halves = dict(sizes, layer_types=[linear, full] * 2, rope_parameters=rope)
-    yield "qwen3_next", hf.Qwen3NextForCausalLM(hf.Qwen3NextConfig(**sizes, **experts))
-    yield "qwen3_5", hf.Qwen3_5ForCausalLM(hf.Qwen3_5TextConfig(**halves))
-    of_experts = {
-        name: value for name, value in halves.items() if name != "intermediate_size"
-    }
-    yield (
-        "qwen3_5_moe",
-        hf.Qwen3_5MoeForCausalLM(hf.Qwen3_5MoeTextConfig(**of_experts, **experts)),
-    )
-
-
-def deepseek() -> Any:
-    """A model of a dense layer and two of experts in groups, whose router has biases."""
-    yarn = dict(
-        rope_type="yarn",
-        rope_theta=10000.0,
-        factor=4.0,
-        original_max_position_embeddings=16,
-        beta_fast=32.0,
-        beta_slow=1.0,
-        mscale=1.0,
-        mscale_all_dim=0.8,
-    )
-    sizes = dict(
-        SIZES,
-        num_key_value_heads=4,
-        q_lora_rank=10,
-        kv_lora_rank=12,
-        qk_nope_head_dim=6,
-        qk_rope_head_dim=8,
-        v_head_dim=5,
-        n_routed_experts=8,
-        n_group=4,
-        topk_group=2,
-        num_experts_per_tok=3,
-        moe_intermediate_size=12,
-        n_shared_experts=1,
-        routed_scaling_factor=1.7,
-        first_k_dense_replace=1,
-        num_mtp_layers=0,
-    )
-    model = hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**sizes, rope_parameters=yarn))
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(0.2 * torch.randn_like(buffer))
-    return model
+    known = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())["models"]
+    made = {}
+    for number, (name, (classes, sizes)) in enumerate(known.items()):
+        model, config = (getattr(hf, each) for each in classes)
+        made[name] = model(config(**sizes))
+        if name == "gpt_oss":
+            with_large_gates(made[name])
+        for weight, buffer in made[name].named_buffers():
+            if weight.endswith("e_score_correction_bias"):
+                # so that a router chooses other experts than scores alone would
+                if name == "glm4_moe":
+                    buffer.normal_(std=0.3)
+                else:
+                    buffer.copy_(0.2 * torch.randn_like(buffer))
+        # the first five are drawn before any of them is changed
+        if number >= 4:
+            yield from made.items()
+            made = {}
 
 
 def main() -> None:

@@ -21,9 +21,9 @@ CASES: dict[str, dict[str, Any]] = {
     "full fine-tuning": {},
     "LoRA, rank 16, all projections": {"lora": {"rank": 16}},
     "LoRA, rank 64, all projections": {"lora": {"rank": 64}},
-    "LoRA, rank 16, q and v": {"lora": {"rank": 16, "targets": ["q", "v"]}},
+    "LoRA, rank 16, q and v": {"lora": {"rank": 16, "targets": ("q", "v")}},
     "LoRA, rank 16, with dropout": {"lora": {"rank": 16, "dropout": 0.05}},
-    "norms alone": {"train": {"trainable": ["blocks.*_norm.scale"]}},
+    "norms alone": {"train": {"trainable": ("blocks.*_norm.scale",)}},
 }
 
 
