@@ -6,12 +6,10 @@
 A mutation counts as caught if one of these tests fails, and passes without it. A later run tries this test first; the
 lines of the record may have moved by then, but not what was caught. An edit elsewhere hardly changes the draw. What
 nothing catches is
-printed with its line: either nobody can see it (`EQUIVALENT` says why), or a test is missing.
+printed with its line: either nobody can see it, or a test is missing.
 """
 
-import argparse
 import ast
-import gc
 import hashlib
 import itertools
 import json
@@ -19,20 +17,19 @@ import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from types import CodeType, FunctionType
 from typing import NamedTuple
 
 import pytest
+
+from experiments import bench
+from experiments.bench import Table
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "meshtrain"
@@ -66,8 +63,8 @@ OPERATORS: dict[type[ast.operator], str] = {
 }
 
 
-# What draws nothing that a test could see is left out of the draw.
-EQUIVALENT: dict[str, str] = {}
+# by the name of a mutation: the suite and the test
+Caught = dict[str, dict[str, str]]
 
 
 class Mutation(NamedTuple):
@@ -161,9 +158,8 @@ def drawn(number: int) -> list[Mutation]:
     for path in files:
         sizes[room(path)] += (PACKAGE / path).read_text().count("\n")
         # ordered by what is changed and not by its place, so that lines elsewhere do not change the draw
-        visible = (m for m in mutations(path) if m.name not in EQUIVALENT)
         order = sorted(
-            visible,
+            mutations(path),
             key=lambda m: random.Random(f"{m.path} {m.before} {m.text}").random(),
         )
         if order:
@@ -360,185 +356,57 @@ def made(mutation: Mutation, checkout: Path) -> Iterator[Path]:
         file.write_bytes(source)
 
 
-def pytest_runtestloop(session) -> bool | None:
-    """Judges mutations instead of running tests: a fork of what is imported and collected runs the tests of each until
-    one is red.
-    """
-    if "MUTATIONS" not in os.environ:
-        return None
-    asked = Path(os.environ["MUTATIONS"])
-    items = {item.nodeid: item for item in session.items}
-    for number, (fields, tests) in enumerate(json.loads(asked.read_text())):
-        mutation = Mutation(*fields)
-        names = dict.fromkeys(test for test in tests if test in items)
-        names |= dict.fromkeys(test for test in items if test.split("::")[0] in tests)
-        with made(mutation, session.config.rootpath) as file:
-            failing = forked(
-                [items[name] for name in names], partial(replace_code, file, mutation)
-            )
-        if failing and not forked([items[failing]], lambda: None):
-            asked.with_name(f"{number}").write_text(failing)
-    return True
-
-
-def forked(items: list, change: Callable[[], None]) -> str:
-    """Returns the first test that is red in a fork after a change; none if it does not end."""
-    read, write = os.pipe()
-    if not (child := os.fork()):
-        try:
-            change()
-            for item, following in zip(items, [*items[1:], None], strict=True):
-                item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
-                if item.session.testsfailed:
-                    os.write(write, item.nodeid.encode())
-                    break
-        finally:
-            os._exit(0)
-    end = time.monotonic() + SECONDS
-    while os.waitpid(child, os.WNOHANG) == (0, 0):
-        if time.monotonic() > end:
-            os.kill(child, signal.SIGKILL)
-        time.sleep(0.1)
-    os.close(write)
-    with open(read) as told:
-        return told.read()
-
-
-def replace_code(file: Path, mutation: Mutation) -> None:
-    """Gives the functions around a mutation, which are imported already, the code that the file has now."""
-    codes = [compile(file.read_bytes(), str(file), "exec")]
-    for code in codes:  # grows
-        codes += (
-            constant for constant in code.co_consts if isinstance(constant, CodeType)
-        )
-    places = {(code.co_qualname, code.co_firstlineno): code for code in codes}
-    for function in gc.get_objects():
-        if isinstance(function, FunctionType) and function.__code__.co_filename == str(
-            file
-        ):
-            old = function.__code__
-            if (
-                old.co_firstlineno
-                <= mutation.line
-                <= max(line or 0 for *_, line in old.co_lines())
-            ):
-                function.__code__ = places[old.co_qualname, old.co_firstlineno]
-
-
-def judge(
-    suite: str, tests: dict[Mutation, list[str]], checkout: Path, again: bool
-) -> dict[str, dict[str, str]]:
-    """Returns the test of a suite that catches each mutation; `again` asks a new process about each, for what runs
-    while it imports.
-    """
-    if again:
-        caught = {}
-        for mutation in tests:
-            with made(mutation, checkout):
-                failing = red(tests[mutation], checkout, SUITES[suite])
-            if failing and not red([failing], checkout, SUITES[suite]):
-                caught[mutation.name] = {"suite": suite, "test": failing}
-        return caught
-    files = sorted({test.split("::")[0] for names in tests.values() for test in names})
-    files = [file for file in files if (checkout / file).exists()]
-    with tempfile.TemporaryDirectory() as answers:
-        asked = Path(answers, "asked")
-        asked.write_text(json.dumps(list(tests.items())))
-        environment = os.environ | {
-            "PYTHONPATH": str(checkout),
-            "MUTATIONS": str(asked),
-        }
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-n",
-            "0",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "experiments.mutations",
-        ]
-        if files:
-            words = [*command, "-m", SUITES[suite], *files]
-            subprocess.run(
-                words,
-                cwd=checkout,
-                env=environment,
-                check=False,
-                stdout=subprocess.DEVNULL,
-            )
-        return {
-            mutation.name: {
-                "suite": suite,
-                "test": Path(answers, str(number)).read_text(),
-            }
-            for number, mutation in enumerate(tests)
-            if Path(answers, str(number)).exists()
-        }
+def judge(suite: str, tests: dict[Mutation, list[str]], checkout: Path) -> Caught:
+    """Returns the test of a suite that catches each mutation, which passes without it."""
+    caught: Caught = {}
+    for mutation in tests:
+        with made(mutation, checkout):
+            failing = red(tests[mutation], checkout, SUITES[suite])
+        if failing and not red([failing], checkout, SUITES[suite]):
+            caught[mutation.name] = {"suite": suite, "test": failing}
+    return caught
 
 
 def run(number: int, directory: Path, only: list[str]) -> None:
     """Judges the mutations of the rooms that no test is known to catch, then shows the table of all."""
-    chosen = drawn(number)
-    here = [m for m in chosen if not only or m.room in only]
+    here = [m for m in drawn(number) if not only or m.room in only]
     remembered = directory / "caught.json"
     before = json.loads(remembered.read_text()) if remembered.exists() else {}
-    caught: dict[str, dict[str, str]] = {}
+    caught: Caught = {}
     with tempfile.TemporaryDirectory() as temporary:
         checkout = Path(temporary)
         for name in COPIED:
-            source, target = ROOT / name, checkout / name
-            shutil.copytree(source, target) if source.is_dir() else shutil.copy(
-                source, target
-            )
-        for suite, again in itertools.product(SUITES, (False, True)):
-            for name in sorted({m.room for m in here}):
-                tests: dict[Mutation, list[str]] = {}
-                for mutation in here:
-                    if mutation.room == name and mutation.name not in caught:
-                        first = [
-                            how["test"]
-                            for how in [before.get(mutation.name)]
-                            if how and how["suite"] == suite
-                        ]
-                        tests[mutation] = list(
-                            dict.fromkeys(
-                                [*first, *tests_of(mutation, directory / suite)]
-                            )
-                        )
-                if tests:
-                    caught |= judge(suite, tests, checkout, again)
-                    remembered.write_text(json.dumps(before | caught, indent=1))
-                    print(
-                        f"{suite}, {name}: {sum(m.name in caught for m in tests)} of {len(tests)}",
-                        flush=True,
-                    )
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, checkout / name)
+        for suite, name in itertools.product(SUITES, sorted({m.room for m in here})):
+            tests: dict[Mutation, list[str]] = {}
+            for mutation in here:
+                if mutation.room == name and mutation.name not in caught:
+                    known = before.get(mutation.name, {"suite": "", "test": ""})
+                    first = [known["test"]] if known["suite"] == suite else []
+                    others = tests_of(mutation, directory / suite)
+                    tests[mutation] = list(dict.fromkeys([*first, *others]))
+            if tests:
+                caught |= judge(suite, tests, checkout)
+                remembered.write_text(json.dumps(before | caught, indent=1))
+                found = sum(m.name in caught for m in tests)
+                print(f"{suite}, {name}: {found} of {len(tests)}", flush=True)
     for mutation in here:
         if mutation.name not in caught:
             print(f"nothing catches line {mutation.line} of {mutation.name}")
-    print(
-        "\n| room | mutations | caught by the quick suite | by all of CI |\n| --- | --- | --- | --- |"
-    )
-    table: dict[str, Counter[str]] = defaultdict(Counter)
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
     for mutation in here:
-        table[mutation.room][
-            caught.get(mutation.name, {"suite": "nothing"})["suite"]
-        ] += 1
-    for name, counts in [
-        *sorted(table.items()),
-        ("together", sum(table.values(), Counter())),
-    ]:
-        print(
-            f"| {name} | {counts.total()} | {counts['quick']} | {counts['quick'] + counts['thorough']} |"
-        )
+        of = caught.get(mutation.name, {"suite": "nothing"})["suite"]
+        counts[mutation.room][of] += 1
+        counts["together"][of] += 1
+    heads = "mutations", "caught by the quick suite", "by all of CI"
+    table = Table("room      ", *heads, title=f"about {number} mutations")
+    for name, by in counts.items():
+        table.row(name, by.total(), by["quick"], by["quick"] + by["thorough"])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m experiments.mutations",
-        description=(__doc__ or "").split("\n\n")[0],
-    )
+    parser = bench.parser(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     recording = commands.add_parser("record", help="which tests execute which lines")
     recording.add_argument("suite", choices=SUITES)

@@ -25,20 +25,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from experiments import plain_jax
 from meshtrain.compat import vary
-from meshtrain.config import load
-from meshtrain.data import open_data
 
 Tree = Any
 Rows = tuple[np.ndarray, ...]
 WORKER = "worker"
-MODEL = {
-    "model": {"layers": 2, "d_model": 32, "heads": 4, "d_ff": 96, "vocab_size": 260},
-    "train": {"global_batch_size": 16, "sequence_length": 32},
-    "data": {"source": "stdlib", "tokenizer": "byte"},
-}
-UNSEEN = 16  # batches held out
 
 
 @dataclass(frozen=True)
@@ -78,27 +69,6 @@ class Task:
     def loss(self, weights: Tree) -> float:
         """Of the rows held out."""
         return float(self._loss(jax.device_put(weights, self.server), *self.unseen))
-
-
-def transformer(workers: int) -> Task:
-    """A tiny one on the source of Python's standard library."""
-    config = load(MODEL)
-    data, held_out = open_data(config)
-    assert held_out is not None
-    share = config.train.global_batch_size // workers
-
-    def rows(step: int, worker: int) -> Rows:
-        batch = data.batch(step, slice(worker * share, (worker + 1) * share))
-        return batch["tokens"], batch["labels"]
-
-    batches = [held_out.batch(k) for k in range(UNSEEN)]
-    unseen = tuple(
-        np.concatenate([batch[name] for batch in batches])
-        for name in ("tokens", "labels")
-    )
-    return Task(
-        plain_jax.loss, plain_jax.init(config, jax.random.key(0)), rows, unseen, workers
-    )
 
 
 @jax.jit

@@ -9,7 +9,6 @@
     experts          a step of a mixture beside a dense one of as many active parameters
     ragged           a step of a mixture beside the same in plain JAX with `ragged_dot`, and as MaxText computes it
     images           images a second of one core, beside a bare loop over NumPy or Pillow
-    digits           held-out digits that a small ViT tells right, by seed
 
 docs/benchmarks.md has what they printed, where and when.
 """
@@ -24,7 +23,7 @@ MODULES = {
     "products": ("grouped", "chunk_seconds"),
     "experts": ("balance", "experts"),
     "ragged": ("ragged",),
-    "images": ("images", "digits"),
+    "images": ("images",),
 }
 MODULE_OF = {name: module for module, names in MODULES.items() for name in names}
 
@@ -40,7 +39,6 @@ def main() -> None:
     )
     parser.add_argument("--rate", type=float, help="learning rate of float8")
     parser.add_argument("--steps", type=int, help="steps of each training run")
-    parser.add_argument("--epochs", type=int, help="epochs of digits")
     parser.add_argument("--run", help="the run directory of long_rows")
     given = vars(parser.parse_args())
     name = given.pop("name")

@@ -1,15 +1,11 @@
-"""Images: how fast they come on one core, beside what no loader can do without, and what a small ViT learns of them.
+"""Images: how fast they come on one core, beside what no loader can do without.
 
 digits    8 x 8 pixels from memory, batches of 120. Bare: NumPy takes the same images, normalises and cuts them into patches.
 photos    500 x 375 JPEG files to 224 x 224, batches of 32. Bare: Pillow decodes, cuts out, resizes, mirrors and does as many operations
           of the same table, one call after the other, and NumPy normalises and cuts them into patches.
 """
 
-import json
 import os
-import resource
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,7 +15,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from experiments.bench import ROOT, Table, spent
+from experiments.bench import Table
 from meshtrain.config import Config, load
 from meshtrain.data import SplitBatches, open_data
 from meshtrain.data.images.pixels import patches
@@ -180,47 +176,3 @@ def _bare_photos(train: SplitBatches, config: Config) -> Callable[[int], Any]:
         )
 
     return batch
-
-
-def digits(*, seeds: int = 3, epochs: int = 120) -> None:
-    """Prints what runs of configs/vit_digits.yaml tell of the held-out digits."""
-    table = Table(
-        "seed",
-        "steps",
-        "held out: right",
-        "best on the way",
-        "eval loss",
-        "seconds",
-        "of processor",
-    )
-    for seed in range(seeds):
-        with tempfile.TemporaryDirectory() as directory:
-            command = [
-                sys.executable,
-                "-m",
-                "meshtrain.train",
-                "--config",
-                str(ROOT / "configs/vit_digits.yaml"),
-            ]
-            asked = [
-                f"run.directory={directory}/run",
-                f"run.seed={seed}",
-                f"train.epochs={epochs}",
-            ]
-            command += [word for setting in asked for word in ("--set", setting)]
-            took = spent(
-                lambda command=command: subprocess.run(command, check=True),
-                resource.RUSAGE_CHILDREN,
-            )
-            lines = Path(directory, "run/metrics.jsonl").read_text().splitlines()
-        evals = [row for row in map(json.loads, lines) if "eval_accuracy" in row]
-        last = evals[-1]
-        best = max(row["eval_accuracy"] for row in evals)
-        told = (
-            f"{last['eval_accuracy']:.2%}",
-            f"{best:.2%}",
-            f"{last['eval_loss']:.4f}",
-        )
-        table.row(
-            seed, last["step"], *told, f"{took.wall:.0f}", f"{took.processor:.0f}"
-        )

@@ -1,4 +1,4 @@
-"""The figures of `meshtrain.survive`: python -m experiments.survive kinds|table|startup|soak|alarms|cost
+"""The figures of `meshtrain.survive`: python -m experiments.survive kinds|table|soak|alarms|cost
 
 All runs are of tiny training processes on this machine; each prints its progress, and its table at the end. Whatever
 else the machine does is in the times, so its load average stands beside them.
@@ -30,12 +30,6 @@ def main() -> int:
         "table", help="the table of what `kinds` has written, of several files too"
     )
     table.add_argument("files", nargs="+", type=Path)
-    startup = commands.add_parser(
-        "startup",
-        help="the first step after a fault beside that of a start with a warm cache",
-    )
-    startup.add_argument("--processes", type=int, default=4)
-    startup.add_argument("--times", type=int, default=3)
     soak = commands.add_parser(
         "soak", help="a fault every few minutes, until the run ends by itself"
     )
@@ -54,28 +48,19 @@ def main() -> int:
     )
     cost.add_argument("--seconds", type=float, default=60.0)
     cost.add_argument("--processes", type=int, default=2)
-    for command in (kinds, startup, soak, alarms, cost):
+    for command in (kinds, soak, alarms, cost):
         command.add_argument(
             "--work",
             type=Path,
             default=None,
             help="directory of the runs, kept; default: a temporary one",
         )
-    kinds.add_argument(
-        "--json",
-        type=Path,
-        default=None,
-        metavar="FILE",
-        help="where results are appended; default: in --work",
-    )
     options = parser.parse_args()
     if options.command == "table":
         return print_table(options.files)
     work = options.work or Path(tempfile.mkdtemp(prefix="survive-"))
     work.mkdir(parents=True, exist_ok=True)
     say(f"runs and results are in {work}")
-    if options.command == "startup":
-        return costs.startup(work, options.processes, options.times)
     if options.command == "soak":
         return long.soak(
             work, options.minutes, options.every, options.processes, options.seed
@@ -84,7 +69,7 @@ def main() -> int:
         return long.alarms(work, options.minutes, options.load, options.processes)
     if options.command == "cost":
         return costs.cost(work, options.processes, options.seconds)
-    results = options.json or work / f"{options.command}.jsonl"
+    results = work / "kinds.jsonl"
     chosen = options.only or list(KINDS)
     if unknown := set(chosen) - set(KINDS):
         parser.error(

@@ -1,6 +1,4 @@
-"""What it costs: a new start after a fault beside any other start, the supervisors' share of a core, a decision, a
-beat.
-"""
+"""What supervisors cost: their share of a core, a decision, a beat."""
 
 import os
 import shutil
@@ -13,14 +11,11 @@ from experiments.survive.cluster import (
     Cluster,
     alive,
     load_average,
-    median,
     say,
     settings,
 )
 from experiments.survive.tables import table
 from meshtrain.survive.decide import decide
-from meshtrain.survive.history import read
-from meshtrain.survive.ledger import ledger
 from meshtrain.survive.records import (
     Node,
     Rank,
@@ -31,106 +26,6 @@ from meshtrain.survive.records import (
 from meshtrain.survive.supervised import LEASE, SupervisedHeartbeat
 
 PHASES = ("data", "dispatch", "wait")
-
-
-def startup(work: Path, processes: int, times: int) -> int:
-    """Seconds from the start of the processes to their first step: supervisors started anew, and re-formed after a
-    kill, in turns.
-    """
-    directory = work / f"startup-{processes}"
-    shutil.rmtree(directory, ignore_errors=True)
-    cluster = Cluster(
-        directory, settings(directory / "run", processes, 100_000), work / "compiled"
-    )
-    found: dict[str, list[tuple[float, int, int, float]]] = {
-        "anew": [],
-        "after a fault": [],
-    }
-    try:
-        # The first one of all compiles, and the first one after it what a restore needs.
-        for turn in range(times + 2):
-            cluster.start()
-            for way in found:
-                generation = cluster.until_going(
-                    cluster.generation if way != "anew" or turn else 0
-                )
-                one = started(cluster, generation)
-                say(
-                    f"{way}: {one[0]:.1f} s, {one[1]} programs found, {one[2]} compiled, load {one[3]:.1f}"
-                )
-                if turn > 1:
-                    found[way].append(one)
-                step = cluster.step()
-                cluster.until(
-                    lambda step=step: cluster.step() >= step + 12, "some steps"
-                )
-                if way == "anew":
-                    cluster.inject(f"kill@{cluster.step()}:{turn % processes}")
-            cluster.stop()
-    finally:
-        cluster.close()
-    told = ledger(read(cluster.run))
-    rows = [
-        (
-            way,
-            processes,
-            len(of),
-            f"{median(s for s, *_ in of):.1f}, {max(s for s, *_ in of):.1f}",
-            sum(h for _, h, _, _ in of),
-            sum(m for _, _, m, _ in of),
-            f"{median(load for *_, load in of):.1f}",
-        )
-        for way, of in found.items()
-    ]
-    print(
-        table(
-            (
-                "first step",
-                "processes",
-                "times",
-                "seconds: median, worst",
-                "cache hits",
-                "misses",
-                "load",
-            ),
-            rows,
-        )
-    )
-    anew, again = (median(s for s, *_ in of) for of in found.values())
-    print(f"ratio {again / anew:.2f}")
-    down = without_process(cluster, told.began, told.ended)
-    print(
-        f"ledger: {', '.join(f'{kind} {seconds:.1f}' for kind, seconds in told.seconds.items())}; sum "
-        f"{sum(told.seconds.values()):.1f} s, "
-        f"wall time {told.wall:.1f} s; down as /proc has it {down:.1f} s"
-    )
-    return int(
-        again > 1.2 * anew or any(m for of in found.values() for _, _, m, _ in of)
-    )
-
-
-def started(cluster: Cluster, generation: int) -> tuple[float, int, int, float]:
-    """Seconds to the first step of all ranks, programs that the cache had and had not, the load."""
-    going = cluster.of("going", generation=generation)
-    seconds = max(e["wall"] for e in going) - max(
-        e["wall"] for e in cluster.of("started", generation=generation)
-    )
-    return (
-        seconds,
-        sum(e["cache"]["hits"] for e in going),
-        sum(e["cache"]["misses"] for e in going),
-        load_average(),
-    )
-
-
-def without_process(cluster: Cluster, began: float, ended: float) -> float:
-    """Seconds in which no process of rank 0 was there."""
-    lives = [
-        (e["wall"], cluster.died.get(e["pid"], ended))
-        for e in cluster.of("started")
-        if e["rank"] == 0
-    ]
-    return ended - began - sum(min(b, ended) - a for a, b in lives)
 
 
 def cost(work: Path, processes: int, seconds: float) -> int:
