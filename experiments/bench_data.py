@@ -5,7 +5,6 @@
     floor     batches of 32,768 labels beside the same stretches in the same order copied from a bare memory map by a loop, in the same
               turns; processor time, user and system
     loader    tokens a second of batches of 32 x 1024 from shards in the page cache
-    memory    resident memory over a pass of the whole corpus
     mixture   as loader, from 35 directories of shards mixed and from one, with the memory and the threads of each
 
 The corpus is the standard library over and over, each document with a number of its own, as JSON Lines; it and its
@@ -47,7 +46,6 @@ def main() -> None:
     sections = {
         "floor": floors,
         "loader": loaders,
-        "memory": memory,
         "mixture": mixture,
     }
     parser = bench.parser(__doc__)
@@ -64,13 +62,8 @@ def main() -> None:
         "--directory", type=Path, default=Path("/tmp/meshtrain-bench-data")
     )
     parser.add_argument("--only", default=",".join(sections))
-    # The child process of `memory`
-    parser.add_argument("--pass-over", help=argparse.SUPPRESS)
     parser.add_argument("--mix", type=int, help=argparse.SUPPRESS)  # that of `mixture`
     chosen = parser.parse_args()
-    if chosen.pass_over:
-        pass_over(chosen.directory / "shards", chosen.pass_over)
-        return
     if chosen.mix:
         mix(chosen)
         return
@@ -303,23 +296,6 @@ def one_by_one(batches: Iterator[tuple[int, Any]]) -> None:
         batches.close()
 
 
-# Memory
-
-
-def memory(chosen: argparse.Namespace) -> None:
-    shards(chosen)
-    title = "a pass over the corpus: MB resident after 1%, at most later, at the end"
-    made = Table(
-        "batching", "after 1%", " most", "  end", "growth", "Mtokens/s", title=title
-    )
-    for batching in ("window", "packed", "grouped"):
-        words = ["--directory", chosen.directory, "--pass-over", batching]
-        told = bench.in_process("experiments.bench_data", *words)
-        seen = told["memory"]
-        cells = [f"{mb:.0f}" for mb in (seen[0], max(seen), seen[-1])]
-        made.row(batching, *cells, f"{max(seen) - seen[0]:+.0f}", f"{told['rate']:.1f}")
-
-
 # Mixtures
 
 
@@ -384,24 +360,6 @@ def mix(chosen: argparse.Namespace) -> None:
 
     tokens, _ = rate(batches, chosen.seconds)
     print(json.dumps({"rate": tokens, "memory": resident(), "threads": most}))
-
-
-def pass_over(shards: Path, batching: str) -> None:
-    """One epoch; prints the resident memory after each hundredth of it as JSON."""
-    train, _ = open_data(config(str(shards), batching, verify=False))
-    last = train.batches_per_epoch - 1
-    seen, tokens, began = [], 0, time.perf_counter()
-    for k, batch in Loader(train):
-        tokens += batch["tokens"].size
-        if (k + 1) % (last // 100) == 0:
-            seen.append(resident())
-        if k == last:
-            break
-    print(
-        json.dumps(
-            {"memory": seen, "rate": tokens / (time.perf_counter() - began) / 1e6}
-        )
-    )
 
 
 def resident() -> float:

@@ -1,4 +1,4 @@
-"""Products of experts and the loss by chunks, in seconds on this machine; bytes that a step in float8 moves."""
+"""Products of experts in seconds on this machine, and bytes that a step in float8 moves."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,25 +10,16 @@ import numpy as np
 from jax import lax
 
 from experiments import bench
-from experiments.bench import LLAMA_3, Stepping, Table, config_of
+from experiments.bench import LLAMA_3, Table, config_of
 from experiments.plan.work import Work
-from meshtrain.config import load, replaced
+from meshtrain.config import replaced
 from meshtrain.hlo.module import Module
-from meshtrain.mesh import fake_cpu_devices, make_mesh
+from meshtrain.mesh import make_mesh
 from meshtrain.model.grouped import grouped as grouped_product
 from meshtrain.parallel.float8_storage import Float8Storage
 from meshtrain.step import Program
 
 ROWS, DEPTH, WIDTH, BLOCK = 4096, 256, 512, 128  # of the products
-WHOLE = 2**31 - 1  # tokens of a chunk that is none
-SMALL = {
-    "layers": 2,
-    "d_model": 256,
-    "heads": 8,
-    "kv_heads": 4,
-    "d_ff": 704,
-    "vocab_size": 8192,
-}
 
 
 def grouped(*, rounds: int = 30) -> None:
@@ -145,30 +136,3 @@ def lower(config: Any, devices: Any, once: bool) -> jax.stages.Lowered:
         return Program(config, make_mesh(config, devices)).lower()
     finally:
         Float8Storage.round_once = rounds  # type: ignore[method-assign]
-
-
-def chunk_seconds(*, rounds: int = 5) -> None:
-    """Prints the median seconds of a step on the CPU by chunk, of runs that take turns."""
-    fake_cpu_devices(2)
-    tokens = jax.random.randint(jax.random.key(0), (4, 513), 0, SMALL["vocab_size"])
-    runs = {}
-    for chunk in ("all", "128", "512", "auto"):
-        asked = [f"train.loss_chunk={WHOLE if chunk == 'all' else chunk}"]
-        train = {"global_batch_size": 4, "sequence_length": 512}
-        program = Program(
-            load({"model": SMALL, "mesh": {"tensor": 2}, "train": train}, asked)
-        )
-        batch = program.place({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
-        runs[chunk] = Stepping(program.train_step, program.init(), batch)
-    found = {
-        chunk: bench.typical(times).wall
-        for chunk, times in bench.turns(runs, rounds).items()
-    }
-    table = Table(
-        "tokens a chunk",
-        "seconds",
-        "x all",
-        title="2 layers of 256, 8,192 ids, 2,048 tokens, tensor 2 on the CPU",
-    )
-    for chunk, seconds in found.items():
-        table.row(chunk, f"{seconds:.3f}", f"{seconds / found['all']:.2f}")

@@ -1,7 +1,7 @@
 """A decode step beside a plain JAX decode of the same model: one jitted function, a dense cache, all sequences at one
 position.
 
-    python -m experiments.generate.decode [--precision bfloat16] [small deep wide long]
+    python -m experiments.generate.decode [small deep wide long]
 
 Both take turns, and the medians are compared. Goal: no more than 1.1 times as long. What else is printed: copies as
 large as a layer's cache in the compiled step, of which there must be none, and what stays allocated from step to step,
@@ -18,7 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments import bench
-from experiments.bench import Compared, Stepping, Table, compare, spread, typical
+from experiments.bench import (
+    Compared,
+    Stepping,
+    Table,
+    compare,
+    config_of,
+    spread,
+    typical,
+)
 from meshtrain.config import load
 from meshtrain.generate.programs import Decoding
 from meshtrain.generate.request import Sampling
@@ -34,27 +42,15 @@ SIZES = {
     "deep": (16, 512, 8, 4, 8192, 8, 512),
     "wide": (4, 1536, 12, 4, 32000, 8, 512),
     "long": (8, 512, 8, 8, 8192, 8, 4096),
-    "one": (8, 1024, 16, 8, 16384, 1, 1024),
-}
-LARGE = {
-    "1b": (16, 2048, 32, 8, 128256, 8, 2048),
-    "8b": (32, 4096, 32, 8, 128256, 16, 4096),
 }
 
 
-def model(size: tuple[int, ...], precision: str) -> Model:
+def model(size: tuple[int, ...]) -> Model:
     layers, width, heads, groups, words, _, length = size
     sizes = dict(
         layers=layers, d_model=width, heads=heads, kv_heads=groups, vocab_size=words
     )
-    config = load(
-        {
-            "model": sizes,
-            "train": {"sequence_length": length},
-            "precision": {"compute": precision},
-            "parallel": {"zero_stage": 0},
-        }
-    )
+    config = config_of(sizes, {}, 1, length, {"zero_stage": 0}, "float32")
     program = Program(config, masters=False)
     params = jax.jit(
         program.layout.init,
@@ -148,9 +144,9 @@ class Turn(NamedTuple):
     compiled: int
 
 
-def measured(size: tuple[int, ...], precision: str, rounds: int, steps: int) -> Turn:
+def measured(size: tuple[int, ...], rounds: int, steps: int) -> Turn:
     *_, slots, length = size
-    of = model(size, precision)
+    of = model(size)
     ours, (theirs, beside) = Decoding(of, slots, length), plain(of, slots, length)
     state = ours.empty()
     for slot in range(slots):
@@ -200,13 +196,12 @@ def copies(text: str, least: int) -> list[str]:
 def main() -> int:
     parser = bench.parser(__doc__)
     parser.add_argument("sizes", nargs="*", default=[*SIZES])
-    parser.add_argument("--precision", default="float32")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--steps", type=int, default=8)
     given = parser.parse_args()
     good = True
     title = (
-        f"{jax.devices()[0].device_kind}, {given.precision}, medians of {given.rounds} rounds of {given.steps} "
+        f"{jax.devices()[0].device_kind}, float32, medians of {given.rounds} rounds of {given.steps} "
         "steps"
     )
     heads = (
@@ -227,10 +222,8 @@ def main() -> int:
         title=title,
     )
     for name in given.sizes:
-        size = (SIZES | LARGE)[name]
-        times, copied, grown, compiled = measured(
-            size, given.precision, given.rounds, given.steps
-        )
+        size = SIZES[name]
+        times, copied, grown, compiled = measured(size, given.rounds, given.steps)
         good &= (
             float(np.median(times.walls)) <= GOAL
             and not copied

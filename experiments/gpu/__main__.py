@@ -4,8 +4,7 @@
     python -m experiments.gpu trace CASE          the kernels of one step, by what they are for
     python -m experiments.gpu rates               what the GPU itself gives: products of many shapes, and a copy
 
-Each case runs in a process of its own, which is this module called with `one`. `--out DIR` also writes JSON;
-`--each SECONDS` ends a case that takes longer. `meshtrain check-gpu` compares losses with those of the CPU.
+Each case runs in a process of its own, which is this module called with `one`. `--out DIR` also writes JSON. `meshtrain check-gpu` compares losses with those of the CPU.
 """
 
 import json
@@ -25,6 +24,7 @@ from experiments.gpu.cases import SPEED, Case
 from meshtrain import xla
 
 STEPS = 12
+LIMIT = 120  # seconds of a case
 # In the names of kernels: of cuBLASLt, of XLA's and our own in Triton; of cuDNN.
 WORDS = {
     "products": ("nvjet", "gemm", "product_kernel", "weight_kernel"),
@@ -178,7 +178,7 @@ def line(r: dict[str, Any]) -> str:
     )
 
 
-def each(names: Sequence[str], out: Path | None, limit: float) -> int:
+def each(names: Sequence[str], out: Path | None) -> int:
     """Runs each case in a process of its own; returns how many failed."""
     failed = 0
     print(HEADER, flush=True)
@@ -188,7 +188,7 @@ def each(names: Sequence[str], out: Path | None, limit: float) -> int:
                 [sys.executable, "-m", "experiments.gpu", "one", name],
                 capture_output=True,
                 text=True,
-                timeout=limit,
+                timeout=LIMIT,
                 check=False,
             )
             said, code = done.stdout, done.returncode
@@ -197,7 +197,7 @@ def each(names: Sequence[str], out: Path | None, limit: float) -> int:
         if code:
             failed += 1
             print(
-                f"{name:22} failed: {done.stderr[-1500:] if done else f'more than {limit:.0f} s'}",
+                f"{name:22} failed: {done.stderr[-1500:] if done else f'more than {LIMIT} s'}",
                 flush=True,
             )
             continue
@@ -221,7 +221,7 @@ def trace(name: str) -> None:
         print(f"{ms:8.2f} ms {count:4}  {kernel[:70]:70} {operation}")
 
 
-def rates(out: Path | None) -> None:
+def rates() -> None:
     """Prints TFLOP/s of products in bfloat16 and float8 by shape, and what a copy moves."""
     import jax
     import jax.numpy as jnp
@@ -238,7 +238,6 @@ def rates(out: Path | None) -> None:
             del results
         return median(found)
 
-    rows = []
     for m, k, n in (
         (8192, 8192, 8192),
         (16384, 4096, 6144),
@@ -263,16 +262,12 @@ def rates(out: Path | None) -> None:
             a8,
             b8,
         )
-        rows.append((m, k, n, 2e-12 * m * k * n / wide, 2e-12 * m * k * n / narrow))
-        print(
-            f"{m:6} {k:6} {n:6}  bfloat16 {rows[-1][3]:6.0f}  float8 {rows[-1][4]:6.0f} TFLOP/s",
-            flush=True,
-        )
+        work = 2e-12 * m * k * n
+        speeds = f"bfloat16 {work / wide:6.0f}  float8 {work / narrow:6.0f} TFLOP/s"
+        print(f"{m:6} {k:6} {n:6}  {speeds}", flush=True)
     x = jnp.ones(2**30, jnp.float32)
     moved = 2 * x.nbytes / timed(lambda x: x + 1, x)
     print(f"copy {moved / 1e12:.2f} TB/s")
-    if out:
-        (out / "rates.json").write_text(json.dumps({"products": rows, "copy": moved}))
 
 
 def main() -> int:
@@ -280,7 +275,6 @@ def main() -> int:
     parser.add_argument("verb", choices=["speed", "trace", "rates", "one"])
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--each", type=float, default=120.0)
     options = parser.parse_intermixed_args()
     xla.ask_for_pool()
     if unknown := set(options.cases) - SPEED.keys():
@@ -293,11 +287,11 @@ def main() -> int:
     if options.verb == "one":
         print(json.dumps(speed(names[0])))
     elif options.verb == "speed":
-        return each(names, options.out, options.each)
+        return each(names, options.out)
     elif options.verb == "trace":
         trace(names[0])
     else:
-        rates(options.out)
+        rates()
     return 0
 
 

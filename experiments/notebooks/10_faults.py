@@ -19,7 +19,6 @@ from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 
 import meshtrain as mt
@@ -347,17 +346,6 @@ redone = [
 ]
 print("steps taken again:", ", ".join(map(str, redone)))
 assert all(0 <= steps <= 2 * 5 for steps in redone)
-
-figure, panel = plt.subplots(figsize=(6, 3))
-panel.plot(*zip(*calm, strict=True), color="lightgrey", lw=6)
-for start, end, marker in zip(starts, [*starts[1:], 48], "ox^s", strict=True):
-    panel.plot(*zip(*hurt[start:end], strict=True), marker, color="black", mfc="none")
-panel.text(
-    16, 5.2, "calm: the grey line\na mark for each generation of the hurt run", va="top"
-)
-panel.set(xlabel="step", ylabel="loss")
-plt.tight_layout()
-plt.show()
 
 # %% [markdown]
 # The data, row by row. With `log.batches` each rank notes a checksum of every row it reads, in whatever generation.

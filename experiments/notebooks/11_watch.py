@@ -96,15 +96,8 @@ assert dict(found.collectives) == compiled
 # %% tags=["varies"]
 kinds = sorted((k for k in found.seconds if found.share(k) > 0.005), key=found.share)
 fig, ax = plt.subplots(figsize=(8, 3.2))
-ax.barh(kinds, [100 * found.share(k) for k in kinds], color="#4878a8")
-ax.barh(
-    kinds,
-    [100 * found.waiting.get(k, 0.0) / found.wall_seconds for k in kinds],
-    color="#d0453c",
-    label="of it waiting for others",
-)
+ax.barh(kinds, [100 * found.share(k) for k in kinds])
 ax.set_xlabel("% of a step")
-ax.legend(frameon=False)
 plt.show()
 for k in reversed(kinds):
     print(f"{k:14} {MEANING[k]}")
@@ -123,26 +116,10 @@ names = [
     if found.parts[n] > 0.005 * found.wall_seconds
     or expected.get(n, 0.0) > 0.005 * evidence.plan.seconds
 ]
-places = np.arange(len(names))
-fig, ax = plt.subplots(figsize=(8, 3))
-ax.bar(
-    places - 0.2,
-    [100 * found.parts[n] / found.wall_seconds for n in names],
-    0.38,
-    label="traced",
-    color="#4878a8",
-)
-ax.bar(
-    places + 0.2,
-    [100 * expected.get(n, 0.0) / evidence.plan.seconds for n in names],
-    0.38,
-    label="planned",
-    color="#c9c9c9",
-)
-ax.set_xticks(places, names, rotation=20)
-ax.legend(frameon=False)
-ax.set_ylabel("% of a step")
-plt.show()
+for n in names:
+    share = found.parts[n] / found.wall_seconds
+    by_plan = expected.get(n, 0.0) / evidence.plan.seconds
+    print(f"{n:14} traced {share:6.1%}, planned {by_plan:6.1%}")
 assert set(expected) <= set(found.parts)
 assert all(parts["tensor"] > 0 for parts in (expected, found.parts))
 

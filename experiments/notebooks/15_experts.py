@@ -208,23 +208,6 @@ for dispatch, expected in formula.items():
 # %% [markdown]
 # all_gather sends less while P is below $c\,k$, and with every row there is nothing to drop. With many ranks
 # all_to_all wins; `parallel.experts.dispatch: auto` takes the one that sends less.
-#
-# ## Dropped rows
-# What a capacity of 1.25 would have dropped in the last step of both runs: a rank has two of the experts, and room for
-# 1.25 times its part.
-
-# %%
-for name, tokens in {
-    "without a rule": free_tokens[-1],
-    "bias": even_tokens[-1],
-}.items():
-    by_rank = tokens.reshape(layers, 4, 2).sum(-1)
-    dropped = (
-        np.maximum(by_rank - 1.25 * tokens.sum(1, keepdims=True) / 4, 0).sum()
-        / tokens.sum()
-    )
-    print(f"{name}: {dropped:.0%} of the rows")
-    assert (dropped < 0.02) == (name == "bias")
 
 # %% [markdown]
 # ## Things to try

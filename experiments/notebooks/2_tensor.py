@@ -371,33 +371,7 @@ print(
 
 # %% [markdown]
 # ## What sequence parallelism is for
-# Memory. A hook replaces the block by a function of ours; this one only looks at what the block is given.
-
-# %%
-seen = {}
-
-
-def looking_block(block, x, sequence, collectives, dropout):
-    seen[name] = x.shape
-    return block(x, sequence, collectives, dropout)
-
-
-for name in ("tensor 4", "sequence parallel"):
-    mt.Program(programs[name].config, block=looking_block)
-    print(f"{name:18} the block is given {seen[name]}")
-assert seen["tensor 4"] == (
-    train.global_batch_size,
-    train.sequence_length,
-    model.d_model,
-)
-assert seen["sequence parallel"] == (
-    train.global_batch_size,
-    train.sequence_length // n,
-    model.d_model,
-)
-
-# %% [markdown]
-# Of each layer four arrays like $x$ are kept for the backward (the input of attention and of the MLP, each also
+# Memory. Of each layer four arrays like $x$ are kept for the backward (the input of attention and of the MLP, each also
 # normalised), and shrink to $1/n$: of what `enter` gathers only the share is kept, and gathered once more in the
 # backward (Korthikanti et al. 2022, section 4.2.2). The planner counts on it, and XLA's own account of the compiled
 # step agrees.

@@ -294,28 +294,6 @@ assert temporaries[2, True] == temporaries[3, True] == temporaries[1, False]
 # Holding brings the traffic back to $2\Psi$, and the memory up: stages 2 and 3 are stage 1 then, and for the sums over
 # microbatches whole gradients are held, with each microbatch's new ones beside them. By default neither holds, since
 # who asks for them wants the memory. A pipeline is the same trade, with its microbatches.
-#
-# ## With tensor parallelism
-# ZeRO shards what tensor parallelism has left: on data 4 × tensor 2 each weight is first halved over tensor, where it
-# can be, then quartered over data.
-
-# %%
-both = mt.Program(
-    mt.load(settings, ["mesh.data=4", "mesh.tensor=2", "parallel.zero_stage=3"])
-)
-state = both.init()
-formula = sum(12 * np.prod(w.shape) // (4 * np.prod(w.ways)) for w in both.layout.flat)
-planned = sum(
-    item.nbytes for item in mt.plan(both.config, "cpu").memory if item.between_steps
-)
-assert formula == planned == live_bytes(state) - 3 * 4
-print(f"{formula:,} bytes a device, {formula / (12 * psi / 8) - 1:.1%} above an eighth")
-print(
-    "whole over tensor:",
-    ", ".join(w.name for w in both.layout.flat if "tensor" in w.replicated),
-)
-blocks = state.params["blocks"]
-mt.show({"q": blocks["attention"]["q"], "scale": blocks["attention_norm"]["scale"]})
 
 # %% [markdown]
 # ## Things to try

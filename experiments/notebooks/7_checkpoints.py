@@ -15,7 +15,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import matplotlib.pyplot as plt
 import numpy as np
 
 import meshtrain as mt
@@ -282,19 +281,7 @@ apart = max(
 )
 assert 0 < apart < 1e-5
 
-figure, panel = plt.subplots(figsize=(6, 3))
-panel.plot(*zip(*calm, strict=True), color="lightgrey", lw=6)
-panel.plot(*zip(*cut[:16], strict=True), "x", color="black")
-panel.plot(*zip(*moved[16:], strict=True), "o", color="black", mfc="none")
-panel.text(
-    14,
-    5.3,
-    "calm: the grey line\n× until the kill\n○ from 16 on another mesh",
-    va="top",
-)
-panel.set(xlabel="step", ylabel="loss")
-plt.tight_layout()
-plt.show()
+print(f"from step 17 on losses are apart by {apart:.0e} of themselves at most")
 
 # %% [markdown]
 # ## Asked to stop

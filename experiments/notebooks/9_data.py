@@ -262,31 +262,11 @@ def opened(batching):
 
 
 batchings = {batching: opened(batching) for batching in ("window", "packed", "grouped")}
-figure, panels = plt.subplots(3, 1, figsize=(7, 5), sharex=True)
-for panel, (name, data) in zip(panels, batchings.items(), strict=True):
-    # of the grouped, a batch of short documents
-    shown = data.batch(
-        next(k for k in range(99) if name != "grouped" or data.batch_shape(k)[1] < 100)
-    )
-    colour = np.where(
-        shown["weights"] > 0,
-        np.where(shown["tokens"] == 256, np.nan, shown["tokens"] % 20),
-        -1,
-    )
-    palette = plt.get_cmap("tab20").with_extremes(under="white", bad="black")
-    panel.imshow(
-        colour, aspect="auto", cmap=palette, vmin=0, vmax=19, interpolation="nearest"
-    )
-    panel.set(
-        title="{}: a batch of {} × {}".format(name, *colour.shape),
-        ylabel="row",
-        xlim=(0, 256),
-    )
-panels[-1].set_xlabel(
-    "place in the row; a colour a document, black its beginning, white padding"
-)
-plt.tight_layout()
-plt.show()
+for name, data in batchings.items():
+    shown = data.batch(0)
+    print(f"{name}: a batch of {' × '.join(map(str, shown['tokens'].shape))}")
+    for ids, weights in zip(shown["tokens"][:3], shown["weights"], strict=False):
+        print("  ", readable(np.where(weights > 0, ids, ord(" ")))[:100])
 
 # %% [markdown]
 # Padding is computed for nothing. Packing here needs no more of it than windows do, which only pad the last batch: it
@@ -326,14 +306,8 @@ sees = (segments[:, None] == segments) & np.tri(256, dtype=bool) & (segments > 0
 # a place sees itself and all of its document before it
 assert (sees.sum(1) == np.where(segments > 0, positions + 1, 0)).all()
 
-figure, panel = plt.subplots(figsize=(3.2, 3.2))
-panel.imshow(sees, cmap="Greys", interpolation="nearest")
-panel.set(
-    title=f"row {row}: {segments.max()} documents",
-    xlabel="is looked at",
-    ylabel="looks",
-)
-plt.tight_layout()
+plt.imshow(sees, cmap="Greys")
+plt.title(f"row {row}: {segments.max()} documents; down: looks, across: is looked at")
 plt.show()
 
 # %% [markdown]

@@ -1,5 +1,4 @@
-"""Mixtures of experts: published runs in bfloat16 beside the plan, `python -m experiments.plan.experts`; `--search`:
-what a search takes.
+"""Mixtures of experts: published runs in bfloat16 beside the plan, `python -m experiments.plan.experts`.
 
     Megatron-Bridge   NVIDIA-NeMo/Megatron-Bridge (2026): docs/performance-summary-archive.md and, of Qwen3-30B on 16 H100s, which differ in how
                       rows are sent alone, skills/nemo-mbridge-perf-expert-parallel-overlap; loads are even by force.
@@ -39,7 +38,6 @@ from experiments import bench
 from experiments.bench import MODELS, Table, config_of
 from meshtrain.config import Config, load, replaced
 from meshtrain.plan import FrameworkProfile, named, plan
-from meshtrain.plan.search import made_of, search
 
 from .dgxc import NEMO
 from .published import Run
@@ -225,31 +223,9 @@ def table() -> None:
         print(f"ours, Qwen3-30B, experts over {ranks}{more}: {waits}; {held}")
 
 
-def searched() -> None:
-    """Prints the layouts that a search takes, with nothing dropped."""
-    for model, devices, rows in (
-        ("Qwen3-30B-A3B", 16, 1024),
-        ("DeepSeek-V3", 1024, 8192),
-    ):
-        config = of_experts(model, {"data": devices}, rows, 4096)
-        found = search(config, named("h100", devices), devices)
-        best = found.plans[0]
-        staged = next((p for p in found.plans if p.config.mesh.pipeline > 1), best)
-        print(
-            f"{model} on {devices} H100s: {found.legal:,} layouts in {found.seconds:.1f} s"
-        )
-        for name, layout in {"best": best, "best with stages": staged}.items():
-            parallel = layout.config.parallel
-            told = f"{parallel.microbatches} microbatches, ZeRO-{parallel.zero_stage}, remat {parallel.remat}"
-            held = f"{layout.seconds:.1f} s, {layout.bytes / 2**30:.1f} GiB, MFU {layout.mfu:.1%}"
-            print(f"  {name}: {layout.config.mesh}, {told}: {held}")
-        print(f"  {made_of(best)}")
-
-
 def main() -> None:
-    parser = bench.parser(__doc__)
-    parser.add_argument("--search", action="store_true")
-    (searched if parser.parse_args().search else table)()
+    bench.parser(__doc__).parse_args()
+    table()
 
 
 if __name__ == "__main__":
