@@ -15,76 +15,37 @@ Needs the compiler (pip install -e '.[compile]') and no GPU. Read from the order
 """
 
 from collections import defaultdict
-from typing import Any
+
+import yaml
 
 from experiments import bench
-from experiments.bench import LLAMA_3, Table
+from experiments.bench import LLAMA_3, Table, config_of
 from experiments.plan.timed import CollectiveTime, timed
 from meshtrain.config import Config, load
 from meshtrain.mesh import DATA, ISLAND, TENSOR
 from meshtrain.plan import named, plan
 from meshtrain.plan.compiled import Compiled, compile_step
 
-SMALL, MIDDLE, LARGE = LLAMA_3.values()
-# model, (data, tensor, pipeline), islands, sequences in a batch, parallel's keys
-LAYOUTS: dict[
-    str, tuple[dict[str, int], tuple[int, int, int], int, int, dict[str, Any]]
-] = {
-    "8b": (SMALL, (8, 8, 1), 1, 32, {"microbatches": 4}),
-    "8b one microbatch": (SMALL, (8, 8, 1), 1, 8, {}),
-    "8b islands": (SMALL, (16, 4, 1), 2, 32, {"microbatches": 2, "remat": "selective"}),
-    "8b ZeRO-0": (SMALL, (8, 8, 1), 1, 16, {"microbatches": 2, "zero_stage": 0}),
-    "8b ZeRO-3": (
-        SMALL,
-        (64, 1, 1),
-        1,
-        64,
-        {"zero_stage": 3, "sequence_parallel": False, "remat": "selective"},
-    ),
-    # the best that searches found
-    "70b": (
-        MIDDLE,
-        (32, 4, 4),
-        1,
-        512,
-        {
-            "microbatches": 16,
-            "schedule": "interleaved",
-            "virtual_stages": 5,
-            "remat": "selective",
-        },
-    ),
-    "405b": (
-        LARGE,
-        (128, 8, 16),
-        1,
-        2048,
-        {
-            "microbatches": 16,
-            "schedule": "interleaved",
-            "virtual_stages": 8,
-            "remat": "selective",
-            "layer_split": [0, *[1] * 126, 0],
-        },
-    ),
-}
+# model, mesh, sequences in a batch, parallel's keys
+LAYOUTS = yaml.safe_load("""
+8b: [8B, {data: 8, tensor: 8}, 32, {microbatches: 4}]
+8b one microbatch: [8B, {data: 8, tensor: 8}, 8, {}]
+8b islands: [8B, {data: 16, tensor: 4, islands: 2}, 32, {microbatches: 2, remat: selective}]
+8b ZeRO-0: [8B, {data: 8, tensor: 8}, 16, {microbatches: 2, zero_stage: 0}]
+8b ZeRO-3: [8B, {data: 64}, 64, {zero_stage: 3, sequence_parallel: false, remat: selective}]
+# the best that searches found
+70b: [70B, {data: 32, tensor: 4, pipeline: 4}, 512, {microbatches: 16, schedule: interleaved, virtual_stages: 5, remat: selective}]
+405b: [405B, {data: 128, tensor: 8, pipeline: 16}, 2048, {microbatches: 16, schedule: interleaved, virtual_stages: 8, remat: selective}]
+""")
 
 
-def config_of(layout: str, changes: list[str]) -> Config:
-    model, (data, tensor, pipeline), islands, batch, parallel = LAYOUTS[layout]
-    given = {
-        "model": model,
-        "mesh": {
-            "data": data,
-            "tensor": tensor,
-            "pipeline": pipeline,
-            "islands": islands,
-        },
-        "parallel": {"sequence_parallel": True, "remat": "none"} | parallel,
-        "precision": {"compute": "bfloat16"},
-        "train": {"global_batch_size": batch, "sequence_length": 8192},
-    }
-    return load(given, changes)
+def layout_config(layout: str, changes: list[str]) -> Config:
+    model, mesh, batch, parallel = LAYOUTS[layout]
+    keys = {"sequence_parallel": True, "remat": "none"} | parallel
+    if model == "405B":
+        keys["layer_split"] = [0, *[1] * 126, 0]
+    config = config_of(LLAMA_3[model], mesh, batch, 8192, keys)
+    return load(config, changes) if changes else config
 
 
 def sent_over(
@@ -143,7 +104,7 @@ def main() -> None:
     )
     table = Table("layout           ", "kind              ", *heads)
     for layout in options.layouts or LAYOUTS:
-        config = config_of(layout, options.set)
+        config = layout_config(layout, options.set)
         compiled = compile_step(config, f"h100x{config.mesh.devices}")
         kinds, seconds = sent_over(options.over, config, compiled)
         planned = plan(config, named("h100", config.mesh.devices))

@@ -19,6 +19,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from experiments import bench
 from meshtrain.config import Config, load
 
@@ -50,43 +52,27 @@ class Method:
         return load(ROOT / "configs" / "quickstart.yaml", [*BASE, *self.settings, *own])
 
 
-def compressed(name: str, *settings: str) -> tuple[str, ...]:
-    return (
-        f"parallel.reduce.compression={name}",
-        *(f"parallel.reduce.{setting}" for setting in settings),
-    )
-
-
-def alone(*settings: str) -> tuple[str, ...]:
-    """Two islands that take 10 steps by themselves after 50 in common."""
-    kept = ("every=10", "start=50", *settings)
-    return ("mesh.islands=2", *(f"parallel.sync.{setting}" for setting in kept))
-
-
 PLAIN = "float32"
-METHODS = (
-    Method(PLAIN),
-    Method("float32, 2 islands", ("mesh.islands=2",)),
-    Method("bfloat16", compressed("bfloat16"), 0.01),
-    Method("int8", compressed("int8"), 0.01),
-    Method("float8", compressed("float8"), 0.01),
-    Method("int4 with feedback", compressed("int4"), 0.05),
-    Method("int4 without", compressed("int4", "feedback=false")),
-    Method("PowerSGD rank 4 with feedback", compressed("powersgd", "rank=4"), 0.05),
-    Method(
-        "PowerSGD rank 4 without", compressed("powersgd", "rank=4", "feedback=false")
-    ),
-    Method("top 1% with feedback", compressed("topk")),
-    Method("top 1% without", compressed("topk", "feedback=false")),
-    Method(
-        "int8 across 2 islands", ("mesh.islands=2", *compressed("int8", "over=islands"))
-    ),
-    Method("DiLoCo, 10 steps alone", alone(), 0.10),
-    Method("DiLoCo, momentum 0.5", alone("outer_momentum=0.5")),
-    Method(
-        "local SGD, 10 steps alone",
-        alone("outer_learning_rate=1.0", "outer_momentum=0"),
-    ),
+# by how much the loss may be above float32's, and settings; islands take 10 steps by themselves after 50 in common
+METHODS = tuple(
+    Method(name, tuple(settings), most)
+    for name, (most, *settings) in yaml.safe_load("""
+float32: [null]
+float32, 2 islands: [null, mesh.islands=2]
+bfloat16: [0.01, parallel.reduce.compression=bfloat16]
+int8: [0.01, parallel.reduce.compression=int8]
+float8: [0.01, parallel.reduce.compression=float8]
+int4 with feedback: [0.05, parallel.reduce.compression=int4]
+int4 without: [null, parallel.reduce.compression=int4, parallel.reduce.feedback=false]
+PowerSGD rank 4 with feedback: [0.05, parallel.reduce.compression=powersgd, parallel.reduce.rank=4]
+PowerSGD rank 4 without: [null, parallel.reduce.compression=powersgd, parallel.reduce.rank=4, parallel.reduce.feedback=false]
+top 1% with feedback: [null, parallel.reduce.compression=topk]
+top 1% without: [null, parallel.reduce.compression=topk, parallel.reduce.feedback=false]
+int8 across 2 islands: [null, mesh.islands=2, parallel.reduce.compression=int8, parallel.reduce.over=islands]
+DiLoCo, 10 steps alone: [0.1, &islands mesh.islands=2, &every parallel.sync.every=10, &start parallel.sync.start=50]
+DiLoCo, momentum 0.5: [null, *islands, *every, *start, parallel.sync.outer_momentum=0.5]
+local SGD, 10 steps alone: [null, *islands, *every, *start, parallel.sync.outer_learning_rate=1.0, parallel.sync.outer_momentum=0]
+""").items()
 )
 # Feedback is there to make a method better: pairs of which the first must end below the second.
 BETTER = (("top 1% with feedback", "top 1% without"),)

@@ -245,6 +245,7 @@ for write, style, name in (
         f"{name}: {write:.3f} s each; Young {young:.0f} s, Daly {best:.0f} s, goodput {share.max():.4f}"
     )
 axes.legend()
+plt.show()
 
 # %% [markdown]
 # The curve is flat: twice too often or too seldom costs less than a percent, so that the plan advises the longest

@@ -21,53 +21,29 @@ OVERLAP = (
     # Seconds by which two generations may seem to overlap: the watcher looks now and then
     0.5
 )
-HANGS = {
-    "frozen": "frozen",
-    "asleep": "stuck",
-    "loader": "stuck",
-    "gil": "gil",
-    "d-state": "uninterruptible",
-}
 # The kind of verdict that an injected fault must lead to, and who is to be blamed.
-EXPECTED = (
-    dict.fromkeys(
-        (
-            "kill",
-            "segv",
-            "abort",
-            "kill-compile",
-            "kill-restore",
-            "kill-save",
-            "kill-forming",
-            "damage",
-        ),
-        ("signal", "rank"),
+EXPECTED = {
+    fault: (kind, whom)
+    for kind, whom, faults in (
+        ("signal", "rank", "kill segv abort kill-compile kill-restore kill-save"),
+        ("signal", "rank", "kill-forming damage crash-loop"),
+        ("signal", "both", "kill-two"),
+        ("frozen", "rank", "frozen"),
+        ("stuck", "rank", "asleep loader"),
+        ("gil", "rank", "gil"),
+        ("uninterruptible", "rank", "d-state"),
+        ("lost", "rank", "node-lost leader-lost coordinator-lost"),
+        ("lost", "rank", "supervisor-frozen store-lost node-returns"),
+        ("memory", "rank", "out-of-memory"),
+        ("error", "rank", "error"),
+        ("collective", "nobody", "collective"),
+        ("numbers", "nobody", "nan nan-always"),
+        ("sick", "rank", "bit-flip"),
+        ("port", "nobody", "port-taken"),
+        ("straggler", "rank", "slow"),
     )
-    | {name: (kind, "rank") for name, kind in HANGS.items()}
-    | dict.fromkeys(
-        (
-            "node-lost",
-            "leader-lost",
-            "coordinator-lost",
-            "supervisor-frozen",
-            "store-lost",
-            "node-returns",
-        ),
-        ("lost", "rank"),
-    )
-    | {
-        "kill-two": ("signal", "both"),
-        "out-of-memory": ("memory", "rank"),
-        "error": ("error", "rank"),
-        "collective": ("collective", "nobody"),
-        "nan": ("numbers", "nobody"),
-        "nan-always": ("numbers", "nobody"),
-        "bit-flip": ("sick", "rank"),
-        "port-taken": ("port", "nobody"),
-        "crash-loop": ("signal", "rank"),
-        "slow": ("straggler", "rank"),
-    }
-)
+    for fault in faults.split()
+}
 
 
 @dataclasses.dataclass

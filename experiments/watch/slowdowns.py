@@ -20,11 +20,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import yaml
 
 from experiments import bench
 from experiments.bench import Table
@@ -43,102 +44,67 @@ class Kind:
     name: str
     finds: str
     does: str
-    settings: tuple[str, ...] = ()
+    settings: Sequence[str] = ()
     processes: int = 1
     cached: bool = True  # whether programs come from the cache of compilations
 
 
-def mesh(data: int, tensor: int, pipeline: int) -> tuple[str, ...]:
-    devices = data * tensor * pipeline
-    return (
-        f"mesh.data={data}",
-        f"mesh.tensor={tensor}",
-        f"mesh.pipeline={pipeline}",
-        f"run.fake_devices={devices}",
-    )
-
-
-# quickstart's model and batch.
-CONFIG = {
-    "model": {
-        "layers": 4,
-        "d_model": 128,
-        "heads": 8,
-        "kv_heads": 4,
-        "d_ff": 352,
-        "vocab_size": 260,
-    },
-    "data": {"source": "stdlib", "tokenizer": "byte"},
-    "train": {"steps": 40, "global_batch_size": 16, "sequence_length": 128},
-    "checkpoint": {"every": 20, "keep": 1},
-    "log": {"every": 1},
-    "telemetry": {"every": 1, "trace_at": [30]},
-}
-BASE = mesh(2, 1, 1)  # data parallel: nothing to be won by another layout
-
+# quickstart's model and batch, data parallel: nothing to be won by another layout
+CONFIG = yaml.safe_load("""
+run: {fake_devices: 2}
+model: {layers: 4, d_model: 128, heads: 8, kv_heads: 4, d_ff: 352, vocab_size: 260}
+mesh: {data: 2, tensor: 1, pipeline: 1}
+data: {source: stdlib, tokenizer: byte}
+train: {steps: 40, global_batch_size: 16, sequence_length: 128}
+checkpoint: {every: 20, keep: 1}
+log: {every: 1}
+telemetry: {every: 1, trace_at: [30]}
+""")
 # Runs of which nothing is to be said, one after the other.
 HEALTHY: tuple[tuple[str, ...], ...] = (
     (),
-    mesh(1, 1, 1),
+    ("mesh.data=1", "run.fake_devices=1"),
     ("parallel.zero_stage=0", "eval.every=20", "eval.batches=2"),
     ("model.family=gpt2", "model.kv_heads=8", "parallel.microbatches=2"),
 )
-
-SHORT = (
-    "model.layers=1",
-    "model.d_model=32",
-    "model.d_ff=64",
-    "train.steps=8",
-    *mesh(1, 1, 1),
-)
-UNWATCHED = ("telemetry.trace_at=[]", "checkpoint.every=0")
-GROUPED = ("data.batching=grouped", "data.lengths=32", "data.length_multiple=4")
-ODD_LENGTHS = (*GROUPED, *SHORT, *UNWATCHED)
-ONE_F_ONE_B = (
-    "parallel.schedule=1f1b",
-    "parallel.virtual_stages=1",
-    "parallel.microbatches=2",
-)
-BUBBLE = (*mesh(1, 1, 2), *ONE_F_ONE_B)
-TENSOR = (
-    "model.kv_heads=8",
-    "train.steps=24",
-    "telemetry.trace_at=[16]",
-    *mesh(1, 8, 1),
-)
-DISK = ("checkpoint.every=5", "train.steps=24", "telemetry.trace_at=[17]")
-RANK = ("model.layers=1", "train.steps=14", "telemetry.trace_at=[]")
-TAKEN = f"{0.96 * BALLAST_LIMIT:.2f} of the {BALLAST_LIMIT:.0f} GiB that it may use are taken"
+# What is found, what is done, and by which settings
 KINDS = {
-    kind.name: kind
-    for kind in (
-        Kind("healthy", "none", "nothing"),
-        Kind(
-            "loader",
-            "loader",
-            "each batch is read 0.4 s late",
-            ("train.steps=16", "telemetry.trace_at=[10]"),
-        ),
-        Kind("disk", "disk", "checkpoints are written at 4 MB/s", DISK),
-        Kind(
-            "slow_rank",
-            "slow_rank",
-            "one of two processes is 0.3 s late at each step",
-            RANK,
-            processes=2,
-        ),
-        Kind("bubble", "bubble", "2 stages, 2 microbatches", BUBBLE),
-        Kind("tensor", "tensor", "8 ways over tensor", TENSOR),
-        Kind("memory", "memory", TAKEN, (f"telemetry.memory_limit={BALLAST_LIMIT}",)),
-        Kind(
-            "compiling",
-            "compiling",
-            "batches of many lengths, each to be compiled",
-            ODD_LENGTHS,
-            cached=False,
-        ),
-        Kind("hog", "shared", "a busy process a core beside it"),
-    )
+    name: Kind(name, **fields)
+    for name, fields in yaml.safe_load(f"""
+healthy: {{finds: none, does: nothing}}
+loader:
+  finds: loader
+  does: each batch is read 0.4 s late
+  settings: [train.steps=16, "telemetry.trace_at=[10]"]
+disk:
+  finds: disk
+  does: checkpoints are written at 4 MB/s
+  settings: [checkpoint.every=5, train.steps=24, "telemetry.trace_at=[17]"]
+slow_rank:
+  finds: slow_rank
+  does: one of two processes is 0.3 s late at each step
+  settings: [model.layers=1, train.steps=14, "telemetry.trace_at=[]"]
+  processes: 2
+bubble:
+  finds: bubble
+  does: 2 stages, 2 microbatches
+  settings: [mesh.data=1, mesh.pipeline=2, parallel.schedule=1f1b, parallel.virtual_stages=1, parallel.microbatches=2]
+tensor:
+  finds: tensor
+  does: 8 ways over tensor
+  settings: [model.kv_heads=8, train.steps=24, "telemetry.trace_at=[16]", mesh.data=1, mesh.tensor=8, run.fake_devices=8]
+memory:
+  finds: memory
+  does: {0.96 * BALLAST_LIMIT:.2f} of the {BALLAST_LIMIT:.0f} GiB that it may use are taken
+  settings: [telemetry.memory_limit={BALLAST_LIMIT}]
+compiling:
+  finds: compiling
+  does: batches of many lengths, each to be compiled
+  settings: [data.batching=grouped, data.lengths=32, data.length_multiple=4, model.layers=1, model.d_model=32, model.d_ff=64,
+    train.steps=8, mesh.data=1, run.fake_devices=1, "telemetry.trace_at=[]", checkpoint.every=0]
+  cached: false
+hog: {{finds: shared, does: a busy process a core beside it}}
+""").items()
 }
 
 
@@ -152,13 +118,13 @@ def child(kind: str, directory: str, number: int) -> int:
     from meshtrain.config import load
     from meshtrain.train import train
 
-    settings = [*BASE, *_settings(KINDS[kind], number), f"run.directory={directory}"]
+    settings = [*_settings(KINDS[kind], number), f"run.directory={directory}"]
     if kind == "compiling":
         settings.append(f"data.source={_texts(Path(directory).parent / 'texts')}")
     return train(load(CONFIG, settings)).exit_code
 
 
-def _settings(kind: Kind, number: int) -> tuple[str, ...]:
+def _settings(kind: Kind, number: int) -> Sequence[str]:
     return HEALTHY[number % len(HEALTHY)] if kind.name == "healthy" else kind.settings
 
 
@@ -241,12 +207,9 @@ _SLOWED: dict[str, Callable[[int], None]] = {
 def environment(
     kind: Kind, number: int, cache: Path, rank: int, port: int
 ) -> dict[str, str]:
-    said = [
-        s
-        for s in (*BASE, *_settings(kind, number))
-        if s.startswith("run.fake_devices=")
-    ]
-    devices = int(said[-1].partition("=")[2])
+    from meshtrain.config import load
+
+    devices = load(CONFIG, _settings(kind, number)).run.fake_devices
     flags = f"--xla_force_host_platform_device_count={devices // kind.processes} --xla_cpu_multi_thread_eigen=false"
     found = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     if kind.cached:

@@ -4,7 +4,7 @@ import math
 import pytest
 from covering import thorough_but
 
-from experiments.communicate.overlap import config_of
+from experiments.communicate.overlap import layout_config
 from meshtrain.cluster.accelerators import Efficiency
 from meshtrain.cluster.algorithms import ALL_GATHER, best
 from meshtrain.config import load, replaced
@@ -595,7 +595,7 @@ def test_in_a_pipeline_all_hides_but_one_chunks_weights_and_gradient_and_the_emb
 
 
 def test_of_405b_on_16384_devices_a_hundredth_of_a_step_is_waited_for_data():
-    config = config_of("405b", [])
+    config = layout_config("405b", [])
     found = plan(config, named("h100", config.mesh.devices))
     assert found.time.data < 0.01 * found.seconds
     before = found.time.data + sum(
