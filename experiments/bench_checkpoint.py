@@ -25,9 +25,9 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from experiments import bench
-from experiments.bench import Table, least, spent
+from experiments.bench import Table, config_of, least, spent
 from meshtrain.checkpoint import Checkpointer, arrays, digests
-from meshtrain.config import load
+from meshtrain.config import replaced
 from meshtrain.mesh import make_mesh
 from meshtrain.step import Program
 
@@ -95,20 +95,12 @@ def program(directory: Path, megabytes: int, layout: str) -> Program:
     mesh, parallel = LAYOUTS[layout]
     a_layer = 4 * WIDTH**2 + 3 * WIDTH * D_FF
     numbers = megabytes * 1e6 / 12
-    given: dict[str, Any] = {
-        "run": {"directory": str(directory), "fake_devices": 8},
-        "model": {
-            "layers": max(8, round((numbers - 2 * VOCABULARY * WIDTH) / a_layer)),
-            "d_model": WIDTH,
-            "heads": 8,
-        },
-        "mesh": dict(zip(("data", "tensor", "pipeline"), mesh, strict=True)),
-        "parallel": {"microbatches": 1} | parallel,
-        "train": {"global_batch_size": 8, "sequence_length": 64},
-        "checkpoint": {"keep": 1},
-    }
-    given["model"] |= {"d_ff": D_FF, "vocab_size": VOCABULARY}
-    config = load(given)
+    model = {"layers": max(8, round((numbers - 2 * VOCABULARY * WIDTH) / a_layer))}
+    model |= {"d_model": WIDTH, "heads": 8, "d_ff": D_FF, "vocab_size": VOCABULARY}
+    axes = dict(zip(("data", "tensor", "pipeline"), mesh, strict=True))
+    config = config_of(model, axes, 8, 64, {"microbatches": 1} | parallel, "float32")
+    run = {"directory": str(directory), "fake_devices": 8}
+    config = replaced(config, run=run, checkpoint={"keep": 1})
     return Program(config, make_mesh(config))
 
 

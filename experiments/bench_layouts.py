@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 from experiments import bench, plain_jax, sharded_jax
-from experiments.bench import HEADER, Stepping, compare
-from meshtrain.config import Config, load
+from experiments.bench import HEADER, Stepping, compare, config_of
+from meshtrain.config import Config
 from meshtrain.mesh import fake_cpu_devices, make_mesh
 from meshtrain.step import Program
 
@@ -44,20 +44,10 @@ MESHES = [
 
 
 def config(mesh: tuple[int, ...], parallel: dict, batch: int, length: int) -> Config:
-    return load(
-        {
-            "model": MODEL,
-            "mesh": dict(
-                zip(
-                    ("data", "tensor", "pipeline", "context"),
-                    (*mesh, 1)[:4],
-                    strict=True,
-                )
-            ),
-            "parallel": {"schedule": "1f1b"} | parallel,
-            "train": {"global_batch_size": batch, "sequence_length": length},
-        }
-    )
+    axes = ("data", "tensor", "pipeline", "context")
+    degrees = dict(zip(axes, (*mesh, 1)[:4], strict=True))
+    keys = {"schedule": "1f1b"} | parallel
+    return config_of(MODEL, degrees, batch, length, keys, "float32")
 
 
 def default_microbatches(mesh: tuple[int, ...], batch: int) -> int:

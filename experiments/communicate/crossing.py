@@ -31,20 +31,18 @@ TOLD = (400.0, 40.0, 4.0, 1.0, 0.125)
 KEPT = 0.9  # of the best speed
 STEPS = 12  # between which crossings are looked for
 
-ONE_STAGE = (
-    *(
+ONE_STAGE = tuple(
+    [
         "mesh.data=512",
         "mesh.tensor=1",
         "mesh.pipeline=1",
         "parallel.schedule=gpipe",
         "parallel.virtual_stages=1",
-    ),
-    *(
         "parallel.microbatches=1",
         "parallel.sequence_parallel=false",
         "parallel.remat=selective",
-    ),
-    "train.global_batch_size=512",
+        "train.global_batch_size=512",
+    ]
 )
 MODELS = {
     "8B, ZeRO-1, data 512": ("llama3_8b", ONE_STAGE),

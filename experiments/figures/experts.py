@@ -9,7 +9,8 @@ import numpy as np
 
 import meshtrain as mt
 from experiments import bench
-from experiments.bench import Stepping, Table
+from experiments.bench import Stepping, Table, config_of
+from meshtrain.config import replaced
 
 EXPERTS = {"experts": 8, "top_k": 2, "d_ff": 64}
 MESH = {"data": 4, "expert": 4, "pipeline": 2}
@@ -20,19 +21,12 @@ def configuration(
     moe: dict[str, Any], mesh: dict[str, int], length: int = 64, **model: Any
 ) -> mt.Config:
     """Returns a config of 4 layers on a mesh, or in one place without a mesh."""
-    given = {
-        "model": {"layers": 4, "d_model": 64, "heads": 4, "vocab_size": 256, "moe": moe}
-        | model,
-        "mesh": mesh,
-        "parallel": {"zero_stage": 2, "microbatches": 2 if mesh else 1},
-        "train": {
-            "steps": 200,
-            "global_batch_size": 16 if mesh else 64,
-            "sequence_length": length,
-        },
-        "optimizer": {"learning_rate": 1e-3},
-    }
-    return mt.load(given)
+    shape = {"layers": 4, "d_model": 64, "heads": 4, "vocab_size": 256, "moe": moe}
+    parallel = {"zero_stage": 2, "microbatches": 2 if mesh else 1}
+    rows = 16 if mesh else 64
+    config = config_of(shape | model, mesh, rows, length, parallel, "float32")
+    optimizer = {"learning_rate": 1e-3}
+    return replaced(config, train={"steps": 200}, optimizer=optimizer)
 
 
 def batch(random: np.random.Generator, config: mt.Config) -> dict[str, np.ndarray]:

@@ -20,6 +20,7 @@ from statistics import median
 from typing import Any
 
 from experiments import bench
+from experiments.bench import Table
 from experiments.gpu.cases import SPEED, Case
 from meshtrain import xla
 
@@ -162,26 +163,20 @@ def speed(name: str) -> dict[str, Any]:
     }
 
 
-HEADER = (
-    f"{'case':22} {'step ms':>8} {'planned':>8} {'ratio':>6} {'MFU %':>6} {'tokens/s':>9} {'GiB':>6} {'peak':>6} "
-    f"{'planned':>8} {'compiled in s':>14}"
-)
-
-
-def line(r: dict[str, Any]) -> str:
-    gib = 2**30
-    return (
-        f"{r['case']:22} {1e3 * r['seconds']:8.1f} {1e3 * r['planned']:8.1f} {r['planned'] / r['seconds']:6.3f} "
-        f"{100 * r['mfu']:6.1f}"
-        f" {r['tokens_per_second']:9.0f} {r['bytes'] / gib:6.1f} {r['peak'] / gib:6.1f} "
-        f"{r['planned_bytes'] / gib:8.1f} {r['compile_seconds']:14.1f}"
-    )
+def line(r: dict[str, Any]) -> tuple[str, ...]:
+    """Returns the cells of a case."""
+    seconds = (f"{1e3 * r[name]:.1f}" for name in ("seconds", "planned"))
+    held = (f"{r[name] / 2**30:.1f}" for name in ("bytes", "peak", "planned_bytes"))
+    reached = f"{r['planned'] / r['seconds']:.3f}", f"{100 * r['mfu']:.1f}"
+    speed = f"{r['tokens_per_second']:.0f}"
+    return (*seconds, *reached, speed, *held, f"{r['compile_seconds']:.1f}")
 
 
 def each(names: Sequence[str], out: Path | None) -> int:
     """Runs each case in a process of its own; returns how many failed."""
     failed = 0
-    print(HEADER, flush=True)
+    heads = "step ms", "planned", "ratio", "MFU %", "tokens/s", "   GiB", "  peak"
+    table = Table("case".ljust(22), *heads, "planned", "compiled in s")
     for name in names:
         try:
             done = subprocess.run(
@@ -202,7 +197,7 @@ def each(names: Sequence[str], out: Path | None) -> int:
             )
             continue
         row = json.loads(said.splitlines()[-1])
-        print(line(row), flush=True)
+        table.row(row["case"], *line(row))
         if out:
             with (out / "speed.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
