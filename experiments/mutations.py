@@ -45,7 +45,7 @@ COPIED = (
     ".ci",
 )
 SUITES = {"quick": "not slow and not thorough", "thorough": "thorough"}
-# of a line that are run at most: of its own room first, three cases of each test before the others, the cheapest first
+# of a line that are run at most: of its own room first, the cheapest first
 TESTS = 64
 CHEAP = 25.0  # processor seconds for all of them; the first is run whatever it costs
 SECONDS = 300  # by the clock for the tests of one mutation
@@ -269,29 +269,20 @@ def tests_of(mutation: Mutation, records: Path) -> list[str]:
                 spent |= seen
                 executing |= set(seen)
                 break
-    cases = Counter[str]()
-    order: list[tuple[bool, bool, bool, float, str]] = []
-    for test in sorted(spent, key=lambda test: spent[test]):
-        cases[test.split("[")[0]] += 1
-        later = cases[test.split("[")[0]] > 3
-        order.append(
-            (not test.startswith(own), test not in executing, later, spent[test], test)
-        )
+    order = sorted(
+        (not test.startswith(own), test not in executing, seconds, test)
+        for test, seconds in spent.items()
+    )
     chosen: list[str] = []
     left = CHEAP
-    for *_, test in sorted(order)[:TESTS]:
+    for *_, test in order[:TESTS]:
         if spent[test] <= left or not chosen:
             chosen.append(test)
             left -= spent[test]
-    recorded = any(test.startswith(mirror) for test in chosen)
-    return [
-        *chosen,
-        *(
-            name
-            for name in [mirror.removesuffix("::")]
-            if not recorded and (ROOT / name).exists()
-        ),
-    ]
+    file = mirror.removesuffix("::")
+    if not any(test.startswith(mirror) for test in chosen) and (ROOT / file).exists():
+        chosen.append(file)
+    return chosen
 
 
 # --- a mutation and its tests

@@ -4,8 +4,6 @@
     gradient_sums    loss of the quickstart with gradients summed over microbatches in bfloat16
     long_rows        held-out loss of a RUN by quarter of a row: whether it uses what lies far back
     grouped          the grouped product of experts beside a dense one of as many rows, and `jax.lax.ragged_dot`
-    balance          load of experts by the rule that balances them
-    experts          a step of a mixture beside a dense one of as many active parameters
     ragged           a step of a mixture beside the same in plain JAX with `ragged_dot`, and as MaxText computes it
     images           images a second of one core, beside a bare loop over NumPy or Pillow
 
@@ -20,7 +18,6 @@ from experiments import bench
 MODULES = {
     "losses": ("float8", "gradient_sums", "long_rows"),
     "products": ("grouped",),
-    "experts": ("balance", "experts"),
     "ragged": ("ragged",),
     "images": ("images",),
 }

@@ -27,7 +27,6 @@ from experiments.bench import (
     spread,
     typical,
 )
-from meshtrain.config import load
 from meshtrain.generate.programs import Decoding
 from meshtrain.generate.request import Sampling
 from meshtrain.hlo import Module, byte_count
@@ -142,6 +141,7 @@ class Turn(NamedTuple):
     copies: list[str]
     grown: int  # bytes of live arrays
     compiled: int
+    parameters: int
 
 
 def measured(size: tuple[int, ...], rounds: int, steps: int) -> Turn:
@@ -174,6 +174,7 @@ def measured(size: tuple[int, ...], rounds: int, steps: int) -> Turn:
         copies(ours.lower().compile().as_text() or "", kept),
         live() - before,
         ours.compiled - compiled,
+        of.program.layout.parameters,
     )
 
 
@@ -223,7 +224,8 @@ def main() -> int:
     )
     for name in given.sizes:
         size = SIZES[name]
-        times, copied, grown, compiled = measured(size, given.rounds, given.steps)
+        turn = measured(size, given.rounds, given.steps)
+        times, copied, grown, compiled, _ = turn
         good &= (
             float(np.median(times.walls)) <= GOAL
             and not copied
@@ -233,7 +235,7 @@ def main() -> int:
         ours, plain = (
             f"{1e3 * typical(found).wall / given.steps:.2f}" for found in times
         )
-        sizes = [f"{model_size(size) / 1e6:.0f} M", size[5], size[6]]
+        sizes = [f"{turn.parameters / 1e6:.0f} M", size[5], size[6]]
         checks = [len(copied), grown, compiled]
         table.row(
             name,
@@ -247,14 +249,6 @@ def main() -> int:
         for line in copied:
             print("   ", line)
     return 0 if good else 1
-
-
-def model_size(size: tuple[int, ...]) -> int:
-    layers, width, heads, groups, words, *_ = size
-    sizes = dict(
-        layers=layers, d_model=width, heads=heads, kv_heads=groups, vocab_size=words
-    )
-    return Program(load({"model": sizes})).layout.parameters
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """A server under load by OpenAI's client, held against its engine alone: python -m experiments.serving.load
 
 200 requests, 8 at once, streams and whole answers by turns      each answered as a prompt was answered before; latencies
-80 more, of which each second client leaves after 3 pieces        slots and queue are empty a second later
 1,000 more, short ones                                           memory of the process before and after
 the 200 by the engine itself, without HTTP                        tokens a second, as a ratio
 """
@@ -42,7 +41,6 @@ PROMPTS = (
     * 2
 )
 WARM = 100  # requests before memory is looked at
-SETTLED = 2.0  # seconds until what clients left is free again
 
 
 class Answer(NamedTuple):
@@ -82,9 +80,7 @@ class Client:
             choice.finish_reason,
         )
 
-    def stream(
-        self, prompt: str, most: int = TOKENS, leave_after: int | None = None
-    ) -> Answer:
+    def stream(self, prompt: str, most: int = TOKENS) -> Answer:
         began, arrived, text, tokens, finish = time.monotonic(), [], "", 0, ""
         asked = {
             "model": self.model,
@@ -98,8 +94,6 @@ class Client:
         ) as pieces:
             for piece in pieces:
                 arrived.append(time.monotonic())
-                if leave_after is not None and len(arrived) >= leave_after:
-                    break
                 if piece.usage is not None:
                     tokens = piece.usage.completion_tokens
                 for choice in piece.choices:
@@ -114,7 +108,6 @@ class Figures(NamedTuple):
     answers: list[Answer]
     seconds: float  # of all
     different: int  # answers that are not what the same prompt was answered before
-    left: tuple[float, float]  # running and waiting after clients went away
     memory: tuple[int, int]  # bytes before and after
     alone: float  # tokens a second of the engine itself
 
@@ -133,7 +126,7 @@ def all_of(
     return answers, time.monotonic() - began
 
 
-def measure(work: Path, requests: int, leaving: int, short: int) -> Figures:
+def measure(work: Path, requests: int, short: int) -> Figures:
     run = made_run(work)
     with servers(serving(run), work, 1) as (server,):
         client = Client(server)
@@ -149,24 +142,17 @@ def measure(work: Path, requests: int, leaving: int, short: int) -> Figures:
             answer.text != usual[prompt]
             for prompt, answer in zip(prompts, answers, strict=True)
         )
-        prompt_of = {k: PROMPTS[k % len(PROMPTS)] for k in range(max(leaving, short))}
-        ways_out = [
-            lambda k=k: client.stream(prompt_of[k], leave_after=3 if k % 2 else None)
-            for k in range(leaving)
-        ]
-        stayed = [answer for k, answer in enumerate(all_of(ways_out)[0]) if not k % 2]
-        different += sum(answer.tokens == 0 for answer in stayed)
-        time.sleep(SETTLED)
-        left = server.metrics()
         process = psutil.Process(server.process.pid)
-        shorts = [lambda k=k: client.whole(prompt_of[k], SHORT) for k in range(short)]
+        shorts = [
+            lambda k=k: client.whole(PROMPTS[k % len(PROMPTS)], SHORT)
+            for k in range(short)
+        ]
         all_of(shorts[:WARM])
         before = process.memory_info().rss
         all_of(shorts)
         memory = before, process.memory_info().rss
     alone = engine_rate(run, prompts)
-    busy = (left["meshtrain_serve_busy_slots"], left["meshtrain_serve_waiting"])
-    return Figures(answers, seconds, different, busy, memory, alone)
+    return Figures(answers, seconds, different, memory, alone)
 
 
 def engine_rate(run: Path, prompts: Sequence[str]) -> float:
@@ -218,10 +204,6 @@ def table(figures: Figures) -> str:
             f"{figures.rate:.0f}; the engine alone {figures.alone:.0f}",
         ],
         [
-            "after clients left",
-            f"{figures.left[0]:.0f} run, {figures.left[1]:.0f} wait",
-        ],
-        [
             "memory",
             f"{figures.memory[0] / 2**20:.1f} MiB, then {figures.memory[1] / 2**20:.1f}",
         ],
@@ -237,13 +219,12 @@ def _ms(seconds: Sequence[float]) -> str:
 def main() -> int:
     parser = bench.parser(__doc__)
     parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--leaving", type=int, default=80)
     parser.add_argument("--short", type=int, default=1000)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
-        figures = measure(Path(work), options.requests, options.leaving, options.short)
+        figures = measure(Path(work), options.requests, options.short)
     print(table(figures))
-    return int(figures.different > 0 or any(figures.left))
+    return int(figures.different > 0)
 
 
 if __name__ == "__main__":

@@ -43,22 +43,19 @@ def settings(
     run: Path, processes: int, steps: int, **sections: dict[str, Any]
 ) -> dict[str, Any]:
     """A config whose steps take some tenths of a second, about as long as a save; two fake devices a process."""
-    values: dict[str, Any] = {
-        "run": {"directory": str(run)},
-        "model": {"layers": 2, "d_model": 64, "heads": 2, "d_ff": 128, "vocab_size": 260},
-        "mesh": {"data": processes, "tensor": 2},
-        "data": {"source": "synthetic"},
-        "train": {"steps": steps, "global_batch_size": 16, "sequence_length": 128},
-        # Whatever train.steps is, the same run
-        "optimizer": {"schedule": "constant", "warmup_steps": 10},
-        "checkpoint": {"every": EVERY},
-        "log": {"batches": True},
-        # Whoever was ill stands back only where the others are enough: here they never are, and the mesh stays what it
-        # is.
-        "survive": {
-            "wanted": processes, "least": processes, "node_timeout": TIMEOUT, "step_timeout": TIMEOUT, "restarts": 1000,
-        },
-    }  # fmt: skip
+    # Whatever train.steps is, it is the same run. Whoever was ill stands back only where the others are enough: here they
+    # never are, and the mesh stays what it is.
+    values = yaml.safe_load(f"""
+run: {{directory: {run}}}
+model: {{layers: 2, d_model: 64, heads: 2, d_ff: 128, vocab_size: 260}}
+mesh: {{data: {processes}, tensor: 2}}
+data: {{source: synthetic}}
+train: {{steps: {steps}, global_batch_size: 16, sequence_length: 128}}
+optimizer: {{schedule: constant, warmup_steps: 10}}
+checkpoint: {{every: {EVERY}}}
+log: {{batches: true}}
+survive: {{wanted: {processes}, least: {processes}, node_timeout: {TIMEOUT}, step_timeout: {TIMEOUT}, restarts: 1000}}
+""")
     for name, keys in sections.items():
         values[name] = {**values.get(name, {}), **keys}
     return values

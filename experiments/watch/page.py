@@ -1,11 +1,10 @@
 """What the report's page costs for 100,000 steps, and how it looks in a real Chromium: on a phone, on a desk, on paper.
 
-    python -m experiments.watch.page [--steps 100000] [--pictures DIR] [RUN|FILE.html|FILE.svg ...]
+    python -m experiments.watch.page [--steps 100000] [--pictures DIR]
 
 Writes a run that never was (rows, samples, alerts), makes its page with `python -m meshtrain.report`, and prints bytes
 and seconds. Where there is a Chromium, opens it at 390 and 1400 px, light and dark, and prints it: fails if it asks for
 anything or is wider than the window.
-RUN: pages of these runs too; or a page or a picture that another command has written.
 """
 
 import json
@@ -158,7 +157,6 @@ def look(page: Path, pictures: Path) -> list[str]:
 
 def main() -> int:
     parser = bench.parser(__doc__)
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN")
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--pictures", type=Path)
     options = parser.parse_args()
@@ -168,10 +166,7 @@ def main() -> int:
         pictures.mkdir(parents=True, exist_ok=True)
         first = write_run(Path(name) / "synthetic", options.steps)
         second = write_run(Path(name) / "slower", options.steps, seed=1, slower=1.1)
-        drawn = [path for path in options.runs if path.is_file()]
-        wanted = {"one": [first], "two": [first, second]}
-        wanted |= {run.name: [run] for run in options.runs if run not in drawn}
-        for stem, runs in wanted.items():
+        for stem, runs in {"one": [first], "two": [first, second]}.items():
             page = pictures / f"{stem}.html"
             took = make(runs, page)
             size = page.stat().st_size
@@ -189,8 +184,6 @@ def main() -> int:
                 )
             if chromium.found():
                 wrong += look(page, pictures)
-        for path in drawn if chromium.found() else ():
-            wrong += look(path, pictures)
     print(
         "\n".join(wrong)
         or (

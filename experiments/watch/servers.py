@@ -224,39 +224,18 @@ def _servers(
     work: Path, rules: Path, run: Run, inbox: Inbox, port: int, alertmanager: int
 ) -> Iterator[None]:
     targets = [endpoint.url.split("/")[2] for endpoint in run.endpoints]
-    configs: dict[str, dict[str, Any]] = {
-        "prometheus": {
-            "global": {
-                "scrape_interval": SCRAPE,
-                "scrape_timeout": SCRAPE,
-                "evaluation_interval": SCRAPE,
-            },
-            "rule_files": [str(rules)],
-            "alerting": {
-                "alertmanagers": [
-                    {"static_configs": [{"targets": [f"127.0.0.1:{alertmanager}"]}]}
-                ]
-            },
-            "scrape_configs": [
-                {"job_name": "meshtrain", "static_configs": [{"targets": targets}]}
-            ],
-        },
-        "prometheus-alertmanager": {
-            "route": {
-                "receiver": "us",
-                "group_by": ["rule"],
-                "group_wait": "1s",
-                "group_interval": "1s",
-            },
-            "receivers": [
-                {
-                    "name": "us",
-                    "webhook_configs": [
-                        {"url": f"http://127.0.0.1:{inbox.server.server_port}/"}
-                    ],
-                }
-            ],
-        },
+    webhook = f"http://127.0.0.1:{inbox.server.server_port}/"
+    configs = {
+        "prometheus": f"""
+global: {{scrape_interval: {SCRAPE}, scrape_timeout: {SCRAPE}, evaluation_interval: {SCRAPE}}}
+rule_files: ["{rules}"]
+alerting: {{alertmanagers: [{{static_configs: [{{targets: ["127.0.0.1:{alertmanager}"]}}]}}]}}
+scrape_configs: [{{job_name: meshtrain, static_configs: [{{targets: {json.dumps(targets)}}}]}}]
+""",
+        "prometheus-alertmanager": f"""
+route: {{receiver: us, group_by: [rule], group_wait: 1s, group_interval: 1s}}
+receivers: [{{name: us, webhook_configs: [{{url: "{webhook}"}}]}}]
+""",
     }
     flags = {
         "prometheus": [
@@ -272,7 +251,7 @@ def _servers(
     with contextlib.ExitStack() as started:
         for program, config in configs.items():
             path = work / f"{program}.yml"
-            path.write_text(yaml.safe_dump(config))
+            path.write_text(config)
             log = started.enter_context((work / f"{program}.log").open("w"))
             words = [
                 program,
