@@ -13,8 +13,8 @@ import numpy as np
 
 import meshtrain as mt
 from experiments import bench
-from experiments.bench import Compared, Stepping, Table, spread
-from meshtrain.config import load, replaced
+from experiments.bench import Compared, Stepping, Table, config_of, spread
+from meshtrain.config import replaced
 from meshtrain.mesh import AXES
 from meshtrain.plan.shapes import model_flops
 from meshtrain.step import Program
@@ -59,13 +59,12 @@ def batch_of(rows: int, length: int, words: int) -> dict[str, np.ndarray]:
 def main() -> None:
     bench.parser(__doc__).parse_args()
     mt.fake_devices(8)
-    given = {
-        "model": SIZES,
-        "train": {"global_batch_size": 16, "sequence_length": 128, "objective": "dpo"},
-        "data": {"format": "pairs"},
-        "lora": {"rank": 8},
-    }
-    base = load(given)
+    base = replaced(
+        config_of(SIZES, {}, 16, 128, compute="float32"),
+        train={"objective": "dpo"},
+        data={"format": "pairs"},
+        lora={"rank": 8},
+    )
     batch = batch_of(16, 128, SIZES["vocab_size"])
     plain = {name: np.abs(x) for name, x in batch.items() if name != "pairs"}
     heads = (

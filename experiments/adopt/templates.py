@@ -19,22 +19,27 @@ from transformers.utils.chat_template_utils import render_jinja_template
 WHERE = Path(__file__).resolve().parents[2] / "tests" / "data" / "golden" / "templates"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 # Templates that write calls: the form of a call's arguments, and of a content beside calls.
-WANTS = {
-    "command_r7b": ("object", None),
-    "deepseek_r1": ("text", None),
-    "deepseek_r1_distill": ("text", None),
-    "deepseek_v3": ("text", None),
-    "deepseek_v31": ("text", None),
-    "glm4": ("object", None),
+WANTS: dict[str, tuple[str, str | None]] = {
+    **dict.fromkeys(
+        ["deepseek_r1", "deepseek_r1_distill", "deepseek_v3", "deepseek_v31"],
+        ("text", None),
+    ),
+    **dict.fromkeys(
+        [
+            "command_r7b",
+            "glm4",
+            "harmony",
+            "hermes",
+            "kimi_k2",
+            "llama31",
+            "mistral_v3",
+            "qwen25",
+            "qwen3",
+            "qwq",
+        ],
+        ("object", None),
+    ),
     "granite": ("object", ""),
-    "harmony": ("object", None),
-    "hermes": ("object", None),
-    "kimi_k2": ("object", None),
-    "llama31": ("object", None),
-    "mistral_v3": ("object", None),
-    "qwen25": ("object", None),
-    "qwen3": ("object", None),
-    "qwq": ("object", None),
 }
 # The same template reads a text as well as an object: what the record has is written.
 EITHER = ("qwen3", "kimi_k2")

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 import meshtrain as mt
+from experiments.bench import config_of
 from meshtrain.adopt.exporting import export, live_source
 
 TEMPLATE = (
@@ -45,13 +46,8 @@ def tiny(directory: Path, family: str = "llama", text: str = "") -> Path:
     (beside / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | named)
     )
-    config = mt.load(
-        {
-            "model": {"family": family, **SIZES, **FAMILIES[family]},
-            "train": {"sequence_length": LENGTH},
-            "parallel": {"zero_stage": 0},
-        }
-    )
+    sizes = {"family": family, **SIZES, **FAMILIES[family]}
+    config = config_of(sizes, {}, 16, LENGTH, {"zero_stage": 0}, "float32")
     program = mt.Program(config)
     # at its initial scale a model finds all tokens about as likely
     params = jax.tree.map(lambda x: 4 * x if x.ndim > 1 else x, program.init().params)

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import meshtrain as mt
 from experiments import bench, plain_jax, sharded_jax
-from experiments.bench import Compared, Stepping, Table
+from experiments.bench import Compared, Stepping, Table, config_of
 
 Tree = Any
 RANKS = 8
@@ -158,13 +158,10 @@ def ragged(*, rounds: int = 5) -> None:
     table = Table(*heads)
     random = np.random.default_rng(0)
     for expert in (1, RANKS):
-        given = {
-            "model": {"layers": 2, "d_model": 256, "heads": 8, "vocab_size": 2048}
-            | {"moe": {"experts": 16, "top_k": 2, "d_ff": 256}},
-            "mesh": {"data": RANKS, "expert": expert},
-            "train": {"global_batch_size": RANKS, "sequence_length": 256},
-        }
-        config = mt.load(given)
+        model = {"layers": 2, "d_model": 256, "heads": 8, "vocab_size": 2048}
+        model |= {"moe": {"experts": 16, "top_k": 2, "d_ff": 256}}
+        mesh = {"data": RANKS, "expert": expert}
+        config = config_of(model, mesh, RANKS, 256, compute="float32")
         program = mt.Program(config)
         state = program.init()
         words = random.integers(0, 2048, (RANKS, 257)).astype(np.int32)

@@ -1,6 +1,6 @@
 """What rounding weights once a step saves a planned step with products in float8.
 
-python -m experiments.plan.rounded     three layouts of our program, and NeMo's pair in bfloat16 and float8 (no GPU needed)
+python -m experiments.plan.rounded     three layouts of our program (no GPU needed)
 """
 
 from collections.abc import Iterator
@@ -13,8 +13,6 @@ from meshtrain.cluster.cluster import named
 from meshtrain.config import replaced
 from meshtrain.plan.compute import DEFAULT_PROFILE
 from meshtrain.plan.estimate import estimate
-
-from . import dgxc
 
 EVERY_LAYER = {"matmul": "float8", "float8_skip": (0, 0)}
 # model, batch, mesh, keys of `parallel`: those that a search picks in bfloat16, in more microbatches
@@ -57,28 +55,12 @@ def planned() -> Iterator[tuple[str, float, float, float]]:
         )
 
 
-def nemo() -> tuple[float, float]:
-    """Returns NeMo's planned seconds of 405B on 1,024 H100s in bfloat16 and float8 (`dgxc.FLOAT8_PAIR`: measured)."""
-    run = next(run for run in dgxc.runs() if run.name.startswith("405B on 1024"))
-    precision = EVERY_LAYER | {"float8_recipe": "tensorwise", "float8_wgrad": "float8"}
-    config = replaced(run.config, precision=precision)
-    rounded = replace(run, config=config, profile=dgxc.NEMO_FLOAT8)
-    return run.predicted(), rounded.predicted()
-
-
 def main() -> None:
     bench.parser(__doc__).parse_args()
     heads = "bfloat16, s", "each microbatch, s", "once, s"
     table = Table("float8, rounded" + 45 * " ", *heads)
     for name, *seconds in planned():
         table.row(name, *(f"{s:.2f}" for s in seconds))
-    print()
-    pair = Table("NeMo, 405B on 1,024", "bfloat16, s", "float8, s", "ratio")
-    for name, (bfloat16, float8) in (
-        ("measured", dgxc.FLOAT8_PAIR),
-        ("planned", nemo()),
-    ):
-        pair.row(name, f"{bfloat16:.2f}", f"{float8:.2f}", f"{float8 / bfloat16:.3f}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The figures of `meshtrain.survive`: python -m experiments.survive kinds|table|soak|alarms|cost
+"""The figures of `meshtrain.survive`: python -m experiments.survive kinds|soak|alarms|cost
 
 All runs are of tiny training processes on this machine; each prints its progress, and its table at the end. Whatever
 else the machine does is in the times, so its load average stands beside them.
@@ -26,10 +26,6 @@ def main() -> int:
     kinds.add_argument("--processes", nargs="+", type=int, default=[2, 4])
     kinds.add_argument("--times", type=int, default=3)
     kinds.add_argument("--seed", type=int, default=0)
-    table = commands.add_parser(
-        "table", help="the table of what `kinds` has written, of several files too"
-    )
-    table.add_argument("files", nargs="+", type=Path)
     soak = commands.add_parser(
         "soak", help="a fault every few minutes, until the run ends by itself"
     )
@@ -56,8 +52,6 @@ def main() -> int:
             help="directory of the runs, kept; default: a temporary one",
         )
     options = parser.parse_args()
-    if options.command == "table":
-        return print_table(options.files)
     work = options.work or Path(tempfile.mkdtemp(prefix="survive-"))
     work.mkdir(parents=True, exist_ok=True)
     say(f"runs and results are in {work}")
@@ -77,13 +71,7 @@ def main() -> int:
         )
     for processes in options.processes:
         Campaign(processes, work, results, options.seed).run(chosen, options.times)
-    return print_table([results])
-
-
-def print_table(files: list[Path]) -> int:
-    found = [
-        json.loads(line) for file in files for line in file.read_text().splitlines()
-    ]
+    found = [json.loads(line) for line in results.read_text().splitlines()]
     print(of_kinds(found))
     return int(any(one["problems"] for one in found))
 

@@ -28,17 +28,30 @@ from meshtrain.survive.history import read
 from meshtrain.survive.ledger import ledger
 
 # What a run outlives, without those that change all that comes after.
-ALL_RANKS = (
-    "kill", "segv", "abort", "out-of-memory", "error", "kill-save", "kill-two", "frozen", "asleep", "loader", "gil", "d-state",
-    "collective", "nan", "damage",
-)  # fmt: skip
-OF_NODES = (
+ALL_RANKS = [
+    "kill",
+    "segv",
+    "abort",
+    "out-of-memory",
+    "error",
+    "kill-save",
+    "kill-two",
+    "frozen",
+    "asleep",
+    "loader",
+    "gil",
+    "d-state",
+    "collective",
+    "nan",
+    "damage",
+]
+OF_NODES = [
     "node-lost",
     "leader-lost",
     "coordinator-lost",
     "supervisor-frozen",
     "node-returns",
-)
+]
 
 
 def soak(work: Path, minutes: float, every: float, processes: int, seed: int) -> int:

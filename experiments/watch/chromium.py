@@ -16,22 +16,18 @@ from types import TracebackType
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-FLAGS = (
-    *(
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--remote-debugging-pipe",
-        "--no-first-run",
-        "--disable-sync",
-    ),
-    *(
-        "--disable-extensions",
-        "--disable-quic",
-        "--disable-background-networking",
-        "--disable-component-update",
-    ),
-)
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--remote-debugging-pipe",
+    "--no-first-run",
+    "--disable-sync",
+    "--disable-extensions",
+    "--disable-quic",
+    "--disable-background-networking",
+    "--disable-component-update",
+]
 PLACE = """
 import fcntl, os, sys
 read, write = (fcntl.fcntl(int(n), fcntl.F_DUPFD, 10) for n in sys.argv[1:3])

@@ -336,11 +336,6 @@ def main() -> None:
         help="N healthy runs, and nothing else",
     )
     parser.add_argument(
-        "--work",
-        type=Path,
-        help="directory of the runs, kept; default: a temporary one, removed",
-    )
-    parser.add_argument(
         "--child", nargs=3, metavar=("KIND", "DIR", "NUMBER"), help=argparse.SUPPRESS
     )
     options = parser.parse_args()
@@ -350,7 +345,7 @@ def main() -> None:
     names = ["healthy"] * options.healthy or options.only * options.repeats
     began = time.monotonic()
     outcomes: list[Outcome] = []
-    with bench.directory(options.work) as work:
+    with bench.directory(None) as work:
         try:
             for number, name in enumerate(names, 1):
                 outcomes.append(once(KINDS[name], work, number))
