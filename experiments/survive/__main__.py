@@ -13,7 +13,7 @@ from experiments import bench
 from experiments.survive import costs, long
 from experiments.survive.cluster import say
 from experiments.survive.kinds import KINDS, Campaign
-from experiments.survive.tables import of_kinds
+from experiments.survive.tables import print_kinds
 
 
 def main() -> int:
@@ -72,7 +72,7 @@ def main() -> int:
     for processes in options.processes:
         Campaign(processes, work, results, options.seed).run(chosen, options.times)
     found = [json.loads(line) for line in results.read_text().splitlines()]
-    print(of_kinds(found))
+    print_kinds(found)
     return int(any(one["problems"] for one in found))
 
 

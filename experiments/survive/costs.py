@@ -7,6 +7,7 @@ import time
 import timeit
 from pathlib import Path
 
+from experiments.bench import Table
 from experiments.survive.cluster import (
     Cluster,
     alive,
@@ -14,7 +15,6 @@ from experiments.survive.cluster import (
     say,
     settings,
 )
-from experiments.survive.tables import table
 from meshtrain.survive.decide import decide
 from meshtrain.survive.records import (
     Node,
@@ -54,22 +54,11 @@ def cost(work: Path, processes: int, seconds: float) -> int:
         cluster.close()
     say(f"{steps} steps in {passed:.0f} s, load {load_average():.1f}")
     decision = decided(1000)
-    print(
-        table(
-            ("what it costs", ""),
-            [
-                *(
-                    (
-                        f"supervisor {name}, share of a core over {passed:.0f} s",
-                        f"{share:.2%}",
-                    )
-                    for name, share in shares.items()
-                ),
-                ("decide on 1,000 nodes, best of 20", f"{1e3 * decision:.1f} ms"),
-                ("a change of phase, best of 5 x 1,000", f"{1e6 * phase(work):.0f} us"),
-            ],
-        )
-    )
+    table = Table("what it costs".ljust(40), "       ")
+    for name, share in shares.items():
+        table.row(f"supervisor {name}, share of a core", f"{share:.2%}")
+    table.row("decide on 1,000 nodes, best of 20", f"{1e3 * decision:.1f} ms")
+    table.row("a change of phase, best of 5 x 1,000", f"{1e6 * phase(work):.0f} us")
     return int(max(shares.values()) > 0.005 or decision > 0.05)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from experiments import bench
+from experiments.bench import Table
 from experiments.survive.cluster import (
     EVERY,
     Cluster,
@@ -22,7 +23,6 @@ from experiments.survive.cluster import (
     settings,
 )
 from experiments.survive.judge import checkpoint_problem
-from experiments.survive.tables import table
 from meshtrain.plan.failures import goodput
 from meshtrain.survive.history import read
 from meshtrain.survive.ledger import ledger
@@ -68,11 +68,9 @@ def soak(work: Path, minutes: float, every: float, processes: int, seed: int) ->
     values = settings(
         directory / "run", processes, steps, survive={"least": max(1, processes - 1)}
     )
-    cluster, draw = (
-        Cluster(directory, values, work / "compiled").start(),
-        random.Random(seed),
-    )
-    faults: list[tuple[float, str]] = []
+    cluster = Cluster(directory, values, work / "compiled").start()
+    draw = random.Random(seed)
+    faults: list[str] = []
     try:
         cluster.until_going(0)
         began = time.time()
@@ -90,9 +88,9 @@ def soak(work: Path, minutes: float, every: float, processes: int, seed: int) ->
                 if first
                 else draw.randrange(max(1, len(members) - (kind == "kill-two")))
             )
-            faults.append((time.time(), cluster.inject(f"{kind}@0:{rank}")))
+            faults.append(cluster.inject(f"{kind}@0:{rank}"))
             say(
-                f"{faults[-1][1]} after step {cluster.step()}, {len(members)} nodes, load {load_average():.1f}"
+                f"{faults[-1]} after step {cluster.step()}, {len(members)} nodes, load {load_average():.1f}"
             )
         codes = {node: process.poll() for node, process in cluster.supervisors.items()}
     finally:
@@ -115,29 +113,21 @@ def soak(work: Path, minutes: float, every: float, processes: int, seed: int) ->
     expected = goodput(EVERY * step_seconds, write, restart, between)
     twice = differing(cluster.run)
     right = [row["step"] for row in rows] == list(range(1, steps + 1))
-    print(
-        table(
-            ("", ""),
-            [
-                ("minutes", f"{done.wall / 60:.1f}"),
-                ("faults asked for", len(faults)),
-                ("verdicts", len(verdicts)),
-                ("exit codes", ", ".join(f"{n} {c}" for n, c in codes.items())),
-                ("each step once in metrics.jsonl", right),
-                ("rows of batches that differed when taken again", twice),
-                ("newest checkpoint", checkpoint_problem(cluster.run) or "verifies"),
-                ("processes left over", len(left)),
-                ("seconds of restarts a fault", f"{restart:.1f}"),
-                ("seconds a step, a save", f"{step_seconds:.3f}, {write:.3f}"),
-                ("goodput by the ledger, from the first step on", f"{found:.3f}"),
-                ("goodput by plan's formula", f"{expected:.3f}"),
-                *(
-                    (f"ledger: {kind}", f"{seconds:.1f} s, {seconds / done.wall:.1%}")
-                    for kind, seconds in done.seconds.items()
-                ),
-            ],
-        )
-    )
+    table = Table("of the run".ljust(48), "found".ljust(20))
+    table.row("minutes", f"{done.wall / 60:.1f}")
+    table.row("faults asked for", len(faults))
+    table.row("verdicts", len(verdicts))
+    table.row("exit codes", ", ".join(f"{n} {c}" for n, c in codes.items()))
+    table.row("each step once in metrics.jsonl", right)
+    table.row("rows of batches that differed when taken again", twice)
+    table.row("newest checkpoint", checkpoint_problem(cluster.run) or "verifies")
+    table.row("processes left over", len(left))
+    table.row("seconds of restarts a fault", f"{restart:.1f}")
+    table.row("seconds a step, a save", f"{step_seconds:.3f}, {write:.3f}")
+    table.row("goodput by the ledger, from the first step on", f"{found:.3f}")
+    table.row("goodput by plan's formula", f"{expected:.3f}")
+    for kind, seconds in done.seconds.items():
+        table.row(f"ledger: {kind}", f"{seconds:.1f} s, {seconds / done.wall:.1%}")
     for kind in sorted({v["kind"] for v in verdicts}):
         print(f"{kind}: {sum(v['kind'] == kind for v in verdicts)} verdicts")
     ended = set(codes.values()) == {0} and right and not left and not twice

@@ -1,77 +1,52 @@
-"""Tables of figures, as text."""
+"""The table of faults."""
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
+from experiments.bench import Table
 from experiments.survive.cluster import median
 from meshtrain.config.inject import KINDS
-from meshtrain.draw.picture import columns
 
 TIMES = ("verdict", "ended", "started", "first")
+Found = dict[str, Any]
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    return columns([head, *(list(map(str, row)) for row in rows)])
+def print_kinds(found: Sequence[Found]) -> None:
+    """Prints a row for each kind and number of processes, and what went wrong.
 
-
-def of_kinds(found: list[dict[str, Any]]) -> str:
-    """A line each kind and number of processes; times as median, worst in seconds, each from the moment of the one
-    before.
+    Times are median and worst in seconds, each from the moment of the one before.
     """
-    times = (f"{t} s" for t in TIMES)
-    head = (
-        "kind",
-        "processes",
-        "tried",
-        "named",
-        "wrong",
-        *times,
-        "steps lost",
-        "loss off",
-        "load",
-    )
-    rows, wrong = [], []
-    for kind in sorted(
-        {one["kind"] for one in found},
-        key=lambda k: KINDS[k].number if k in KINDS else 0,
-    ):
-        for processes in sorted(
-            {one["processes"] for one in found if one["kind"] == kind}
-        ):
-            of = [
-                one
-                for one in found
-                if (one["kind"], one["processes"]) == (kind, processes)
-            ]
-            lost = [one["lost"] for one in of if one["lost"] is not None]
-            number = f"{KINDS[kind].number} " if kind in KINDS else ""
-            rows.append(
-                (
-                    number + kind,
-                    processes,
-                    len(of),
-                    sum(one["named"] for one in of),
-                    sum(bool(one["problems"]) for one in of),
-                    *(
-                        _spread([one[t] for one in of if one[t] is not None])
-                        for t in TIMES
-                    ),
-                    max(lost, default="-"),
-                    f"{max(one['off'] for one in of):.0e}",
-                    f"{median(one['load'] for one in of):.1f}",
-                )
-            )
-            for one in of:
-                if one["problems"]:
-                    where = f"{kind}@{one['step']}:{one['rank']} of {processes}"
-                    wrong.append(f"{where}: {'; '.join(one['problems'])}")
-    named = {one["kind"] for one in found} - {
-        one["kind"] for one in found if not one["named"]
-    }
-    kinds = len({one["kind"] for one in found})
-    summary = f"{len(found)} faults of {kinds} kinds; always named rightly: {len(named)} kinds; wrong: {len(wrong)}"
-    return "\n".join([table(head, rows), summary, *wrong])
-
-
-def _spread(values: list[float]) -> str:
-    return f"{median(values):.1f}, {max(values):.1f}" if values else "-"
+    groups: dict[tuple[int, str, int], list[Found]] = defaultdict(list)
+    for one in found:
+        kind = one["kind"]
+        number = KINDS[kind].number if kind in KINDS else 0
+        groups[number, kind, one["processes"]].append(one)
+    times = (f"{t} s".ljust(10) for t in TIMES)
+    counts = "processes", "tried", "named", "wrong"
+    table = Table("kind".ljust(22), *counts, *times, "steps lost", "loss off", "load")
+    for (number, kind, processes), of in sorted(groups.items()):
+        lost = [one["lost"] for one in of if one["lost"] is not None]
+        spreads = []
+        for t in TIMES:
+            taken = [one[t] for one in of if one[t] is not None]
+            spreads.append(f"{median(taken):.1f}, {max(taken):.1f}" if taken else "-")
+        table.row(
+            f"{number} {kind}",
+            processes,
+            len(of),
+            sum(one["named"] for one in of),
+            sum(bool(one["problems"]) for one in of),
+            *spreads,
+            max(lost, default="-"),
+            f"{max(one['off'] for one in of):.0e}",
+            f"{median(one['load'] for one in of):.1f}",
+        )
+    kinds = {one["kind"] for one in found}
+    named = kinds - {one["kind"] for one in found if not one["named"]}
+    wrong = [one for one in found if one["problems"]]
+    print(f"{len(found)} faults of {len(kinds)} kinds", end="; ")
+    print(f"always named rightly: {len(named)} kinds; wrong: {len(wrong)}")
+    for one in wrong:
+        where = f"{one['kind']}@{one['step']}:{one['rank']} of {one['processes']}"
+        print(f"{where}: {'; '.join(one['problems'])}")
