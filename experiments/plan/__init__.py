@@ -5,7 +5,7 @@ step times that others have published for GPUs:
 
     published: runs as configs ──► the planner's seconds ──► calibrate: numbers that bring the two together
 
-- `published`: the runs, with their sources, and what these leave open.
+- `published`: the runs, with their sources, and what these leave open; `published.yaml` has their rows.
 - `foundry`, `kempner`: two hundred more, none of which is fitted.
 - `tpu`: MaxText's on TPU v5p, three of which are fitted.
 - `experts`: mixtures of experts, none of which is fitted; `long`: long rows.

@@ -65,8 +65,8 @@ class TokenFile:
 
     The file can be memory-mapped as it is, but the kernel maps far more around a row than is read: random rows of a 2
     GB mapping soon count as 2 GB of resident memory, and giving it back costs more than was saved (a row of 1,024: 1.8
-    us mapped, 6.1 us mapped and given back, 3.7 us by position). And a mapped file
-    that is cut short meanwhile kills the process.
+    us mapped, 6.1 us mapped and given back, 3.7 us by position). And a mapped file that is cut short meanwhile
+    kills the process.
     """
 
     path: Path
