@@ -10,6 +10,9 @@
     DeepSeek          DeepSeek-AI 2024, sections 1, 3.2 and 4.2: 180 thousand hours of H800s for 10^12 tokens on 2,048 of them, PP 16, EP 64,
                       DualPipe, in float8, which experts' products do not have here: the plan has theirs in bfloat16
     MaxText           its docs/reference/models/tiering.md; sequences a chip: AI-Hypercomputer/tpu-recipes, training/v5p/Mixtral-8X7B-Maxtext
+    ModelZoo          yanring/Megatron-MoE-ModelZoo, best_practice/qwen3: NVIDIA's Megatron on 256 H100s, loads even by force
+    XTuner            InternLM/xtuner, docs/en/benchmark/megatron_moe_benchmark.md: Megatron on 256 H800s, loads even by force, no CUDA graphs
+    dgxc              NVIDIA/dgxc-benchmarking, v25.12, qwen3/pretrain/README.md: its example of a run
 
 How they send rows to experts, and what else their profiles have:
 
@@ -18,8 +21,12 @@ How they send rows to experts, and what else their profiles have:
     overlap        beside the products of another microbatch; of the seconds of messages 44% are hidden in both (24.7 s less 21.1 of 8.3, as its
                    profile has them, and 41.3 less 31.3 of 22.8, as planned), as many as of tensor parallelism's:
                    `Efficiency.exposed_tensor`
-    waits          by all-to-all the host copies the counts of rows from the device and waits for them before a layer's
-                   experts (megatron/core/transformer/moe/token_dispatcher.py); 0.2 ms is assumed
+    waits          the host copies the counts of rows from the device and waits for them before a layer's experts
+                   (megatron/core/transformer/moe/token_dispatcher.py), by HybridEP too (hybrid_ep_buffer.py, `non_blocking`);
+                   0.2 ms is assumed
+    launches       the host launches some hundreds of kernels a layer, router, permutation and grouped products, of which CUDA graphs
+                   take most away: the recipes of Qwen3-30B and of GB200s have these, those of gpt-oss do not. 5 ms a pass:
+                   fitted on ModelZoo's rows, judged on XTuner's, dgxc's and gpt-oss's
     biases         Megatron adds gpt-oss's to the experts' outputs by kernels of their own, expert by expert, in float32: 32 bytes of an element
                    forward (b p, its sum with the output, all of them joined, and rounded), 36 backward
                    (megatron/core/transformer/moe/experts.py)
@@ -38,6 +45,7 @@ from experiments import bench
 from experiments.bench import MODELS, Table, config_of
 from meshtrain.config import Config, load, replaced
 from meshtrain.plan import FrameworkProfile, named, plan
+from meshtrain.plan.experts import expert_seconds, reached
 
 from .dgxc import NEMO
 from .published import Run
@@ -46,7 +54,8 @@ from .tpu import MAXTEXT
 ALL_TO_ALL = replace(
     NEMO, imbalance=1.0, bias_bytes=(0.0, (32 + 36) / 3), expert_wait=2e-4
 )
-HYBRID_EP = replace(ALL_TO_ALL, token_per_node=True, expert_wait=0.0)
+LAUNCHED = replace(ALL_TO_ALL, expert_launch=5e-3)
+HYBRID_EP = replace(ALL_TO_ALL, token_per_node=True)
 DEEP_EP = replace(HYBRID_EP, execution="asynchronous", overlap_data=True)
 GRUG = FrameworkProfile(overlap_data=True, imbalance=1.0, norm_bytes=19.0)
 OF_TPU = replace(MAXTEXT, imbalance=1.0)
@@ -56,6 +65,48 @@ KEPT = {
     "remat": "names",
     "remat_keep": ["qkv", "attention", "attention_out", "mlp_in", "dispatched"],
 }
+RECOMPUTED: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "norms, activation": KEPT,
+    "norms, experts": {"remat": "names", "remat_keep": KEPT["remat_keep"][:3]},
+    "all": {"remat": "full"},
+}
+# Megatron on 256 GPUs, Qwen3-235B, rows of 4,096: source, GPU, how rows are sent, (tensor, expert, pipeline, chunks),
+# sequences a step and a microbatch, what is computed again, seconds
+MEGATRON = (
+    ("ModelZoo", "h100", "DeepEP", (2, 32, 8, 4), (2048, 1), "norms, activation", 19.7),
+    ("ModelZoo", "h100", "DeepEP, overlap", (2, 32, 8, 4), (2048, 1), "norms, activation", 17.6),
+    ("ModelZoo", "h100", "DeepEP", (2, 8, 1, 1), (2048, 4), "all", 17.6),
+    ("ModelZoo", "h100", "DeepEP", (4, 8, 8, 4), (2048, 1), "nothing", 29.0),
+    ("ModelZoo", "h100", "all-to-all", (2, 8, 32, 3), (2048, 1), "norms, activation", 24.2),
+    ("XTuner", "h800", "all-to-all", (4, 8, 8, 4), (2048, 1), "nothing", 35.481),
+    ("XTuner", "h800", "all-to-all", (2, 32, 8, 4), (2048, 1), "norms, activation", 35.392),
+    ("XTuner", "h800", "DeepEP", (2, 32, 8, 4), (2048, 1), "norms, activation", 25.73),
+    ("XTuner", "h800", "all-to-all", (2, 8, 8, 1), (2048, 1), "norms, activation", 27.555),
+    ("XTuner", "h800", "all-to-all", (2, 8, 32, 3), (2048, 1), "norms, activation", 22.42),
+    ("XTuner", "h800", "all-to-all", (1, 8, 32, 3), (2048, 1), "norms, experts", 22.946),
+    ("XTuner", "h800", "all-to-all", (1, 8, 32, 3), (4096, 4), "all", 42.537),
+    ("XTuner", "h800", "all-to-all", (1, 8, 32, 3), (8192, 8), "all", 86.186),
+    ("XTuner", "h800", "all-to-all", (2, 8, 32, 3), (4096, 4), "all", 43.495),
+    ("XTuner", "h800", "all-to-all", (2, 8, 32, 1), (8192, 4), "all", 92.652),
+    ("dgxc", "h100", "all-to-all, overlap", (2, 32, 8, 4), (2048, 1), "nothing", 25.532),
+)  # fmt: skip
+# Kernels that send a row once to a node: library, GPU, ranks, groups of experts and those taken, GB/s of dispatch and
+# combine in bfloat16. 4,096 tokens of 7,168, 8 experts each; bytes are counted once a node, of one node once a device,
+# its own among them. deepseek-ai/DeepEP: docs/legacy.md (its dispatch is in float8, so its combine stands twice), and
+# branch hybrid-ep, docs/README_Hybrid-EP.md, 16 multiprocessors, by torch's API.
+KERNELS = (
+    ("DeepEP", "h800", 8, (1, 1), 158, 158),
+    ("DeepEP", "h800", 16, (2, 2), 43, 43),
+    ("DeepEP", "h800", 32, (4, 4), 57, 57),
+    ("DeepEP", "h800", 64, (8, 4), 50, 50),
+    ("HybridEP", "h100", 16, (1, 1), 54.47, 53.35),
+    ("HybridEP", "h100", 32, (1, 1), 47.36, 52.53),
+    ("HybridEP", "h100", 64, (1, 1), 41.24, 46.57),
+    ("HybridEP", "gb200", 8, (1, 1), 550.10, 538.44),
+    ("HybridEP", "gb200", 16, (1, 1), 472.84, 474.48),
+    ("HybridEP", "gb200", 32, (1, 1), 485.50, 423.19),
+)  # fmt: skip
 
 
 def _run(
@@ -79,7 +130,7 @@ def of_experts(
 ) -> Config:
     """Returns a config in bfloat16, without room for more rows than an even load has where experts are spread."""
     given: dict[str, Any] = {"vocab": "edge"} | parallel
-    if "expert" in mesh:
+    if mesh.get("expert", 1) > 1:
         given["experts"] = {"dispatch": "all_to_all", "capacity": 1.0}
     return config_of(MODELS["experts"][model], mesh, rows, length, given)
 
@@ -105,7 +156,7 @@ def runs() -> Iterator[Run]:
         staged["microbatches"] = microbatches
         name = f"gpt-oss, {rows // 16 // microbatches} rows"
         config = of_experts("gpt-oss-120B", mesh, rows, 4096, **staged)
-        yield _run("Megatron-Bridge", name, "h100", ALL_TO_ALL, reported, config)
+        yield _run("Megatron-Bridge", name, "h100", LAUNCHED, reported, config)
     yield of_deepseek("DeepSeek-V3", (256, 64, 4), 8192, 865)
     v_shaped = {"microbatches": 32, "schedule": "v_1f1b", "zero_stage": 1}
     mesh = {"data": 8, "expert": 8, "pipeline": 8}
@@ -135,7 +186,7 @@ def others() -> Iterator[Run]:
         mesh = {"data": 64, "expert": expert}
         config = of_experts("gpt-oss-120B", mesh, 1280, length, **keys)
         name = f"gpt-oss, {length:,} tokens"
-        yield _run("Megatron-Bridge", name, accelerator, ALL_TO_ALL, reported, config)
+        yield _run("Megatron-Bridge", name, accelerator, LAUNCHED, reported, config)
     keys = {"microbatches": 256, "schedule": "interleaved", "virtual_stages": 3}
     mesh = {"data": 32, "expert": 32, "pipeline": 8}
     config = of_experts("Qwen3-235B-A22B", mesh, 8192, 4096, zero_stage=1, **keys)
@@ -180,11 +231,62 @@ def deepseeks() -> Iterator[Run]:
     yield _run("DeepSeek", "DeepSeek-V3", "h800", hidden, reported, config)
 
 
+def megatrons() -> Iterator[Run]:
+    """Yields rows of Megatron, on which nothing but the launches was fitted, and those on ModelZoo's alone."""
+    for source, accelerator, how, layout, (rows, each), again, seconds in MEGATRON:
+        tensor, expert, stages, chunks = layout
+        data = 256 // tensor // stages
+        parallel: dict[str, Any] = {"microbatches": rows // data // each, "zero_stage": 1}
+        if stages > 1:
+            # embedding and head stand for a layer each, of 96
+            layers = 96 // stages // chunks
+            split = [layers] * (stages * chunks)
+            split[0] = split[-1] = layers - 1
+            schedule = "interleaved" if chunks > 1 else "1f1b"
+            parallel |= {"schedule": schedule, "virtual_stages": chunks}
+            parallel["layer_split"] = split
+        profile = replace(
+            LAUNCHED,
+            token_per_node=how.startswith("DeepEP"),
+            overlap_expert=how.endswith("overlap"),
+            overlap_tensor=False,
+            overlap_pipeline=chunks > 1,
+        )
+        mesh = {"data": data, "expert": max(1, expert // tensor)}
+        mesh |= {"tensor": tensor, "pipeline": stages}
+        parallel |= {"sequence_parallel": tensor > 1} | RECOMPUTED[again]
+        config = of_experts("Qwen3-235B-A22B", mesh, rows, 4096, **parallel)
+        name = f"{' x '.join(map(str, layout))} of {each}, {how}"
+        reported = rows * 4096 / 256 / seconds
+        yield _run(source, name, accelerator, profile, reported, config)
+    keys = {"microbatches": 16, "zero_stage": 3, "zero_hold": True, "remat": "full"}
+    mesh = {"data": 8, "expert": 8}
+    config = of_experts("Qwen3-30B-A3B", mesh, 512, 4096, **keys)
+    yield _run("AutoModel", "Qwen3-30B", "h100", DEEP_EP, 12040, config)
+
+
+def kernels() -> Iterator[tuple[str, float, float]]:
+    """Yields kernels that send a row once to a node, with the seconds they took there and back, and as planned."""
+    for library, accelerator, ranks, groups, *rates in KERNELS:
+        cluster = named(accelerator, ranks)
+        experts = 256 if library == "DeepEP" else 8 * ranks
+        mesh = {"data": ranks, "expert": ranks}
+        config = of_experts("DeepSeek-V3", mesh, ranks, 4096)
+        moe = replace(config.model.moe, experts=experts, groups=groups)
+        config = replaced(config, model={"moe": moe})
+        nodes = ranks // cluster.links.node.devices
+        blocks = nodes if nodes > 1 else ranks
+        nbytes = 4096 * 7168 * 2 * blocks * reached(config.model.moe, experts // blocks)
+        measured = sum(nbytes / rate / 1e9 for rate in rates)
+        planned, _ = expert_seconds(config, cluster, HYBRID_EP)
+        yield f"{library} on {ranks} {accelerator}", measured, planned
+
+
 def table() -> None:
-    """Prints the rows, and what our program would win by sending a row to a node once."""
+    """Prints the rows, kernels, and what our program would win by sending a row to a node once."""
     heads = ("GPU     ", "tokens/s a device", "planned", "off by", "waits for experts")
     rows = Table("source         ", "run                         ", *heads)
-    for run in (*runs(), *others(), *deepseeks()):
+    for run in (*runs(), *others(), *megatrons(), *deepseeks()):
         found = plan(
             run.config, named(run.accelerator, run.config.mesh.devices), run.profile
         )
@@ -197,6 +299,10 @@ def table() -> None:
             f"{found.time.expert / found.seconds:.0%}",
         )
         rows.row(run.source, run.name, run.accelerator, run.reported, *figures)
+    rows = Table("a row to a node once", "measured ms", "planned", "off by")
+    for name, measured, planned in kernels():
+        error = f"{planned / measured - 1:+.1%}"
+        rows.row(name, f"{1e3 * measured:.2f}", f"{1e3 * planned:.2f}", error)
     a_row = ["parallel.microbatches=64", "parallel.remat=selective"]
     first = [*a_row, "parallel.zero_stage=1"]
     once = ["parallel.experts.ranks_per_node=8"]

@@ -26,9 +26,13 @@ NEVER_FITTED = (
     "KempnerForge",
     "torchtitan float8",
     "Megatron-Bridge",
+    "AutoModel",
     "JaxPP",
     "marin",
     "MaxText experts",
+    "ModelZoo",
+    "XTuner",
+    "dgxc",
 )
 # Whose rate of products comes from one source alone.
 ONE_SOURCE = {"gb200": "NeMo", "h100-96": "torchtitan"}
@@ -62,6 +66,7 @@ def every() -> tuple[Run, ...]:
         *FLOAT8,
         *experts.runs(),
         *experts.others(),
+        *experts.megatrons(),
     )
 
 

@@ -197,12 +197,12 @@ AMPERE = Efficiency(
 )
 CPU = Efficiency(matmul=0.8, half_size=32.0, exposed=1.0)
 HOPPER = Efficiency(
-    matmul=0.714,
-    half_size=164.0,
-    attention=0.672,
-    memory=0.613,
-    link=0.788,
-    exposed=0.378,
+    matmul=0.713,
+    half_size=160.0,
+    attention=0.673,
+    memory=0.614,
+    link=0.795,
+    exposed=0.388,
 )
 # Of the sheet's peak a GPU reaches less where its power, and so its clock, is held below it: the share of `matmul`
 # alone was fitted.

@@ -93,6 +93,8 @@ class FrameworkProfile:
     token_per_node: bool = False
     # in which the host waits for the counts of rows before it launches a layer's experts
     expert_wait: float = 0.0
+    # in which the host launches the kernels of a layer with experts, of a pass, which takes no less
+    expert_launch: float = 0.0
     # to add a bias to a 16-bit element of what goes into an expert's activation, and of its output: XLA reads it and
     # writes it
     bias_bytes: tuple[float, float] = (4.0, 4.0)

@@ -32,6 +32,10 @@ from meshtrain.plan.gradient_traffic import FLOAT32, Moment, Transfer, layer_wai
 CHOICE = 2 * FLOAT32  # bytes of a chosen expert and its weight
 # Of a pair's messages, with room for 1.25 of an even load: as in the compiled program (`experiments.plan.timed`).
 EXPOSED = 0.7
+# Seconds before kernels that send a row once to a node send anything: all tell each other how many rows they will.
+# (deepseek-ai/DeepEP, branch hybrid-ep, docs/README_Hybrid-EP.md, H100s: a dispatch takes 0.5 to 0.9 ms more than its
+# kernel, a combine 0.3; issue 397: DeepEP's notify takes 0.10 to 0.16.)
+NOTIFY = 1.5e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,19 +140,17 @@ def own_passes(config: Config, cluster: Cluster) -> tuple[Seconds, Seconds]:
     Rows to slots and back move as much backward as forward, which is less than twice. The weights of gate and up are
     put side by side, or two gradients of the rows are added up.
     """
-    d = config.model.d_model
     f = width(config)
     slots = rows(config).slots
     local = config.model.moe.experts // expert_ranks(config)
-    second = (
-        shapes.itemsize(config.precision.compute) * d / cluster.accelerator.memory_rate
-    )
+    numbers = shapes.itemsize(config.precision.compute) * config.model.d_model
+    second = numbers / cluster.accelerator.memory_rate
     sent = config.mesh.expert > 1 and config.parallel.experts.dispatch == "all_to_all"
     less = (7 if sent else 3) * slots
+    forward = backward = 4 * local * f
     if config.precision.matmul == "float8" or not lie_side_by_side(slots, local, f):
-        return Seconds(), Seconds(memory=second * (3 * slots - less))
-    joined = 4 * local * f
-    return Seconds(memory=second * joined), Seconds(memory=second * (joined - less))
+        forward, backward = 0, 3 * slots
+    return Seconds(memory=second * forward), Seconds(memory=second * (backward - less))
 
 
 def kept(config: Config, remat: str, names: tuple[str, ...], taken: float) -> float:
@@ -290,8 +292,8 @@ def expert_seconds(
 
 
 def _once_a_node(config: Config, cluster: Cluster, transfer: Transfer) -> float:
-    """Returns the seconds of what all_to_all sends of each token to each of its experts, sent level by level, the
-    outermost first, to each block with one of them once; those of other blocks go on from there.
+    """Returns the seconds of what all_to_all sends of each token to each of its experts, sent level by level to each
+    block with one of them once; those of other blocks go on from there, beside what still arrives.
     """
     group = transfer.group(cluster, config.mesh)
     moe = config.model.moe
@@ -301,9 +303,10 @@ def _once_a_node(config: Config, cluster: Cluster, transfer: Transfer) -> float:
     for hop in group.hops:
         blocks = group.size / inside / hop.fan * (hop.fan - 1)
         nbytes = of_tokens * blocks * reached(moe, moe.experts * inside // group.size)
-        seconds += hop.latency + nbytes / hop.bytes_per_second
+        level = hop.latency + nbytes / hop.bytes_per_second
+        seconds = max(seconds, level)
         inside *= hop.fan
-    return transfer.count * seconds
+    return transfer.count * (NOTIFY + seconds)
 
 
 def reached(moe: MoeConfig, experts: int) -> float:

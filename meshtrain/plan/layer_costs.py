@@ -36,8 +36,9 @@ from meshtrain.plan.traffic import layer_transfers, practised_count
 class LayerCost:
     """Seconds of one microbatch in one layer on one device.
 
-    `*_sends` are its collectives over tensor, context and expert as they delay the device, `*_copies` what it waits for
-    activations on the host: they leave while the layer goes on, but XLA has them back before its backward begins.
+    `*_sends` are its collectives over tensor, context and expert as they delay the device. `*_copies` are what it waits
+    for the host: for activations, which leave while the layer goes on, but XLA has them back before its backward
+    begins; and for counts of rows and launches, in other frameworks.
     """
 
     forward: Seconds
@@ -101,10 +102,9 @@ def layer_cost(
     forward_sends = tensor[0] + context[0] + expert[0]
     backward_sends = tensor[1] + context[1] + expert[1]
     offload = activations.offloaded(config) / (cluster.host_bandwidth * 1e9)
-    residuals = 0.0
-    if _is_ours_on_gpus(device, profile):
-        residuals = 2 * activations.weight_grad_residuals(config) / device.memory_rate
+    residuals = 2 * activations.weight_grad_residuals(config) / device.memory_rate
     pairs = profile.compiled and device.platform != "cpu"
+    host = profile if config.model.moe.experts else DEFAULT_PROFILE
     return LayerCost(
         forward=forward,
         backward=backward,
@@ -114,9 +114,16 @@ def layer_cost(
         backward_sends=backward_sends,
         context_sends=sum(context),
         expert_sends=sum(expert),
-        forward_copies=max(0.0, offload - layer.forward.total),
-        backward_copies=offload,
-        residuals=residuals,
+        forward_copies=max(
+            offload - layer.forward.total,
+            host.expert_wait,
+            host.expert_launch - forward.total - forward_sends,
+        ),
+        backward_copies=max(
+            offload,
+            host.expert_launch - backward.total - backward_sends,
+        ),
+        residuals=residuals * _is_ours_on_gpus(device, profile),
         reference=layer.forward.total + forward_sends if has_reference(config) else 0.0,
         # The products of weights' gradients hide messages of their own; of experts' messages some of each stays in the
         # open.
@@ -152,8 +159,7 @@ def stage_layers(
 
     def seconds(config: Config) -> float:
         cost = layer_cost(config, cluster, profile)
-        sends = cost.forward_sends + cost.backward_sends
-        return cost.forward.total + cost.backward.total + sends
+        return cost.forward.total + cost.backward.total + cost.sends
 
     of_kinds = {stack: seconds(one) for stack, one in several}
     mean = sum(map(of_kinds.__getitem__, assigned.slots)) / assigned.longest
@@ -202,9 +208,11 @@ def _layer_parts(
     device = cluster.accelerator
     adapters = compute.adapters(config, device)
     rounding = float8.differences(config, device, profile)
-    copies = Seconds(), Seconds()
+    copies = experts = Seconds(), Seconds()
     if _is_ours_on_gpus(device, profile):
         copies = _copies(config, device)
+        if config.model.moe.experts:
+            experts = own_passes(config, cluster)
     backward = compute.layer_backward(
         layer.forward,
         device,
@@ -223,21 +231,11 @@ def _layer_parts(
         LayerPart("layer", layer.forward, backward),
         LayerPart("adapters", adapters, adapters * 2),
         LayerPart("copies", *copies),
-        *_expert_parts(config, cluster, profile),
+        LayerPart("experts", *experts),
         LayerPart("weights", backward=compute.weight_passes(config, device, profile)),
         LayerPart("recompute", backward=recompute),
         LayerPart("float8", rounding.forward, rounding.backward),
     ]
-
-
-def _expert_parts(
-    config: Config, cluster: Cluster, profile: FrameworkProfile
-) -> list[LayerPart]:
-    if not config.model.moe.experts:
-        return []
-    if _is_ours_on_gpus(cluster.accelerator, profile):
-        return [LayerPart("experts", *own_passes(config, cluster))]
-    return [LayerPart("experts", Seconds(memory=profile.expert_wait))]
 
 
 def _is_ours_on_gpus(device: Accelerator, profile: FrameworkProfile) -> bool:

@@ -18,7 +18,7 @@ from meshtrain.plan.choices import meshes
 from meshtrain.plan.compiled import compile_step
 from meshtrain.plan.compute import Layer, Seconds
 from meshtrain.plan.estimate import estimate
-from meshtrain.plan.experts import add_experts, expert_seconds, reached
+from meshtrain.plan.experts import NOTIFY, add_experts, expert_seconds, reached
 from meshtrain.plan.layer_costs import layer_cost
 from meshtrain.plan.search import candidates, expert_reason, search
 
@@ -130,7 +130,7 @@ def test_as_many_tokens_reach_neighbouring_experts_as_choices_say(groups, count)
     ) == pytest.approx(share)
 
 
-def test_a_row_that_is_sent_to_a_node_once_crosses_it_once_and_goes_on_inside():
+def test_a_row_that_is_sent_to_a_node_once_crosses_it_once_and_goes_on_inside_meanwhile():
     config = load(
         "configs/qwen3_30b_a3b.yaml",
         [
@@ -142,25 +142,64 @@ def test_a_row_that_is_sent_to_a_node_once_crosses_it_once_and_goes_on_inside():
     cluster = named("h100", 16)
     row, tokens = 2048 * 2, 4096
     once = replace(DEFAULT_PROFILE, token_per_node=True)
-    node, rail = cluster.axis("expert", config.mesh).hops
+
+    # seconds there, by a network and NVLink of so many GB/s
+    def sent(across, within):
+        links = cluster.links
+        rail, node = (
+            replace(links.rail, bandwidth=across),
+            replace(links.node, bandwidth=within),
+        )
+        given = replace(cluster, links=replace(links, rail=rail, node=node))
+        forward, _ = expert_seconds(config, given, once)
+        # there and back; the choices are told beside
+        return (forward - 3 * NOTIFY) / 2
+
     # of 8 experts among 128: one or more on the other node, and on each of the 7 other devices of a node, whose tokens
     # are both nodes'
     across, within = (
         1 - math.comb(64, 8) / math.comb(128, 8),
         7 * (1 - math.comb(120, 8) / math.comb(128, 8)),
     )
-    one = tokens * (
-        row * across / rail.bytes_per_second + row * 2 * within / node.bytes_per_second
+    reach = cluster.accelerator.efficiency.link * 1e9
+    assert sent(50, 450) == pytest.approx(
+        tokens * row * across / (50 * reach), rel=0.06
+    )
+    assert sent(200, 50) == pytest.approx(
+        tokens * row * 2 * within / (50 * reach), rel=0.06
     )
     forward, _ = expert_seconds(config, cluster, once)
-    # there and back; choices and weights are eight bytes an expert beside
-    assert forward == pytest.approx(2 * one, rel=0.03)
     direct, _ = expert_seconds(config, cluster, DEFAULT_PROFILE)
-    assert direct > 3 * forward
+    assert direct > 2 * forward
     hidden, _ = expert_seconds(config, cluster, replace(once, overlap_expert=True))
     assert hidden == pytest.approx(
         cluster.accelerator.efficiency.exposed_tensor * forward
     )
+
+
+def test_a_pass_of_a_layer_with_experts_takes_no_less_than_the_host_takes_to_launch_it():
+    """Dense layers wait for no launches, and nothing is added where a pass takes longer by itself."""
+    config = configuration("all_to_all", 1.25)
+    cluster = named("h100", config.mesh.devices)
+
+    def passes(config, **fields):
+        cost = layer_cost(config, cluster, replace(DEFAULT_PROFILE, **fields))
+        assert cost.forward_copies >= 0 and cost.backward_copies >= 0
+        return (
+            cost.forward.total + cost.forward_sends + cost.forward_copies,
+            cost.backward.total + cost.backward_sends + cost.backward_copies,
+        )
+
+    alone = passes(config)
+    assert passes(config, expert_launch=5e-3) == pytest.approx((5e-3, 5e-3))
+    assert passes(config, expert_launch=min(alone) / 2) == alone
+    # the wait for the counts of rows is in the forward, and is over before the last launch
+    assert passes(config, expert_wait=1e-3) == (alone[0] + 1e-3, alone[1])
+    assert passes(config, expert_wait=1e-3, expert_launch=5e-3) == pytest.approx(
+        (5e-3, 5e-3)
+    )
+    dense = replaced(config, model={"moe": {"experts": 0}}, mesh={"expert": 1})
+    assert passes(dense, expert_launch=5e-3, expert_wait=1e-3) == passes(dense)
 
 
 @pytest.mark.parametrize("tensor, expert", [(1, 8), (2, 4), (4, 2), (4, 8)])
