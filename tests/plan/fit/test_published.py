@@ -10,6 +10,7 @@ from experiments.plan import (
     experts,
     foundry,
     kempner,
+    scale,
     sources,
 )
 from experiments.plan.calibrate import fit, rounded
@@ -91,6 +92,20 @@ def test_kernels_that_send_a_row_to_a_node_once_are_planned_within_a_quarter_of_
     }
     assert len(errors) == 10 and max(map(abs, errors.values())) <= 0.25
     assert statistics.median(map(abs, errors.values())) <= 0.15
+
+
+def test_data_parallelism_over_a_hundred_ranks_and_a_small_model_with_a_fused_loss_are_planned_within_an_eighth():
+    found = list(scale.runs())
+    assert {run.source for run in found} == {"fms-fsdp", "TinyLlama"}
+    assert len(found) == 9 and errors(found)[-1] <= 0.125
+
+
+@pytest.mark.thorough
+def test_steps_grow_with_devices_by_no_more_than_an_eightieth_a_doubling_beyond_the_plan():
+    """A source whose report does not say what it computes again, and single nodes, may differ by more."""
+    found = scale.growth()
+    assert sum(map(len, found.values())) >= 30 and len(found) >= 8
+    assert all(abs(statistics.median(shares)) <= 0.0125 for shares in found.values())
 
 
 @pytest.mark.thorough
