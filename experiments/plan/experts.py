@@ -236,7 +236,10 @@ def megatrons() -> Iterator[Run]:
     for source, accelerator, how, layout, (rows, each), again, seconds in MEGATRON:
         tensor, expert, stages, chunks = layout
         data = 256 // tensor // stages
-        parallel: dict[str, Any] = {"microbatches": rows // data // each, "zero_stage": 1}
+        parallel: dict[str, Any] = {
+            "microbatches": rows // data // each,
+            "zero_stage": 1,
+        }
         if stages > 1:
             # embedding and head stand for a layer each, of 96
             layers = 96 // stages // chunks

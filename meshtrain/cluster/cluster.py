@@ -13,7 +13,7 @@ import itertools
 import math
 import operator
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -201,80 +201,79 @@ def _check_scale(device: Accelerator, sheet: Accelerator, source: str) -> None:
 
 def checked(cluster: Cluster, source: str) -> Cluster:
     """The cluster with a name; ConfigError where a figure is missing or makes no sense."""
+    for problem in itertools.chain(_problems(cluster), _problems_of_shape(cluster)):
+        raise ConfigError(f"{source}: {problem}")
+    return replace(cluster, name=cluster.name or Path(source).stem)
+
+
+def _problems(cluster: Cluster) -> Iterator[str]:
+    """Yields a sentence for each figure that is missing or makes no sense; those behind the first may not hold."""
     accelerator = cluster.accelerator
     figures = ("memory", "bandwidth", "peak.float32")
     if missing := [name for name in figures if not operator.attrgetter(name)(accelerator)]:
         needed = f"accelerator.{', accelerator.'.join(missing)}"
         if accelerator.name in ACCELERATORS:
-            raise ConfigError(f"{source}: {needed} is 0; leave it out for what the data sheet says.")
-        raise ConfigError(
-            f"{source}: accelerator.name is {short(repr(accelerator.name))}, which is not one of "
-            f"{', '.join(ACCELERATORS)}"
+            yield f"{needed} is 0; leave it out for what the data sheet says."
+        yield (
+            f"accelerator.name is {short(repr(accelerator.name))}, which is not one of {', '.join(ACCELERATORS)}"
             + (nearest(accelerator.name, ACCELERATORS) or f"; a new one needs {needed}.")
         )
     if accelerator.reserved >= accelerator.memory:
-        raise ConfigError(
-            f"{source}: accelerator.reserved {accelerator.reserved:g} GiB leaves nothing of its memory of "
+        yield (
+            f"accelerator.reserved {accelerator.reserved:g} GiB leaves nothing of its memory of "
             f"{accelerator.memory:g} GiB."
         )
     levels = cluster.levels()
-    for name in (name for name, link in levels if not link.bandwidth):
-        raise ConfigError(
-            f"{source}: links.{name}.bandwidth is 0; give the GB/s that one device can send over this level."
-        )
+    for name, link in levels:
+        if not link.bandwidth:
+            yield f"links.{name}.bandwidth is 0; give the GB/s that one device can send over this level."
     for (inner, below), (name, link) in itertools.pairwise(levels):
         if link.devices <= below.devices:
-            raise ConfigError(
-                f"{source}: links.{name}.devices {link.devices} is not more than links.{inner}.devices "
-                f"{below.devices}; "
+            yield (
+                f"links.{name}.devices {link.devices} is not more than links.{inner}.devices {below.devices}; "
                 "levels must grow from island to spine."
             )
-    _check_shape(cluster, source)
-    counts = Counter(cluster.device_order)
-    if twice := [name for name, times in counts.items() if times > 1]:
-        raise ConfigError(f"{source}: device_order names {short(twice[0])} twice.")
-    if counts and len(counts) != cluster.devices and not cluster.shared:
-        raise ConfigError(f"{source}: device_order names {len(counts)} devices, and the cluster has {cluster.devices}.")
-    reach = levels[-1][1].devices if levels else 1
-    if not cluster.shared and reach < cluster.devices:
-        top = "rail or spine" if cluster.nodes > 1 else "node"
-        raise ConfigError(
-            f"{source}: no link joins all {cluster.devices} devices ({cluster.nodes} nodes of "
-            f"{cluster.devices_per_node}): the widest level given "
-            f"reaches {reach}; add links.{top} with devices: {cluster.devices}."
-        )
-    return replace(cluster, name=cluster.name or Path(source).stem)
 
 
-def _check_shape(cluster: Cluster, source: str) -> None:
-    """ConfigError for a shape that lacks what it needs, or has what is another's."""
+def _problems_of_shape(cluster: Cluster) -> Iterator[str]:
+    """Yields a sentence for what a shape lacks, or has though it is another's, and for devices that no link joins."""
     levels = dict(cluster.levels())
     topology = cluster.topology
     if cluster.dimensions and topology != TORUS:
-        raise ConfigError(f"{source}: dimensions are a torus's, and topology is {topology}; leave them out.")
+        yield f"dimensions are a torus's, and topology is {topology}; leave them out."
     below = 1
     joined = []
     for name, link in levels.items():
         blocks = link.devices // below
         joined.append(f"{blocks} at links.{name}")
         if topology == HYPERCUBE and name == [*levels][-1] and blocks.bit_count() > 1:
-            raise ConfigError(
-                f"{source}: links.{name} joins {blocks} blocks, and a hypercube has a power of two of them."
-            )
+            yield f"links.{name} joins {blocks} blocks, and a hypercube has a power of two of them."
         below = link.devices
     if cluster.dimensions and cluster.network.torus is None:
         places = math.prod(cluster.dimensions)
-        raise ConfigError(
-            f"{source}: dimensions {' x '.join(map(str, cluster.dimensions))} are {places} places, and no level joins "
-            f"as many; there are {', '.join(joined)}."
+        yield (
+            f"dimensions {' x '.join(map(str, cluster.dimensions))} are {places} places, and no level joins as many; "
+            f"there are {', '.join(joined)}."
         )
     if topology == RAILS:
         needed = ("node", "rail", *["spine"] * (cluster.between_rails == "spine"))
         if missing := [name for name in needed if name not in levels]:
-            raise ConfigError(f"{source}: a rail-optimised network needs links.{', links.'.join(missing)}.")
+            yield f"a rail-optimised network needs links.{', links.'.join(missing)}."
     elif cluster.between_rails == "spine":
-        raise ConfigError(
-            f"{source}: between_rails is of rail_optimised networks, and topology is {topology}; leave it out."
+        yield f"between_rails is of rail_optimised networks, and topology is {topology}; leave it out."
+    counts = Counter(cluster.device_order)
+    if twice := [name for name, times in counts.items() if times > 1]:
+        yield f"device_order names {short(twice[0])} twice."
+    if cluster.shared:
+        return
+    if counts and len(counts) != cluster.devices:
+        yield f"device_order names {len(counts)} devices, and the cluster has {cluster.devices}."
+    # of the highest level; 1 without any
+    if below < cluster.devices:
+        top = "rail or spine" if cluster.nodes > 1 else "node"
+        yield (
+            f"no link joins all {cluster.devices} devices ({cluster.nodes} nodes of {cluster.devices_per_node}): the "
+            f"widest level given reaches {below}; add links.{top} with devices: {cluster.devices}."
         )
 
 

@@ -4,6 +4,7 @@ Activations follow Korthikanti et al. 2022 (section 4), with flash attention, wh
 """
 
 import functools
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from meshtrain.model.weights import adapted, all_weights, is_trained
 from meshtrain.parallel.placement import local_kv_heads
 from meshtrain.plan import experts, float8, shapes
 from meshtrain.plan.by_stack import averaged, stack_configs
+from meshtrain.plan.shapes import compute_size
 
 FLOAT32 = 4  # bytes
 
@@ -320,7 +322,7 @@ def offloaded(config: Config) -> float:
 def _bytes(config: Config, remat: str, names: tuple[str, ...]) -> float:
     tensor = config.mesh.tensor
     split = config.parallel.sequence_parallel
-    size = shapes.itemsize(config.precision.compute)
+    size = compute_size(config)
     idle_dropout = config.model.dropout > 0 and not drops(config)
     trained = replace(config.model, dropout=0.0) if idle_dropout else config.model
     held = residuals(
@@ -397,7 +399,7 @@ def weight_grad_residuals(config: Config) -> float:
         width += ("attention" not in names or again) * w.out
     # cotangents of the products with A
     width += tuned(config).ranks
-    return shapes.itemsize(config.precision.compute) * shapes.tokens(config) * width
+    return compute_size(config) * shapes.tokens(config) * width
 
 
 def work(config: Config, platform: str) -> float:
@@ -411,12 +413,17 @@ def work(config: Config, platform: str) -> float:
 
 def _work(config: Config, platform: str) -> float:
     w = widths(config.model, config.mesh.tensor, config.parallel.sequence_parallel)
-    size = shapes.itemsize(config.precision.compute)
+    tokens = shapes.tokens(config)
+    rounded = compute_size(config)
+    # CPUs multiply in float32, and round the hidden activations
+    size = FLOAT32 if platform == "cpu" else rounded
     how = kernel(config, platform) if not w.state else "rule"
     # what is gathered is also copied, from [rank, sequence] to [sequence]
     copies = 6 if config.parallel.sequence_parallel else 4
-    mlp = size * (
-        2 * w.matrices * w.hidden + copies * w.full + 3 * w.stream + 3 * w.query
+    hidden = rounded * w.matrices * w.hidden
+    mlp = 2 * hidden + size * (copies * w.full + 3 * w.stream + 3 * w.query)
+    of_experts = (
+        experts.transient_bytes(config, platform) if config.model.moe.experts else 0.0
     )
     scores = 0.0
     if how == "blocks":
@@ -425,13 +432,15 @@ def _work(config: Config, platform: str) -> float:
         # what adapters drop from, with two words of random numbers for each element, which are drawn before
         drawn = chosen.mask * (size + 8) * apart_width(w, chosen)
         if config.parallel.remat == "none":
-            # with dropout its random numbers too, and what it leaves of the scores
-            blocks = (12 if _model_drops(config) else 6) * block
-            return shapes.tokens(config) * max(mlp, blocks + 2 * size * w.full, drawn)
+            # with dropout those of all calls, since their random numbers are drawn before
+            blocks = (3 + 6 * _calls(config) if _model_drops(config) else 6) * block
+            beside = 3 * block * (of_experts > 0)
+            in_attention = max(blocks + 2 * size * w.full, drawn)
+            return max(of_experts + tokens * (mlp + beside), tokens * in_attention)
         scores = _blocks_again(config) * block
         held = "mlp_in" in (*config.parallel.names_kept, *config.parallel.remat_offload)
         again = (not held) + (config.lora.rank > 0)
-        mlp += size * w.matrices * w.hidden * again + scores + drawn
+        mlp += hidden * again + scores + drawn
     if w.latent and not w.state:
         # all heads' and their cotangents, which blocks have in another order too
         heads = (2 + (how == "blocks")) * (w.query + w.key + w.value + w.out)
@@ -442,22 +451,30 @@ def _work(config: Config, platform: str) -> float:
     # Under the messages of a ring XLA puts what the MLP leaves, the products that give its weights' gradients; with
     # tensor parallelism these are under the MLP's own messages.
     both = config.parallel.context_strategy == "ring" and config.mesh.tensor == 1
-    of_experts = experts.transient_bytes(config) if config.model.moe.experts else 0.0
-    return (
-        shapes.tokens(config) * (mlp + across if both else max(mlp, across))
-        + of_experts
-    )
+    return tokens * (mlp + across if both else max(mlp, across)) + of_experts
 
 
-def _blocks_again(config: Config) -> int:
+def _blocks_again(config: Config) -> float:
     """Returns how many blocks of scores are there where attention is computed again: with dropout those of all random
     numbers, which are drawn before, unless messages stand between.
     """
     if not _model_drops(config):
         return 3
+    if splits_kernel_calls(config):
+        return 4 + 3 * _calls(config)
     if config.mesh.tensor > 1:
         return 6
     return 14 if makes_attention_again(config) else 10
+
+
+def _calls(config: Config) -> float:
+    """Returns for how many whole blocks of scores an attention without remat draws random numbers: of a row the later
+    blocks see more keys, and two chunks of a ring see each other.
+    """
+    if splits_kernel_calls(config):
+        return 2 * config.mesh.context + 1
+    length = config.train.sequence_length
+    return (math.ceil(length / block_size(length)) + 1) / 2
 
 
 def _block_of_scores(config: Config, w: Widths) -> float:

@@ -4,7 +4,6 @@ step time.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config, ConfigError, check, replaced
@@ -18,15 +17,17 @@ from meshtrain.plan import pipeline, shapes
 from meshtrain.plan.activations import kernel
 from meshtrain.plan.choices import (
     WORTH_SAYING,
+    Keys,
     contexts,
     ends_empty,
-    schedules,
-    schedules_with_empty_ends,
+    every_schedule,
 )
 from meshtrain.plan.estimate import Plan, estimate, estimate_by_formula
 from meshtrain.schedule.generators import legal_chunks
 from meshtrain.units import size
 
+Settings = tuple[str, ...]  # as for --set
+Changed = tuple[Settings, Config]
 # Times the bytes, at least, that a schedule holds of what the plain one would
 HEAVY = 1.1
 
@@ -35,7 +36,7 @@ HEAVY = 1.1
 class Change:
     """Settings that make a layout fit, or faster, and what it then holds and takes."""
 
-    settings: tuple[str, ...]  # as for --set
+    settings: Settings
     nbytes: float
     seconds: float
 
@@ -45,20 +46,13 @@ def cheapest(over: Plan, count: int = 3) -> list[Change]:
 
     A schedule that makes it fit alone comes first, the others by step time.
     """
-    frontier: dict[tuple[str, ...], Config] = {(): over.config}
-    fitting: dict[tuple[str, ...], Change] = {}
+    frontier: dict[Settings, Config] = {(): over.config}
+    fitting: dict[Settings, Change] = {}
     for _ in range(3):
-        following: dict[tuple[str, ...], Config] = {}
+        following: dict[Settings, Config] = {}
         for settings, config in frontier.items():
             for more, changed in _neighbours(config, over.cluster):
-                path = tuple(
-                    sorted(
-                        {
-                            **_settings_by_key(settings),
-                            **_settings_by_key(more),
-                        }.values()
-                    )
-                )
+                path = tuple(sorted(_settings_by_key(settings + more).values()))
                 if path in following or path in fitting:
                     continue
                 try:
@@ -222,24 +216,19 @@ def sentence(over: Plan, changes: list[Change]) -> str:
     return f"{start}; cheapest ways to make it fit: {'; '.join(texts)}."
 
 
-def _settings_by_key(settings: tuple[str, ...]) -> dict[str, str]:
+def _settings_by_key(settings: Settings) -> dict[str, str]:
     return {setting.partition("=")[0]: setting for setting in settings}
 
 
 _SCHEDULE = ("schedule", "virtual_stages", "layer_split")
 
 
-def _fastest_schedule(
-    config: Config, cluster: Cluster
-) -> tuple[tuple[str, ...], Config] | None:
+def _fastest_schedule(config: Config, cluster: Cluster) -> Changed | None:
     """The fastest of the other schedules by formula, with its settings; if none fits, the one that holds least."""
     ranked = []
     layers = config.model.layers
     pipelined = config.mesh.pipeline
-    named = [
-        *schedules(layers, config.mesh),
-        *schedules_with_empty_ends(layers, config.mesh),
-    ]
+    named = every_schedule(layers, config.mesh)
     if len(named) == 1:
         return None
     for schedule, chunks in named:
@@ -266,13 +255,11 @@ def _fastest_schedule(
     ), fastest
 
 
-def _neighbours(
-    config: Config, cluster: Cluster
-) -> Iterator[tuple[tuple[str, ...], Config]]:
+def _neighbours(config: Config, cluster: Cluster) -> Iterator[Changed]:
     """Configs one step away that tend to hold less, with the settings that lead there."""
     mesh = config.mesh
 
-    def change(section: str, **keys) -> tuple[tuple[str, ...], Config]:
+    def change(section: str, **keys) -> Changed:
         settings = tuple(f"{section}.{k}={as_text(v)}" for k, v in keys.items())
         return settings, replaced(config, **{section: keys})
 
@@ -291,7 +278,7 @@ def _neighbours(
             yield change("mesh", data=mesh.data // 2, context=mesh.context * 2)
 
 
-def _parallel_keys(config: Config) -> Iterator[dict[str, Any]]:
+def _parallel_keys(config: Config) -> Iterator[Keys]:
     """Yields keys of the section parallel with which a device tends to hold less."""
     parallel = config.parallel
     mesh = config.mesh

@@ -29,6 +29,9 @@ STEP = 0.12
 LEAST = 4096
 # Times its step, at most, that another schedule takes: the planner itself is off by 3%, in the median.
 WORTH_SAYING = 0.97
+Keys = dict[str, Any]  # of a section of the config
+Ways = list[Keys]
+NamedSchedule = tuple[str, int]  # and its virtual stages
 STRATEGIES = ("ring", "all_gather", "ulysses")
 
 
@@ -66,7 +69,7 @@ def expert_ranks(config: Config, data: int, context: int = 1) -> list[int]:
     return [n for n in ranks if experts % n == 0] if experts else [1]
 
 
-def experts(config: Config, cluster: Cluster) -> dict[str, Any]:
+def experts(config: Config, cluster: Cluster) -> Keys:
     """Chooses how rows go to their experts: by whichever way sends less, and once to each node where a row has
     experts on several.
     """
@@ -176,7 +179,7 @@ def _layer_seconds(config: Config, cluster: Cluster) -> float:
     return layer.forward.total + layer.backward.total + layer.context_sends
 
 
-def ways(config: Config, cluster: Cluster) -> list[dict[str, Any]]:
+def ways(config: Config, cluster: Cluster) -> Ways:
     """`remats` of a config, each with the strategy of context, of those that are legal, whose layer takes least; none
     where none is.
     """
@@ -204,7 +207,7 @@ def cuts(config: Config, data: int) -> tuple[int, ...]:
     return tuple(sorted({math.ceil(rows / size) for size in range(1, rows + 1)}))
 
 
-def schedules(layers: int, mesh: MeshConfig) -> list[tuple[str, int]]:
+def schedules(layers: int, mesh: MeshConfig) -> list[NamedSchedule]:
     """Every (schedule, virtual stages) for the stages of a mesh; on one, which runs no schedule, a name where auto
     might be pairs.
     """
@@ -216,17 +219,17 @@ def schedules(layers: int, mesh: MeshConfig) -> list[tuple[str, int]]:
     return [(name, v) for name, v in _chunks(mesh) if v * mesh.pipeline <= layers]
 
 
-def schedules_with_empty_ends(layers: int, mesh: MeshConfig) -> list[tuple[str, int]]:
-    """Every (schedule, virtual stages) of one or two virtual stages more than there are layers: see `ends_empty`."""
+def every_schedule(layers: int, mesh: MeshConfig) -> list[NamedSchedule]:
+    """`schedules`, and those of one or two virtual stages more than there are layers: see `ends_empty`."""
     stages = mesh.pipeline
-    return [
+    return schedules(layers, mesh) + [
         (name, v)
         for name, v in _chunks(mesh)
         if stages > 1 and v > 1 and layers < v * stages <= layers + 2
     ]
 
 
-def _chunks(mesh: MeshConfig) -> Iterator[tuple[str, int]]:
+def _chunks(mesh: MeshConfig) -> Iterator[NamedSchedule]:
     """Pairs where layers send messages that they could hide; with one chunk other schedules of any number have names of
     their own.
     """
@@ -250,7 +253,7 @@ def ends_empty(layers: int, virtual: int) -> tuple[int, ...] | None:
     return (*first, *(1,) * (virtual - 2), 0)
 
 
-def fit_schedule(config: Config, stages: int) -> tuple[str, int]:
+def fit_schedule(config: Config, stages: int) -> NamedSchedule:
     """The config's own (schedule, virtual stages) for another number of stages, as far as there are layers; else
     1F1B.
     """
@@ -273,7 +276,7 @@ def nearby_cuts(config: Config, data: int, most: int) -> tuple[int, ...]:
     return tuple(m for m in legal if m in halves)
 
 
-def remats(config: Config, cluster: Cluster) -> list[dict[str, Any]]:
+def remats(config: Config, cluster: Cluster) -> Ways:
     """The ways to recompute or offload that a search looks at, as keys of the section parallel: those that no other one
     beats in both bytes and seconds, from the one that keeps most on; each saves a good part more than the one before.
     """
@@ -290,7 +293,7 @@ def remats(config: Config, cluster: Cluster) -> list[dict[str, Any]]:
         )
         costs.append((activations.kept(chosen, chosen.parallel.remat), seconds, i))
     step = STEP * max(costs)[0]
-    worthwhile: list[dict[str, Any]] = []
+    worthwhile: Ways = []
     fewest = math.inf
     fastest = math.inf
     # from what holds most on: worth looking at if nothing that holds as little is faster
@@ -305,7 +308,7 @@ def remats(config: Config, cluster: Cluster) -> list[dict[str, Any]]:
     return worthwhile if full in worthwhile else [*worthwhile, full]
 
 
-def _remat_options(config: Config) -> list[dict[str, Any]]:
+def _remat_options(config: Config) -> Ways:
     """Returns all ways to recompute or offload that a layer of the config has, as keys of the section parallel."""
     # what the MLP gives is only read again by a norm behind it; only experts have rows sent to them
     names, selective = (
@@ -317,7 +320,7 @@ def _remat_options(config: Config) -> list[dict[str, Any]]:
         )
         for given in (ACTIVATIONS, SELECTIVE)
     )
-    options: list[dict[str, Any]] = [
+    options: Ways = [
         {"remat": remat} for remat in ("none", "selective", "dots", "full")
     ]
     for count in range(1, len(names) + 1):

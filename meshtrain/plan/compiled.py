@@ -6,6 +6,7 @@ assignment, traffic from the collectives in its HLO.
 
 import os
 import time as clock
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -90,11 +91,10 @@ class Compiled:
 
     def sent(self) -> dict[str, float]:
         """Bytes that one device sends in a step, by mesh axis."""
-        axes = sorted({c["axis"] for c in self.collectives})
-        return {
-            axis: sum(c["sent_bytes"] for c in self.collectives if c["axis"] == axis)
-            for axis in axes
-        }
+        sent = Counter[str]()
+        for collective in self.collectives:
+            sent[collective["axis"]] += collective["sent_bytes"]
+        return dict(sent)
 
     def as_json(self) -> dict[str, Any]:
         names = (

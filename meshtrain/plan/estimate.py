@@ -131,39 +131,38 @@ class Plan(Shown):
 
     @property
     def cost_per_billion_tokens(self) -> float:
-        hours = 1e9 / self.tokens_per_second / 3600
-        return hours * self.devices * self.cluster.price_per_device_hour
+        return self._price(1e9 / self.tokens_per_second)
 
     @property
     def cost(self) -> float:
         """Price of all steps of the config."""
-        hours = self.seconds * self.config.train.steps / 3600
+        return self._price(self.seconds * self.config.train.steps)
+
+    def _price(self, seconds: float) -> float:
+        hours = seconds / 3600
         return hours * self.devices * self.cluster.price_per_device_hour
 
     def as_json(self) -> dict:
         """The fields that `plan --json` prints; see INTERFACE.md."""
         held = memory.sum_by_kind(self.memory)
+        device = self.cluster.accelerator
+        whole = lambda sizes: {name: int(nbytes) for name, nbytes in sizes}
         return {
             "parameters": self.parameters,
             "active_parameters": shapes.active_parameters(self.config.model),
             "devices": self.devices,
             "cluster": self.cluster.name,
-            "accelerator": self.cluster.accelerator.name,
-            "efficiencies_borrowed_from": lender(self.cluster.accelerator),
+            "accelerator": device.name,
+            "efficiencies_borrowed_from": lender(device),
             "share_of_peak": {
-                "products": self.cluster.accelerator.efficiency.matmul,
-                "evidence": evidence(self.cluster.accelerator),
+                "products": device.efficiency.matmul,
+                "evidence": evidence(device),
             },
-            "per_device_bytes": {
-                **{k: int(v) for k, v in held.items()},
-                "total": int(self.bytes),
-            },
+            "per_device_bytes": whole([*held.items(), ("total", self.bytes)]),
             "memory_items": {item.name: int(item.nbytes) for item in self.memory},
-            "usable_bytes": int(self.cluster.accelerator.usable_bytes),
+            "usable_bytes": int(device.usable_bytes),
             "fits": self.fits,
-            "traffic_bytes_per_step": {
-                k: int(v) for k, v in traffic.by_axis(self.transfers).items()
-            },
+            "traffic_bytes_per_step": whole(traffic.by_axis(self.transfers).items()),
             "pipeline": {
                 "bubble_fraction": self.bubble_fraction,
                 "peak_in_flight": self.peak_in_flight,
@@ -190,17 +189,19 @@ class Plan(Shown):
 
     def rollout_json(self) -> dict[str, float]:
         """The object `rollout` of `plan --json`: seconds a step, and bytes of a device."""
+        config = self.config
+        time = self.time
         return {
-            "synchronise_seconds": self.time.synchronise,
-            "draw_seconds": self.time.draw,
-            "train_seconds": self.time.train,
+            "synchronise_seconds": time.synchronise,
+            "draw_seconds": time.draw,
+            "train_seconds": time.train,
             "drawn_tokens_per_second": self.drawn_per_second,
             "received_bytes": int(
-                sum(t.sent for t in rollouts.synchronisation(self.config))
+                sum(t.sent for t in rollouts.synchronisation(config))
             ),
-            "weights_bytes": int(rollouts.weights_bytes(self.config)),
-            "cache_bytes": int(rollouts.cache_bytes(self.config)),
-            "total_bytes": int(memory.total(memory.drawing(self.config))),
+            "weights_bytes": int(rollouts.weights_bytes(config)),
+            "cache_bytes": int(rollouts.cache_bytes(config)),
+            "total_bytes": int(memory.total(memory.drawing(config))),
         }
 
 

@@ -22,12 +22,15 @@ from meshtrain.config import Config
 from meshtrain.config.follow import expert_room, round_up
 from meshtrain.config.mesh import EXPERT, TENSOR
 from meshtrain.config.model import MoeConfig
+from meshtrain.config.reduce import scatters_at_use
 from meshtrain.families import FAMILIES
 from meshtrain.model.weights import EXPERT_BLOCK, lie_side_by_side
 from meshtrain.parallel.placement import expert_axes, expert_nodes, expert_ranks, stages
 from meshtrain.plan import shapes
+from meshtrain.plan.by_stack import averaged
 from meshtrain.plan.compute import FrameworkProfile, Layer, Seconds, product
 from meshtrain.plan.gradient_traffic import FLOAT32, Moment, Transfer, layer_waits
+from meshtrain.plan.shapes import compute_size
 
 CHOICE = 2 * FLOAT32  # bytes of a chosen expert and its weight
 # Of a pair's messages, with room for 1.25 of an even load: as in the compiled program (`experiments.plan.timed`).
@@ -153,21 +156,29 @@ def own_passes(config: Config, cluster: Cluster) -> tuple[Seconds, Seconds]:
     return Seconds(memory=second * forward), Seconds(memory=second * (backward - less))
 
 
-def kept(config: Config, remat: str, names: tuple[str, ...], taken: float) -> float:
+def kept(
+    config: Config,
+    remat: str,
+    names: tuple[str, ...],
+    taken: float,
+    looped: bool = False,
+) -> float:
     """Returns the bytes that one layer's experts keep of one microbatch for the backward: rows in slots, what the
     products into the experts give, the hidden activations before and after their weights, and the router's logits;
-    `taken` of an element that a product takes. So on GPUs: where products are loops (`model.expert_loops`) less is
-    kept, rows as they came.
+    `taken` of an element that a product takes. Where products are `looped` less is kept, rows as they came.
     """
     d = config.model.d_model
     f = width(config)
     slots = rows(config).slots
-    size = shapes.itemsize(config.precision.compute)
+    size = compute_size(config)
     by_name = {
         "dispatched": slots * d,
         "mlp_in": 2 * slots * f,
         "mlp_hidden": slots * f,
     }
+    if looped:
+        by_name = {"dispatched": _tokens(config) * d}
+        slots = 0
     if remat == "full":
         return 0.0
     if remat in ("names", "selective"):
@@ -177,14 +188,35 @@ def kept(config: Config, remat: str, names: tuple[str, ...], taken: float) -> fl
     return float(size * slots * 3 * f + taken * slots * (d + f) + router)
 
 
-def transient_bytes(config: Config) -> float:
+def loops(config: Config, platform: str) -> bool:
+    """Returns whether products are loops (`model.expert_loops`)."""
+    return platform != "gpu" and config.precision.matmul != "float8"
+
+
+@averaged
+def spared(config: Config) -> float:
+    """Returns the bytes of `kept` that one layer does not keep where products are loops."""
+    if not config.model.moe.experts:
+        return 0.0
+    parallel = config.parallel
+    size = compute_size(config)
+    every = config, parallel.remat, parallel.names_kept, size
+    return kept(*every) - kept(*every, looped=True)
+
+
+def transient_bytes(config: Config, platform: str) -> float:
     """Returns the bytes that one layer's backward has at hand in its experts: cotangents in slots, and rows as they
     travel; and what is computed again.
     """
     d = config.model.d_model
     f = width(config)
     r = rows(config)
-    size = shapes.itemsize(config.precision.compute)
+    if loops(config, platform):
+        # weights and their gradients, which loops read and sum; what is scattered is counted there
+        arrays = 3 if scatters_at_use(config) else 6
+        weights = arrays * config.model.moe.experts // expert_ranks(config) * d * f
+        return float(FLOAT32 * (r.slots * (d + 3 * f) + weights))
+    size = compute_size(config)
     again = config.parallel.remat != "none"
     nodes = expert_nodes(config)
     gathered = 2 * nodes * _tokens(config) * d * (nodes > 1)
@@ -220,7 +252,7 @@ def _hops(config: Config) -> list[_Hop]:
     ranks = expert_ranks(config)
     nodes = expert_nodes(config)
     top_k = config.model.moe.top_k
-    number = config.model.d_model * shapes.itemsize(config.precision.compute)
+    number = config.model.d_model * compute_size(config)
     within, between = _node_legs(config, ranks // nodes)
     if config.parallel.experts.dispatch == "all_gather":
         nbytes = r.sent * number

@@ -42,7 +42,7 @@ def daly(copy: float, between: float) -> float:
     if copy >= 2 * between or math.isinf(between):
         return between
     x = math.sqrt(copy / (2 * between))
-    return math.sqrt(2 * copy * between) * (1 + x / 3 + x * x / 9) - copy
+    return young(copy, between) * (1 + x / 3 + x * x / 9) - copy
 
 
 def best_interval(copy: float, write: float, between: float) -> float:

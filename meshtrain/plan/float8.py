@@ -31,6 +31,7 @@ from meshtrain.plan.compute import (
     head_products,
     trained_share,
 )
+from meshtrain.plan.shapes import compute_size
 
 
 class Differences(NamedTuple):
@@ -170,7 +171,7 @@ def held_once(config: Config) -> tuple[float, float]:
 @averaged
 def once_bytes(config: Config) -> float:
     """Returns the bytes that rounding a layer's weights once a step moves on one device."""
-    size = shapes.itemsize(config.precision.compute)
+    size = compute_size(config)
     turns = 3 * (config.precision.float8_recipe == "rowwise")
     at_use = gathers_at_use(config)
     return sum(
@@ -195,7 +196,7 @@ def _expert_bytes(
     d = model.d_model
     f = experts.width(config)
     weights = 3 * d * f * model.moe.experts / config.mesh.expert
-    size = shapes.itemsize(config.precision.compute)
+    size = compute_size(config)
     inputs = used * (d + f)
     outputs = used * (2 * f + d)
     in_float8 = trained * (config.precision.float8_wgrad == "float8")
@@ -213,7 +214,7 @@ def _expert_bytes(
 
 def kept_size(config: Config) -> float:
     """Returns the bytes that the backward keeps of an element which a product takes, on the mean of all layers."""
-    size = shapes.itemsize(config.precision.compute)
+    size = compute_size(config)
     return size - float8_share(config) * (size - 1)
 
 
@@ -235,7 +236,7 @@ def entering_size(config: Config) -> float:
 @averaged
 def weight_size(config: Config) -> float:
     """Returns the bytes of an element of a layer's weights that is gathered, on the mean of all."""
-    size = shapes.itemsize(config.precision.compute)
+    size = compute_size(config)
     precision = config.precision
     share = float8_share(config)
     # what is frozen is whole everywhere but in stage 3
@@ -264,7 +265,7 @@ def saved(config: Config) -> tuple[float, float]:
     """Returns the bytes that a layer's frozen weights take less on one device where a state has them in float8:
     gathered, and as they are held.
     """
-    less = shapes.itemsize(config.precision.compute) - 1
+    less = compute_size(config) - 1
     gathered = 0.0
     held = 0.0
     for weight in (

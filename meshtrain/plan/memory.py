@@ -6,7 +6,7 @@ State between steps is sharded as in ZeRO (Rajbhandari et al. 2020, section 5). 
 
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from meshtrain.parallel.placement import stages, zero_ways
 from meshtrain.parallel.reduce.sizes import feedback_bytes
 from meshtrain.plan import (
     activations,
+    experts,
     float8,
     gradient_traffic,
     orthogonal,
@@ -35,8 +36,9 @@ from meshtrain.plan import (
     rollouts,
     shapes,
 )
+from meshtrain.plan.activations import FLOAT32
 from meshtrain.plan.by_stack import averaged, last_config, stack_configs
-from meshtrain.plan.shapes import Elements
+from meshtrain.plan.shapes import Elements, compute_size
 from meshtrain.schedule.buffers import Depths
 from meshtrain.schedule.facts import ScheduleFacts
 
@@ -56,28 +58,28 @@ class MemoryItem:
     frozen: bool = False
 
 
+Items = list[MemoryItem]
+Moments = dict[str, Items]
+LayerBytes = tuple[float, float]  # as `layer_bytes` has them
+
 # What compression of gradients keeps from step to step, see `parallel.reduce.sizes`.
 KEPT = {"residual": "residual of compressed gradients", "q": "PowerSGD's Q"}
 KINDS = ("parameters", "gradients", "optimizer_state", "activations")
 
 
-def items(
-    config: Config, facts: ScheduleFacts, platform: str = "gpu"
-) -> list[MemoryItem]:
+def items(config: Config, facts: ScheduleFacts, platform: str = "gpu") -> Items:
     """Returns the items on a device at the fullest moment of a step, with the schedule's `facts` (`pipeline.facts`)."""
     return fullest(config, facts, platform)[1]
 
 
-def held(
-    config: Config, facts: ScheduleFacts, platform: str = "gpu"
-) -> list[MemoryItem]:
+def held(config: Config, facts: ScheduleFacts, platform: str = "gpu") -> Items:
     """Returns the items at the fullest moment of a step, or while answers or samples are drawn, if more is held
     then.
     """
     return max(items(config, facts, platform), drawing(config), key=total)
 
 
-def drawing(config: Config) -> list[MemoryItem]:
+def drawing(config: Config) -> Items:
     """Returns the items while answers or samples are drawn, beside which there are no gradients and no activations;
     none where none are drawn.
     """
@@ -87,17 +89,16 @@ def drawing(config: Config) -> list[MemoryItem]:
 
 def fullest(
     config: Config, facts: ScheduleFacts, platform: str = "gpu"
-) -> tuple[str, list[MemoryItem]]:
+) -> tuple[str, Items]:
     """The moment of a step at which a device holds most, and what it holds then."""
-    always = [*state(config), *_images(config), *kept(config, facts, platform)]
+    through = [*_through(config, platform), *kept(config, facts, platform)]
+    always = [*between_steps(config), *_images(config), *through]
     moments = passing(config, facts, platform)
-    if iterated := orthogonal.held_bytes(config):
-        # Weights, sums and activations are gone by then.
-        reused = total(
-            [*_weights(config), *_sums(config), *kept(config, facts, platform)]
-        )
-        shards = 4 * _elements(config, trained=True).shard
-        held = max(0.0, shards + iterated - reused)
+    if iterated := orthogonal.held_bytes(config, platform):
+        # Weights, sums and activations are gone by then, and of gradients on CPUs half where they lie as shards.
+        shards = (4 - 2 * scatters_at_use(config)) * (platform == "cpu")
+        gradients = shards * _elements(config, trained=True).shard
+        held = max(0.0, gradients + iterated - total(through))
         moments["update"] = [
             MemoryItem("matrices as they are iterated", "optimizer_state", held)
         ]
@@ -110,25 +111,48 @@ def spared(cluster: Cluster) -> float:
     return cluster.accelerator.usable_bytes * (1 - MARGIN)
 
 
-def sum_by_kind(items: list[MemoryItem]) -> dict[str, float]:
+def sum_by_kind(items: Items) -> dict[str, float]:
     return {kind: sum(i.nbytes for i in items if i.kind == kind) for kind in KINDS}
 
 
-def total(items: list[MemoryItem]) -> float:
+def total(items: Items) -> float:
     return sum(item.nbytes for item in items)
 
 
-def saved(items: list[MemoryItem]) -> float:
+def saved(items: Items) -> float:
     """Bytes of a checkpoint, but for what is frozen, which later ones only link to (see `checkpoint.frozen`)."""
     return sum(item.nbytes for item in items if item.between_steps and not item.frozen)
 
 
-def state(config: Config) -> list[MemoryItem]:
+def state(config: Config, platform: str = "gpu") -> Items:
     """Masters, optimizer state, weights and gradient sums: what does not depend on the activations."""
-    return [*between_steps(config), *_weights(config), *_sums(config)]
+    return [*between_steps(config), *_through(config, platform)]
 
 
-def between_steps(config: Config) -> list[MemoryItem]:
+def _through(config: Config, platform: str) -> Items:
+    """Returns the items that forward and backward hold all the while."""
+    copies = _copies(config, platform)
+    weights = [replace(item, nbytes=copies * item.nbytes) for item in _weights(config)]
+    frozen = sum(item.nbytes for item in between_steps(config) if item.frozen)
+    again = (copies - 1) * frozen
+    return [
+        *weights,
+        MemoryItem("frozen weights in float32", "parameters", again),
+        *_sums(config),
+    ]
+
+
+def _copies(config: Config, platform: str) -> int:
+    """Returns how many times the bytes of 16-bit weights and activations a platform holds.
+
+    CPUs multiply in float32, to which XLA turns all layers' before a loop reads them; clocks carry 16 bits beside.
+    """
+    if platform != "cpu" or compute_size(config) == FLOAT32:
+        return 1
+    return 3 if runs_table(config) else 2
+
+
+def between_steps(config: Config) -> Items:
     """Masters, optimizer state, and what compression of gradients keeps."""
     state = (
         0
@@ -143,7 +167,7 @@ def between_steps(config: Config) -> list[MemoryItem]:
         MemoryItem(
             "frozen weights",
             "parameters",
-            _itemsize(config) * frozen.shard - _saved(config)[1],
+            compute_size(config) * frozen.shard - _saved(config)[1],
             True,
             frozen=True,
         ),
@@ -172,47 +196,37 @@ def _saved(config: Config) -> tuple[float, float]:
     return full * stages(config).on_device, shard * stages(config).on_device
 
 
-def _weights(config: Config) -> list[MemoryItem]:
+def _weights(config: Config) -> Items:
     resident = _elements(config, trained=True)
-    size = shapes.itemsize(config.precision.compute)
+    size = compute_size(config)
     rounded, replaced = (n * stages(config).on_device for n in float8.held_once(config))
+    halved = size * (size < FLOAT32)
     if gathers_at_use(config):
-        return [
-            MemoryItem(
-                "weights in compute dtype, sharded",
-                "parameters",
-                size * (resident.shard - replaced) if size < 4 else 0,
-            ),
-            MemoryItem("weights in float8, sharded", "parameters", rounded),
-        ]
-    items = [MemoryItem("weights in float8", "parameters", rounded)]
-    if config.parallel.zero_stage == 3 and config.mesh.shards > 1:
-        frozen = _elements(config) - resident
-        items.append(
-            MemoryItem(
-                "frozen weights, gathered",
-                "parameters",
-                size * frozen.full - _saved(config)[0],
-            )
-        )
-    if size < 4 or zero_ways(config) > 1:
-        items.append(
-            MemoryItem(
-                "weights in compute dtype",
-                "parameters",
-                size * (resident.full - replaced),
-            )
-        )
-    if scatters_at_use(config) and size < 4:
-        items.append(
-            MemoryItem(
-                "weights in compute dtype, sharded", "parameters", size * resident.shard
-            )
-        )
-    return items
+        weights = {
+            "weights in compute dtype, sharded": halved * (resident.shard - replaced),
+            "weights in float8, sharded": rounded,
+        }
+        return _list_items("parameters", weights)
+    gathers = config.parallel.zero_stage == 3 and config.mesh.shards > 1
+    frozen = _elements(config).full - resident.full
+    own = size if zero_ways(config) > 1 else halved
+    weights = {
+        "weights in float8": rounded,
+        "frozen weights, gathered": gathers * (size * frozen - _saved(config)[0]),
+        "weights in compute dtype": own * (resident.full - replaced),
+        "weights in compute dtype, sharded": scatters_at_use(config)
+        * halved
+        * resident.shard,
+    }
+    return _list_items("parameters", weights)
 
 
-def _sums(config: Config) -> list[MemoryItem]:
+def _list_items(kind: str, nbytes: dict[str, Any]) -> Items:
+    """Returns items of a kind, from their bytes by name."""
+    return [MemoryItem(name, kind, n) for name, n in nbytes.items()]
+
+
+def _sums(config: Config) -> Items:
     """Gradient sums over the microbatches; with one microbatch and one stage there is nothing to sum."""
     if config.parallel.microbatches == 1 and config.mesh.pipeline == 1:
         return []
@@ -224,21 +238,16 @@ def _sums(config: Config) -> list[MemoryItem]:
     return [MemoryItem(name, "gradients", size * resident.full)]
 
 
-def _images(config: Config) -> list[MemoryItem]:
+def _images(config: Config) -> Items:
     """Images of a batch; tokens are not worth a line."""
     if not FAMILIES[config.model.family].images:
         return []
     rows = shapes.microbatch_rows(config) * config.parallel.microbatches
-    return [
-        MemoryItem(
-            "images of the batch",
-            "activations",
-            4 * rows * math.prod(patches_of(config.model)),
-        )
-    ]
+    nbytes = 4 * rows * math.prod(patches_of(config.model))
+    return _list_items("activations", {"images of the batch": nbytes})
 
 
-def layer_bytes(config: Config) -> tuple[float, float]:
+def layer_bytes(config: Config) -> LayerBytes:
     """Returns the bytes that one layer keeps of a microbatch for its backward, and for its weights' gradients alone."""
     return activations.kept(
         config, config.parallel.remat
@@ -249,35 +258,32 @@ def kept(
     config: Config,
     facts: ScheduleFacts,
     platform: str = "gpu",
-    layer_keeps: tuple[float, float] | None = None,
+    layer_keeps: LayerBytes | None = None,
     stage: Any = None,
-) -> list[MemoryItem]:
+) -> Items:
     """Activations that the microbatches in flight keep for their backward, and those that wait between stages;
     `layer_keeps`: `layer_bytes`, where it is known already; `stage`: see `passing`.
     """
     stage = stage or stages(config)
-    stream = shapes.stream(config) * shapes.itemsize(config.precision.compute)
-    layer, residuals = layer_keeps or layer_bytes(config)
-    reference = _reference_losses(config)
+    stream = shapes.stream(config) * compute_size(config)
+    layer, residuals = _adapt_layer(
+        config, platform, *layer_keeps or layer_bytes(config)
+    )
+    # of dpo's reference, whose forward comes first and holds less than a step does, all that is left
+    tokens = shapes.tokens(config) * config.parallel.microbatches
+    losses = {"losses under the reference": 4 * tokens * has_reference(config)}
     cpu = platform == "cpu"
     if not runs_table(config):
         # The memory of CPUs is the host's too, and their program of adapters has the layers' inputs twice, unless it
         # computes them again.
-        offloaded = cpu * activations.offloaded(config) * stage.on_device
         twice = cpu and config.lora.rank > 0 and config.parallel.remat == "none"
-        again = twice * stage.on_device * stream
-        return [
-            MemoryItem(
-                "activations kept for the backward",
-                "activations",
-                stage.on_device * layer,
-            ),
-            MemoryItem("activations in the host's memory", "activations", offloaded),
-            MemoryItem("inputs of the layers, again", "activations", again),
-            reference,
-        ]
-    if cpu:
-        layer, residuals = _add_conditional(config, layer, residuals)
+        nbytes = {
+            "activations kept for the backward": layer,
+            "activations in the host's memory": cpu * activations.offloaded(config),
+            "inputs of the layers, again": twice * stream,
+        }
+        of_layers = {name: stage.on_device * n for name, n in nbytes.items()}
+        return _list_items("activations", of_layers | losses)
     # On CPU idle slots are skipped, and all is carried through all clocks. Elsewhere what only forwards take is gone in
     # backwards after them.
     spare = facts.spare
@@ -285,32 +291,14 @@ def kept(
         spare = spare._replace(stash=np.maximum(spare.stash, 0))
     depths = facts.depths if cpu else Depths(*map(operator.add, facts.depths, spare))
     f_inbox = depths.f_inbox * (cpu or facts.together > 1)
-    waiting = depths.cot * stage.longest * residuals
-    return [
-        MemoryItem(
-            "activations kept for the backward",
-            "activations",
-            depths.stash * stage.longest * layer,
-        ),
-        MemoryItem("what weight gradients wait for", "activations", waiting),
-        MemoryItem(
-            "activations waiting between stages",
-            "activations",
-            (f_inbox + depths.b_inbox) * stream,
-        ),
+    nbytes = {
+        "activations kept for the backward": depths.stash * stage.longest * layer,
+        "what weight gradients wait for": depths.cot * stage.longest * residuals,
+        "activations waiting between stages": (f_inbox + depths.b_inbox) * stream,
         # what the last F and B made and the embedding that the next F takes
-        MemoryItem("activations on their way", "activations", 3 * stream),
-        reference,
-    ]
-
-
-def _reference_losses(config: Config) -> MemoryItem:
-    """Returns the item for all that dpo's reference leaves: its forward comes first, and holds less than a step does,
-    of which it is a part.
-    """
-    tokens = shapes.tokens(config) * config.parallel.microbatches
-    losses = 4 * tokens if has_reference(config) else 0
-    return MemoryItem("losses under the reference", "activations", losses)
+        "activations on their way": 3 * stream,
+    }
+    return _list_items("activations", nbytes | losses)
 
 
 def _alike(config: Config) -> bool:
@@ -320,16 +308,26 @@ def _alike(config: Config) -> bool:
     return len(stack_configs(config)) == 1 and not skips
 
 
-def _add_conditional(
-    config: Config, layer: float, residuals: float
-) -> tuple[float, float]:
+def _adapt_layer(
+    config: Config, platform: str, layer: float, residuals: float
+) -> LayerBytes:
+    """Returns what `layer_bytes` does, as a platform holds it."""
+    copies = _copies(config, platform)
+    spared = experts.loops(config, platform) * experts.spared(config)
+    layer, residuals = copies * (layer - spared), copies * residuals
+    if platform == "cpu" and runs_table(config):
+        return _add_conditional(config, layer, residuals)
+    return layer, residuals
+
+
+def _add_conditional(config: Config, layer: float, residuals: float) -> LayerBytes:
     """Returns what `layer_bytes` does where CPUs skip the padding of uneven stages by a conditional.
 
     Weights and input leave the branch that is taken, and its input gradient comes with the weights'.
     """
     if len(set(stages(config).counts)) == 1 or len(stack_configs(config)) > 1:
         return layer, residuals
-    size = _itemsize(config)
+    size = compute_size(config)
     elements = shapes.resident(config).block.full + shapes.stream(config)
     layer += size * elements * (config.parallel.remat == "none")
     return layer, size * shapes.trained(config).block.full
@@ -337,7 +335,7 @@ def _add_conditional(
 
 def passing(
     config: Config, facts: ScheduleFacts, platform: str = "gpu", stage: Any = None
-) -> dict[str, list[MemoryItem]]:
+) -> Moments:
     """Lists what is held only for a moment, by moment.
 
     The items alive at once were read off XLA's live ranges; `python -m experiments.plan --compile` shows how well they
@@ -349,14 +347,14 @@ def passing(
     return _pipelined_moments(config, facts, platform, stage or stages(config))
 
 
-def _unpipelined_moments(config: Config, platform: str) -> dict[str, list[MemoryItem]]:
+def _unpipelined_moments(config: Config, platform: str) -> Moments:
     """Moments of a step without pipeline stages.
 
     XLA makes the gradient of the output head, which nothing waits for, at the very end: until then its factors, hidden
     states and the logits' cotangent, are held through the backward. In a loop over microbatches it does so only where
     collectives stand between, and not on CPUs.
     """
-    size = _itemsize(config)
+    size = compute_size(config)
     several = config.parallel.microbatches > 1
     gathers = gathers_at_use(config)
     trained = shapes.trained(config)
@@ -372,14 +370,16 @@ def _unpipelined_moments(config: Config, platform: str) -> dict[str, list[Memory
     # Those of layers in float8 lie there twice while they are put beside those of skipped ones.
     share = float8_share(config) % 1 if platform == "cpu" else 0.0
     nbytes = 0.0 if in_place else (1 + share) * _new_gradients(config)
-    gradients = [MemoryItem("new gradients of the layers", "gradients", nbytes)]
+    gradients = _list_items("gradients", {"new gradients of the layers": nbytes})
     # The embedding's, in float32 and set to zero early, and the output head's, where it does not wait; of chunks CPUs
     # add it to the sums at once.
     embedding = 4 * trained.tokens.full if gathers != several else 0
     added = chunked and platform == "cpu"
     head_size = 4 if period and scatters_at_use(config) else size
     late = 0 if waits or added else head_size * trained.vocabulary.largest
-    new = [MemoryItem("new gradients of the vocabulary", "gradients", embedding + late)]
+    new = _list_items(
+        "gradients", {"new gradients of the vocabulary": embedding + late}
+    )
     zeros = MemoryItem(
         "gradient of the embedding, zeros", "gradients", period and embedding
     )
@@ -396,9 +396,7 @@ def _unpipelined_moments(config: Config, platform: str) -> dict[str, list[Memory
         (size + 4 * scatters_at_use(config)) * trained.vocabulary.largest,
     )
     weights, scattered = _layer_items(config, period)
-    work = MemoryItem(
-        "work of one layer", "activations", activations.work(config, platform)
-    )
+    work = _work(config, platform)
     always = [gathered, _summed(config), *early]
     return {
         "loss": [logits, *head, zeros, *always],
@@ -424,6 +422,11 @@ def _unpipelined_moments(config: Config, platform: str) -> dict[str, list[Memory
     }
 
 
+def _work(config: Config, platform: str) -> MemoryItem:
+    nbytes = activations.work(config, platform)
+    return MemoryItem("work of one layer", "activations", nbytes)
+
+
 def _sets_early(config: Config, platform: str) -> bool:
     """Returns whether the layers' new gradients are set to zero before the head."""
     remat = config.parallel.remat
@@ -433,14 +436,14 @@ def _sets_early(config: Config, platform: str) -> bool:
     return several and (config.mesh.tensor > 1 or remat not in ("dots", "names"))
 
 
-def _layer_items(config: Config, period: int = 0) -> list[MemoryItem]:
+def _layer_items(config: Config, period: int = 0) -> Items:
     """Returns the items for a layer's weights as they are gathered, and for its gradients before they are scattered;
     those of a period's layers all wait until it ends.
     """
     kinds = [one for _, one in stack_configs(config)]
     weights = (
         gathers_at_use(config)
-        * _itemsize(config)
+        * compute_size(config)
         * shapes.resident(config).block.largest
     )
     largest = max(shapes.trained(one).block.full for one in kinds)
@@ -452,29 +455,28 @@ def _layer_items(config: Config, period: int = 0) -> list[MemoryItem]:
     ]
 
 
-def _head_items(config: Config, platform: str, hidden: float) -> list[MemoryItem]:
+def _head_items(config: Config, platform: str, hidden: float) -> Items:
     """Returns the items for the logits, their cotangent, and so many bytes of hidden states; CPUs write the logits less
     their largest beside them.
     """
-    cotangent = _logits(config, _itemsize(config))
-    return [
-        MemoryItem(
-            "logits", "activations", _logits(config, 8 if platform == "cpu" else 4)
-        ),
-        MemoryItem("cotangent of the logits", "activations", cotangent),
-        MemoryItem("hidden states at the head", "activations", hidden),
-    ]
+    cpu = platform == "cpu"
+    nbytes = {
+        "logits": _logits(config, 8 if cpu else 4),
+        "cotangent of the logits": _logits(config, 4 if cpu else compute_size(config)),
+        "hidden states at the head": hidden,
+    }
+    return _list_items("activations", nbytes)
 
 
 def _pipelined_moments(
     config: Config, facts: ScheduleFacts, platform: str, stage: Any
-) -> dict[str, list[MemoryItem]]:
+) -> Moments:
     """Moments of a clock: a chunk goes forward, another backward, and the loss head between them.
 
     Layers write what they keep, and add their gradients, where these lie (see `pipeline.stage`): of a chunk nothing is
     there twice.
     """
-    size = _itemsize(config)
+    size = compute_size(config)
     chunked = shapes.loss_chunks(config) > 1
     always = _layer_items(config)
     # Their cotangent waits for the gradient of the head, which XLA makes at the end, see _unpipelined_moments; a
@@ -482,9 +484,7 @@ def _pipelined_moments(
     waits = not chunked and platform != "cpu"
     read = _hidden(config) if chunked else size * _read(config)
     logits, *head = _head_items(config, platform, read)
-    work = MemoryItem(
-        "work of one layer", "activations", activations.work(config, platform)
-    )
+    work = _work(config, platform)
     # All buffers of the clocks are there already when the last weight has been gathered, and lies there a second time,
     # in another order.
     degree = zero_ways(config)
@@ -532,30 +532,25 @@ _chunk_gathered = averaged(_gathered)
 _chunk_trained = averaged(shapes.trained)
 
 
-def _sent_items(config: Config, stage: Any) -> list[MemoryItem]:
+def _sent_items(config: Config, stage: Any) -> Items:
     """Returns the items for what travels beside the clocks, and so is there twice."""
     trained = shapes.trained(config)
-    weights = _itemsize(config) * _chunk_gathered(config).full * stage.longest
+    weights = compute_size(config) * _chunk_gathered(config).full * stage.longest
     of_chunk = _chunk_trained(config).block.full * stage.longest
     full = of_chunk + trained.head.full
     sent = shapes.itemsize(config.precision.reduce) * full
     shards = 4 * trained.block.shard * stage.on_device
+    gradients = {
+        "gradients of a chunk and the head, as they are sent": sent,
+        "gradients that have been reduced": shards,
+    }
     return [
         MemoryItem("weights of a chunk, as they arrive", "parameters", weights),
-        MemoryItem(
-            "gradients of a chunk and the head, as they are sent", "gradients", sent
-        ),
-        MemoryItem("gradients that have been reduced", "gradients", shards),
+        *_list_items("gradients", gradients),
     ]
 
 
-def _itemsize(config: Config) -> int:
-    return shapes.itemsize(config.precision.compute)
-
-
-def _predictions(
-    config: Config, platform: str, head: list[MemoryItem]
-) -> list[MemoryItem]:
+def _predictions(config: Config, platform: str, head: Items) -> Items:
     """Returns the items for further predictions in their backward: what they keep, and the work of a layer.
 
     Nothing of the `head` is left where the backward waits until the layer is computed again, unless all heads wait for
@@ -567,7 +562,7 @@ def _predictions(
     together = config.parallel.remat == "none"
     work = (config.model.mtp if together else 1) * activations.work(last, platform)
     trained = shapes.trained(config)
-    size = _itemsize(config)
+    size = compute_size(config)
     # of each depth a gradient of the embedding in float32, and of the head
     tables = config.model.mtp * (
         4 * trained.tokens.full + size * trained.vocabulary.largest
@@ -582,8 +577,13 @@ def _predictions(
             if together or (config.mesh.tensor > 1 and shapes.loss_chunks(config) == 1)
             else []
         ),
-        MemoryItem("activations of further predictions", "activations", kept),
-        MemoryItem("work of a further prediction", "activations", work),
+        *_list_items(
+            "activations",
+            {
+                "activations of further predictions": kept,
+                "work of a further prediction": work,
+            },
+        ),
         MemoryItem("gathered weights of further predictions", "parameters", gathered),
         MemoryItem("new gradients of further predictions", "gradients", tables + new),
     ]
@@ -613,15 +613,15 @@ def _read(config: Config) -> int:
 def _hidden(config: Config) -> float:
     """The last layer's output, normalised, and its cotangent; by chunks the output as it is, and its cotangent."""
     if shapes.loss_chunks(config) > 1:
-        return 2 * _itemsize(config) * shapes.stream(config)
-    return 3 * _itemsize(config) * _read(config)
+        return 2 * compute_size(config) * shapes.stream(config)
+    return 3 * compute_size(config) * _read(config)
 
 
 def _new_gradients(config: Config) -> float:
     """One microbatch's gradients of a chunk's layers, stacked."""
     block = _chunk_trained(config).block
     return (
-        _itemsize(config)
+        compute_size(config)
         * (block.shard if scatters_at_use(config) else block.full)
         * stages(config).longest
     )

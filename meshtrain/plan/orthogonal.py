@@ -2,8 +2,9 @@
 
     sent       each way K whole matrices of a stack, of which a rank has its own shards already
     products   5 iterations of a matrix [m, n], m <= n: 2 of (m, m, n), 1 of (m, m, m)
-    held       beside gradients as many numbers as all of a rank's matrices have, 6.5 times, and as x times its
-               transpose has, 1.5 times: read off XLA's CPU programs, which iterate all stacks at once
+    held       CPUs iterate all stacks at once: of all of a rank's matrices the numbers 6.5 times, and of x times its
+               transpose 1.5 times. GPUs iterate one after the other: all matrices, and of the largest stack both once
+               more, or twice where messages brought them. Read off XLA's programs
 
 K are the matrices of a rank, see `parallel.stacks`.
 """
@@ -58,14 +59,18 @@ def _transfers(config: Config, stack: Stack) -> Iterator[Transfer]:
         )
 
 
-def held_bytes(config: Config) -> float:
-    """Bytes of a device while matrices are iterated, beside state and gradients."""
-    numbers = sum(
-        stack.on_rank
-        * (HELD * math.prod(stack.form.padded) + GRAMS * min(stack.form.sides) ** 2)
-        for stack in stacks(config)
-    )
-    return FLOAT32 * numbers
+def held_bytes(config: Config, platform: str) -> float:
+    """Bytes of a device while matrices are iterated, beside state."""
+    cpu = platform == "cpu"
+    every = 0.0
+    most = 0.0
+    for stack in stacks(config):
+        matrices = stack.on_rank * math.prod(stack.form.padded)
+        grams = stack.on_rank * min(stack.form.sides) ** 2
+        every += HELD * matrices + GRAMS * grams if cpu else matrices
+        again = 1 + bool(stack.form.holders)
+        most = max(most, again * matrices + (1 + again) * grams)
+    return FLOAT32 * (every + most * (not cpu))
 
 
 def transfer_seconds(config: Config, cluster: Cluster) -> float:

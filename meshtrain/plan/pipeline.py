@@ -21,18 +21,11 @@ from meshtrain.schedule.simulation import Durations, PerChunk, Timeline, simulat
 from meshtrain.schedule.table import B, F, Table
 
 
-def _sizes(config: Config) -> tuple[str, int, int, int]:
-    return (
-        config.parallel.schedule,
-        config.mesh.pipeline,
-        config.parallel.microbatches,
-        stages(config).chunks,
-    )
-
-
 def facts(config: Config) -> ScheduleFacts:
     """The facts of a config's schedule, by formula where there is one: searches ask for thousands."""
-    return facts_of(*_sizes(config)) if runs_table(config) else ONE_STAGE
+    parallel = config.parallel
+    sizes = config.mesh.pipeline, parallel.microbatches, stages(config).chunks
+    return facts_of(parallel.schedule, *sizes) if runs_table(config) else ONE_STAGE
 
 
 def iterations(config: Config, skips: bool = False) -> Iterations:
@@ -174,34 +167,26 @@ def quick(config: Config, facts: ScheduleFacts, costs: MicrobatchCosts) -> float
         )
     weight = costs.chunk_weight_grad
     residuals = costs.chunk_residuals if facts.depths.cot else 0.0
-    hidden = (
-        costs.layers * costs.layer.forward_hidden,
-        costs.layers * costs.layer.backward_hidden,
-    )
+    message = costs.message.overlapped
     each = Durations(
         costs.chunk_forward,
         costs.chunk_backward - weight + residuals,
         weight,
         head=costs.edge.total,
-        forward_hidden=hidden[0],
-        backward_hidden=hidden[1],
+        forward_hidden=costs.layers * costs.layer.forward_hidden,
+        backward_hidden=costs.layers * costs.layer.backward_hidden,
     )
     # Where forwards or backwards stand alone nothing hides a message; else a forward hides a cotangent's, a backward an
     # activation's.
+    alone = facts.forward + facts.backward - facts.together
     if facts.paired:
         # Both leave at once, with what stands behind the pair to hide them: W, and in some clocks the head.
-        shown = (facts.forward + facts.backward - facts.together) * max(
-            0.0, costs.message.overlapped - facts.split * weight
-        )
-        shown = max(
-            0.0, shown - facts.head * min(costs.message.overlapped, costs.edge.total)
-        )
-        return facts.seconds(each) + shown + reference(config, facts, costs)
-    shown = (
-        facts.forward + facts.backward - 2 * facts.together
-    ) * costs.message.overlapped
-    for hides in (costs.chunk_forward, costs.chunk_backward):
-        shown += facts.together * max(0.0, costs.message.overlapped - hides)
+        shown = alone * max(0.0, message - facts.split * weight)
+        shown = max(0.0, shown - facts.head * min(message, costs.edge.total))
+    else:
+        shown = (alone - facts.together) * message
+        for hides in (costs.chunk_forward, costs.chunk_backward):
+            shown += facts.together * max(0.0, message - hides)
     return facts.seconds(each) + shown + reference(config, facts, costs)
 
 

@@ -15,6 +15,7 @@ from meshtrain.parallel.placement import stages
 from meshtrain.plan import activations, compute, shapes
 from meshtrain.plan.compute import Seconds
 from meshtrain.plan.gradient_traffic import Moment, Transfer
+from meshtrain.plan.shapes import compute_size
 
 # Passes of a layer and of the embedding, as passes of the head.
 OF_HEAD = {
@@ -51,7 +52,7 @@ def join_transfers(config: Config) -> Iterator[Moment]:
     """Yields what the product before the block sends: it is split over tensor along what it sums over."""
     ranks = config.mesh.tensor
     stream = shapes.tokens(config) * config.model.d_model
-    stream *= shapes.itemsize(config.precision.compute)
+    stream *= compute_size(config)
 
     def transfer(moment: str, kind: str, what: str, count: int) -> Moment:
         return moment, Transfer(TENSOR, kind, what, stream, count, ranks)
@@ -80,7 +81,7 @@ def join_seconds(config: Config, device: Accelerator) -> Seconds:
 
 def kept_bytes(config: Config) -> float:
     """Returns the bytes that all depths keep of a microbatch until the loss has its gradient."""
-    stream = shapes.stream(config) * shapes.itemsize(config.precision.compute)
+    stream = shapes.stream(config) * compute_size(config)
     return config.model.mtp * (
         activations.kept(config, config.parallel.remat) + STREAMS * stream
     )

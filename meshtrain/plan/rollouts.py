@@ -26,6 +26,7 @@ from meshtrain.parallel.placement import Placed, all_placed, placed
 from meshtrain.plan import shapes
 from meshtrain.plan.experts import reached
 from meshtrain.plan.gradient_traffic import FLOAT32, Transfer
+from meshtrain.plan.shapes import compute_size
 
 LEAST_BUCKET = 16  # tokens that a prompt is padded to, at least
 # What the compiled programs hold at once: float32 arrays of all logits as tokens are chosen, and of all tokens of the
@@ -146,7 +147,7 @@ def _send(config: Config, kind: str, axes: tuple[str, ...], nbytes: float) -> Tr
 
 def _size(config: Config, weight: Placed) -> int:
     """Returns the bytes of a number of a weight, as it travels and is decoded with."""
-    return FLOAT32 if weight.float32 else shapes.itemsize(config.precision.compute)
+    return FLOAT32 if weight.float32 else compute_size(config)
 
 
 # --- bytes
@@ -186,9 +187,7 @@ def bytes_remembered(
     tails = (sizes.conv - 1) * (2 * keys + values) / tensor
     numbers = (model.layers - linear + drafts) * length * of_position + linear * tails
     states = linear * values * sizes.key_dim / tensor
-    return slots * (
-        shapes.itemsize(config.precision.compute) * numbers + FLOAT32 * states
-    )
+    return slots * (compute_size(config) * numbers + FLOAT32 * states)
 
 
 def _linear_layers(config: Config) -> int:
@@ -205,7 +204,7 @@ def held(config: Config) -> dict[str, tuple[str, float]]:
     if model.moe.experts:
         hidden += model.moe.top_k * model.expert_width
     width = model.d_model + hidden / config.mesh.tensor
-    size = shapes.itemsize(config.precision.compute)
+    size = compute_size(config)
     read = READ * size * drawing.prompts * drawing.bucket * width
     logits = LOGITS * FLOAT32 * drawing.slots * model.vocab_size
     return {

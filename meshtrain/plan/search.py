@@ -51,6 +51,10 @@ class ZeroKeys(NamedTuple):
     offload: bool = False
 
 
+Zeros = list[ZeroKeys]
+KnownStates = dict[tuple, list[tuple[float, float]]]
+
+
 class Candidate(NamedTuple):
     """A layout with its predicted seconds and bytes, by formula; `zero` are its keys of ZeRO.
 
@@ -200,7 +204,7 @@ def _groups(
             "remat_offload": (),
         },
     )
-    recomputed: dict[tuple, list[dict[str, Any]]] = {}
+    recomputed: dict[tuple, choices.Ways] = {}
     tables: dict[tuple, _Tables] = {}
     follows = followed(config, "parallel.experts.dispatch")
     for sizes in choices.meshes(base, devices):
@@ -220,16 +224,13 @@ def _groups(
         vocabularies = ("spread", "edge") if stages > 1 else ("spread",)
         layers = base.model.layers
         counts = choices.cuts(base, data)
-        named_schedules = (
-            *choices.schedules(layers, mesh.mesh),
-            *choices.schedules_with_empty_ends(layers, mesh.mesh),
-        )
+        named_schedules = tuple(choices.every_schedule(layers, mesh.mesh))
         if near:
             splits = (base.parallel.sequence_parallel and splits[-1],)
             vocabularies = (base.parallel.vocab,)
             counts = choices.nearby_cuts(base, data, most)
             named_schedules = (choices.fit_schedule(base, stages),)
-        states: dict[tuple, list[tuple[float, float]]] = {}
+        states: KnownStates = {}
         for vocab, m in itertools.product(vocabularies, counts):
             cut = put(mesh, parallel={"vocab": vocab, "microbatches": m})
             if (rows := (stages, m, named_schedules)) not in tables:
@@ -276,13 +277,15 @@ class _Tables(NamedTuple):
     places in the lists, with their layers and facts as arrays.
     """
 
-    keys: list[dict[str, Any]]  # of the section parallel
+    keys: choices.Ways  # of the section parallel
     stages: list[Stages]
     facts: list[ScheduleFacts]
     alike: list[tuple[list[int], _Layers, ScheduleFacts]]
 
 
-def _tables(config: Config, named_schedules: Iterable[tuple[str, int]]) -> _Tables:
+def _tables(
+    config: Config, named_schedules: Iterable[choices.NamedSchedule]
+) -> _Tables:
     tables = _Tables([], [], [], [])
     alike: dict[tuple[bool, bool], list[int]] = {}
     for schedule, chunks in named_schedules:
@@ -318,7 +321,7 @@ class _Group:
     config: Config
     cluster: Cluster
     tables: _Tables
-    zeros: list[ZeroKeys]
+    zeros: Zeros
     nbytes: np.ndarray  # [rows, columns], infinite where nothing is looked at
     fits: np.ndarray
     outside: dict[tuple, float]  # seconds outside the microbatches, which groups share
@@ -387,7 +390,7 @@ def _bytes(
     config: Config,
     cluster: Cluster,
     tables: _Tables,
-    zeros: list[ZeroKeys],
+    zeros: Zeros,
     state: np.ndarray,
 ) -> np.ndarray:
     """Bytes of [rows, columns]; `state` as `_state` gives it."""
@@ -416,7 +419,10 @@ def _bytes(
             totals[:, j] += np.where(fits[:, j], passing[key], 0.0)
         nbytes[at] = totals
     np.maximum(nbytes, state[1], out=nbytes)
-    _leave_out_offload(nbytes, zeros, usable)
+    # The optimizer's state need not wait on the host where the same stage without, which comes just before, fits.
+    for column, zero in enumerate(zeros):
+        if zero.offload:
+            nbytes[nbytes[:, column - 1] <= usable, column] = math.inf
     return nbytes
 
 
@@ -443,21 +449,11 @@ def _layer_keeps(config: Config, tables: _Tables, at: list[int]) -> Any:
     )
 
 
-def _leave_out_offload(
-    nbytes: np.ndarray, zeros: list[ZeroKeys], usable: float
-) -> None:
-    """Makes bytes of [rows, columns] infinite where the optimizer's state need not wait on the host."""
-    # the same stage without comes just before
-    for column, zero in enumerate(zeros):
-        if zero.offload:
-            nbytes[nbytes[:, column - 1] <= usable, column] = math.inf
-
-
 def _state(
     config: Config,
     tables: _Tables,
-    zeros: list[ZeroKeys],
-    known: dict[tuple, list[tuple[float, float]]],
+    zeros: Zeros,
+    known: KnownStates,
 ) -> np.ndarray:
     """Bytes of state, and while answers are drawn, of [rows, columns], which follow from the layers on a device;
     `known` has those of a mesh.
@@ -488,7 +484,7 @@ def _set_zero(config: Config, zero: ZeroKeys) -> Config:
     )
 
 
-def _zeros(config: Config, cluster: Cluster) -> list[ZeroKeys]:
+def _zeros(config: Config, cluster: Cluster) -> Zeros:
     """ZeRO stages, the third also held where there are several microbatches (the second is the first then); each with
     the optimizer's state on the device and, where there are GPUs, on the host.
     """

@@ -300,6 +300,11 @@ def itemsize(dtype: str) -> int:
     return 4 if dtype == "float32" else 2
 
 
+def compute_size(config: Config) -> int:
+    """Returns the bytes of an element of what is computed."""
+    return itemsize(config.precision.compute)
+
+
 def active_size(model: ModelConfig, weight: Weight) -> float:
     """Elements of a weight that one token is computed with: of experts the share that it chooses."""
     return weight.size * (

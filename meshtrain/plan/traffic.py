@@ -42,18 +42,20 @@ from meshtrain.plan.gradient_traffic import (
 )
 from meshtrain.plan.orthogonal import orthogonal_transfers
 from meshtrain.plan.prediction import prediction_transfers
+from meshtrain.plan.shapes import compute_size
 
 # What other frameworks send more or less often than our program, see `practised_count`.
 GATHERED_FOR_WEIGHTS = "layer inputs gathered again for weights"
 INPUTS_SUMMED = "input cotangents summed"
 OUTPUTS_SCATTERED_AGAIN = "layer outputs scattered again"
 OUTPUTS_SUMMED_AGAIN = "layer outputs summed again"
+Transfers = list[Transfer]
 BOTH = "tensor+pipeline"  # XLA joins sums over the two where one follows the other
 
 
 def transfers(
     config: Config, iterations: Iterations, reference: Iterations | None = None
-) -> list[Transfer]:
+) -> Transfers:
     """Every collective of a step on one device; `reference`: of dpo's forward without adapters, which comes first."""
     transfers = _multiply(config, iterations)
     transfers += [
@@ -70,7 +72,7 @@ def transfers(
     return [t for t in transfers if t.size > 1 and t.count]
 
 
-def _maxima(config: Config) -> list[Transfer]:
+def _maxima(config: Config) -> Transfers:
     """Returns the collectives of the largest logits, of which the last gathers those of all layers and heads."""
     if not config.optimizer.qk_clip:
         return []
@@ -95,7 +97,7 @@ def _maxima(config: Config) -> list[Transfer]:
     ]
 
 
-def _reference(config: Config, iterations: Iterations) -> list[Transfer]:
+def _reference(config: Config, iterations: Iterations) -> Transfers:
     transfers = _multiply(config, iterations)
     transfers += _messages(config, iterations)
     stages = config.mesh.pipeline
@@ -110,7 +112,7 @@ def _reference(config: Config, iterations: Iterations) -> list[Transfer]:
     return [replace(t, what=f"reference: {t.what}") for t in transfers]
 
 
-def by_axis(transfers: list[Transfer]) -> dict[str, float]:
+def by_axis(transfers: Transfers) -> dict[str, float]:
     """Bytes that one device sends in a step by mesh axis; sums over tensor and pipeline at once have a line of their
     own.
     """
@@ -118,7 +120,7 @@ def by_axis(transfers: list[Transfer]) -> dict[str, float]:
     return {axis: sum(t.sent for t in transfers if t.axis == axis) for axis in axes}
 
 
-def _multiply(config: Config, iterations: Iterations) -> list[Transfer]:
+def _multiply(config: Config, iterations: Iterations) -> Transfers:
     edge = edge_transfers(config)
     transfers = [*edge]
     assigned = stages(config)
@@ -147,11 +149,7 @@ def _list_layers(config: Config) -> list[Moment]:
 
 def _stream_bytes(config: Config) -> int:
     """Bytes of the residual stream of one microbatch, not split along the sequence."""
-    return (
-        shapes.tokens(config)
-        * config.model.d_model
-        * shapes.itemsize(config.precision.compute)
-    )
+    return shapes.tokens(config) * config.model.d_model * compute_size(config)
 
 
 def layer_transfers(config: Config) -> list[Moment]:
@@ -174,7 +172,7 @@ def layer_transfers(config: Config) -> list[Moment]:
             "tensor", kind, what, nbytes, count * layers, ranks, hides
         )
 
-    size = shapes.itemsize(config.precision.compute)
+    size = compute_size(config)
     squares = 2 * FLOAT32 * shapes.tokens(config)
     # norms are always computed again
     over_heads = [
@@ -296,7 +294,7 @@ def _edge_transfers(config: Config) -> Iterator[Moment]:
     )
     labels = shapes.labels(model, tokens)
     read = shapes.read(model, tokens)
-    stream = shapes.stream(config) * shapes.itemsize(config.precision.compute)
+    stream = shapes.stream(config) * compute_size(config)
     position = stream_bytes // tokens
     # What the last stage sends on, and the ranks of a split sequence to each other: of an image a position from every
     # rank.
@@ -391,17 +389,17 @@ def _edge_transfers(config: Config) -> Iterator[Moment]:
         )
 
 
-def _data(config: Config, iterations: Iterations) -> list[Transfer]:
+def _data(config: Config, iterations: Iterations) -> Transfers:
     ranks = config.mesh.shards
     zero = config.parallel.zero_stage
-    transfers: list[Transfer] = []
+    transfers: Transfers = []
     # What is frozen is whole everywhere but in stage 3.
     gathered = shapes.resident(config) if zero == 3 else shapes.trained(config)
     if gathers_at_use(config):
         transfers += _gathers(config, iterations, gathered.block.gathered)
     elif zero:
         of_layers = gathered.block.gathered * float8.weight_size(config)
-        outer = gathered.outer.gathered * shapes.itemsize(config.precision.compute)
+        outer = gathered.outer.gathered * compute_size(config)
         nbytes = of_layers * stages(config).on_device + outer
         axes = _zero_axes(config)
         transfers.append(
@@ -419,9 +417,9 @@ def _joined(config: Config, axes: Iterable[str]) -> str:
     return "+".join(axis for axis in axes if config.mesh.ways(axis) > 1)
 
 
-def _gathers(config: Config, iterations: Iterations, layer: float) -> list[Transfer]:
+def _gathers(config: Config, iterations: Iterations, layer: float) -> Transfers:
     """Weights gathered where they are used, of a layer so many elements."""
-    weight = shapes.itemsize(config.precision.compute)
+    weight = compute_size(config)
     ranks = config.mesh.shards
     passes = stages(config).longest * (iterations.forward + iterations.backward)
     over = _zero_axes(config)
@@ -462,9 +460,9 @@ def edge_uses(config: Config) -> list[tuple[str, float]]:
     ]
 
 
-def _messages(config: Config, iterations: Iterations) -> list[Transfer]:
+def _messages(config: Config, iterations: Iterations) -> Transfers:
     stages = config.mesh.pipeline
-    size = shapes.itemsize(config.precision.compute)
+    size = compute_size(config)
     stream = shapes.stream(config) * size
     return [
         Transfer(
@@ -486,7 +484,7 @@ def _messages(config: Config, iterations: Iterations) -> list[Transfer]:
     ]
 
 
-def _replicated(config: Config) -> list[Transfer]:
+def _replicated(config: Config) -> Transfers:
     """Gradients of weights that are whole on several model-parallel ranks, each of which has a part of the sum.
 
     Without ZeRO they are summed over data in the same go.

@@ -13,10 +13,10 @@ from meshtrain.plan import activations, named, plan
 from meshtrain.plan.choices import (
     contexts,
     ends_empty,
+    every_schedule,
     nearby_cuts,
     remats,
     schedules,
-    schedules_with_empty_ends,
 )
 from meshtrain.plan.layer_costs import layer_cost
 from meshtrain.plan.memory import MARGIN
@@ -128,7 +128,7 @@ def test_one_virtual_stage_too_many_leaves_the_last_empty_two_the_first_too(
 def test_a_search_looks_at_empty_ends_and_finds_the_shorter_bubble():
     """14 layers on 2 stages: 8 chunks would be 16 virtual stages."""
     two = MeshConfig(pipeline=2)
-    assert ("interleaved", 8) in schedules_with_empty_ends(14, two) and (
+    assert ("interleaved", 8) in every_schedule(14, two) and (
         "interleaved",
         8,
     ) not in schedules(14, two)

@@ -28,6 +28,7 @@ from meshtrain.plan.jobs.listed import Jobs, JobSpec
 from meshtrain.plan.jobs.report import Result
 from meshtrain.plan.jobs.requests import JobShape, configured, settings
 
+Manifest = dict[str, Any]
 API = "kueue.x-k8s.io/v1beta2"
 GPU = "nvidia.com/gpu"
 HOSTNAME = "kubernetes.io/hostname"
@@ -114,7 +115,7 @@ _REQUIRED = "kueue.x-k8s.io/podset-required-topology"
 _PREFERRED = "kueue.x-k8s.io/podset-preferred-topology"
 
 
-def queues(result: Result) -> list[dict[str, Any]]:
+def queues(result: Result) -> list[Manifest]:
     """The objects that say what there is and who may have it: one flavor, all devices as the quota of one queue."""
     kueue = result.jobs.kueue
     cluster = result.packing.cluster
@@ -161,7 +162,7 @@ def queues(result: Result) -> list[dict[str, Any]]:
     ]
 
 
-def _object(kind: str, metadata: dict[str, str], **content: Any) -> dict[str, Any]:
+def _object(kind: str, metadata: dict[str, str], **content: Any) -> Manifest:
     return {"apiVersion": API, "kind": kind, "metadata": metadata, **content}
 
 
@@ -169,7 +170,7 @@ def _class(priority: int) -> str:
     return f"priority-minus-{-priority}" if priority < 0 else f"priority-{priority}"
 
 
-def jobset(job: JobSpec, shape: JobShape, jobs: Jobs) -> list[dict[str, Any]]:
+def jobset(job: JobSpec, shape: JobShape, jobs: Jobs) -> list[Manifest]:
     """A job's config and its JobSet for the nodes and devices that it was given, which Kueue lets start when there is
     room.
     """

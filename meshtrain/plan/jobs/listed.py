@@ -13,6 +13,7 @@ fastest there.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -115,43 +116,36 @@ def read(path: str | Path) -> Jobs:
             replace(job, config=from_file(job.config, folder)) for job in jobs.jobs
         ),
     )
-    if not 0 < len(jobs.jobs) <= MOST_JOBS:
-        raise ConfigError(
-            f"{source}: there are {len(jobs.jobs)} jobs; at least 1 and at most {MOST_JOBS} are legal."
-        )
-    names: set[str] = set()
-    for number, job in enumerate(jobs.jobs):
-        where = f"{source}: jobs[{number}]"
-        if not re.fullmatch(NAME, job.name) or len(job.name) > LONGEST_NAME:
-            raise ConfigError(
-                f"{where}.name is {short(repr(job.name))}; it begins with a letter and has lower-case letters, digits "
-                "and - inside, "
-                f"{LONGEST_NAME} at most."
-            )
-        if job.name in names:
-            raise ConfigError(
-                f"{where}.name is {job.name}, as that of a job before it; give each its own."
-            )
-        names.add(job.name)
-        _check(job, f"{source}: job {job.name}")
-        if jobs.goal == "latency" and not job.config and not job.hours:
-            raise ConfigError(
-                f"{source}: job {job.name} has no hours, which goal: latency needs of a job without a config."
-            )
+    for problem in _problems(jobs):
+        raise ConfigError(f"{source}: {problem}")
     return jobs
 
 
-def _check(job: JobSpec, where: str) -> None:
-    if job.devices and job.any_of:
-        raise ConfigError(f"{where} has both devices and any_of; give one of them.")
-    if not job.config and not job.devices and not job.any_of:
-        raise ConfigError(
-            f"{where} has no config, devices or any_of; give one of them."
-        )
-    if job.steps and job.hours:
-        raise ConfigError(f"{where} has both steps and hours; give one of them.")
-    if not job.config and (job.steps or job.set):
-        what = "steps" if job.steps else "set"
-        raise ConfigError(
-            f"{where} has {what} but no config; give one, or hours in place of steps."
-        )
+def _problems(jobs: Jobs) -> Iterator[str]:
+    """Yields a sentence for all that is wrong with jobs, job by job."""
+    if not 0 < len(jobs.jobs) <= MOST_JOBS:
+        yield f"there are {len(jobs.jobs)} jobs; at least 1 and at most {MOST_JOBS} are legal."
+    names: set[str] = set()
+    for number, job in enumerate(jobs.jobs):
+        name = f"jobs[{number}].name is"
+        if not re.fullmatch(NAME, job.name) or len(job.name) > LONGEST_NAME:
+            yield (
+                f"{name} {short(repr(job.name))}; it begins with a letter and has lower-case letters, digits and - "
+                f"inside, {LONGEST_NAME} at most."
+            )
+        if job.name in names:
+            yield f"{name} {job.name}, as that of a job before it; give each its own."
+        names.add(job.name)
+        has = f"job {job.name} has"
+        bare = not job.config
+        if job.devices and job.any_of:
+            yield f"{has} both devices and any_of; give one of them."
+        if bare and not job.devices and not job.any_of:
+            yield f"{has} no config, devices or any_of; give one of them."
+        if job.steps and job.hours:
+            yield f"{has} both steps and hours; give one of them."
+        if bare and (job.steps or job.set):
+            what = "steps" if job.steps else "set"
+            yield f"{has} {what} but no config; give one, or hours in place of steps."
+        if jobs.goal == "latency" and bare and not job.hours:
+            yield f"{has} no hours, which goal: latency needs of a job without a config."

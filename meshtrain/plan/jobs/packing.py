@@ -28,6 +28,8 @@ from meshtrain.plan.jobs.requests import (
 )
 
 Nodes = list[int]
+Numbers = tuple[int, ...]
+Free = Sequence[int]  # devices of each node
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def blocks_of(cluster: Cluster) -> Blocks:
 
 
 def first_fit(
-    shape: JobShape, free: Sequence[int], blocks: Blocks, together: bool
+    shape: JobShape, free: Free, blocks: Blocks, together: bool
 ) -> Nodes | None:
     """The nodes for a job, of the free devices by node, or None if there is no room; so do the others."""
     for block in blocks.lowest if together else blocks.levels[-1]:
@@ -66,7 +68,7 @@ def first_fit(
 
 
 def best_fit(
-    shape: JobShape, free: Sequence[int], blocks: Blocks, together: bool
+    shape: JobShape, free: Free, blocks: Blocks, together: bool
 ) -> Nodes | None:
     levels = (
         blocks.levels[-1:]
@@ -86,19 +88,19 @@ def best_fit(
 
 
 def balance(
-    shape: JobShape, free: Sequence[int], blocks: Blocks, together: bool
+    shape: JobShape, free: Free, blocks: Blocks, together: bool
 ) -> Nodes | None:
     return _chosen(
         shape, free, blocks.lowest if together else blocks.levels[-1], fullest=False
     )
 
 
-def _room(shape: JobShape, free: Sequence[int], block: range) -> Nodes:
+def _room(shape: JobShape, free: Free, block: range) -> Nodes:
     return [node for node in block if free[node] >= shape.each]
 
 
 def _chosen(
-    shape: JobShape, free: Sequence[int], level: Sequence[range], fullest: bool
+    shape: JobShape, free: Free, level: Sequence[range], fullest: bool
 ) -> Nodes | None:
     """The fullest or emptiest nodes of the fullest or emptiest block of a level, of those with room."""
     sign = 1 if fullest else -1
@@ -117,7 +119,7 @@ def _chosen(
     )
 
 
-Rule = Callable[[JobShape, Sequence[int], Blocks, bool], Nodes | None]
+Rule = Callable[[JobShape, Free, Blocks, bool], Nodes | None]
 RULES: dict[str, Rule] = {
     "first_fit": first_fit,
     "best_fit": best_fit,
@@ -129,8 +131,8 @@ RULES: dict[str, Rule] = {
 class Order:
     """Decides a packing: the jobs by number, which of its shapes each tries first, and the rule."""
 
-    jobs: tuple[int, ...]
-    first: tuple[int, ...]  # by number of the job
+    jobs: Numbers
+    first: Numbers  # by number of the job
     rule: str
 
 
@@ -140,14 +142,14 @@ class PlacedJob:
 
     request: JobRequest
     shape: JobShape
-    devices: tuple[int, ...]  # numbered through all nodes, node by node
+    devices: Numbers  # numbered through all nodes, node by node
     start: float
     end: float
     plan: Plan | None
 
-    def group_by_node(self, per_node: int) -> dict[int, tuple[int, ...]]:
+    def group_by_node(self, per_node: int) -> dict[int, Numbers]:
         """Devices of each node, numbered in the node."""
-        nodes: dict[int, tuple[int, ...]] = {}
+        nodes: dict[int, Numbers] = {}
         for device in self.devices:
             nodes[device // per_node] = (
                 *nodes.get(device // per_node, ()),
@@ -247,7 +249,7 @@ class Packer:
         self.speeds = speeds
         self.blocks: Blocks = blocks_of(cluster)
 
-    def sort_by_priority(self) -> tuple[int, ...]:
+    def sort_by_priority(self) -> Numbers:
         """The jobs that have a shape, by priority and then in their order."""
         fitting = (
             number for number, request in enumerate(self.requests) if request.shapes

@@ -80,41 +80,29 @@ def letter(number: int) -> str:
 
 def job_rows(result: Result) -> Iterator[JobRow]:
     """Every job, in the order of the file."""
-    per_node = result.packing.cluster.devices_per_node
     for number, request in enumerate(result.packing.requests):
         job = request.job
-        placed = result.placed.get(request.job.name)
-        if placed is None:
-            yield JobRow(
-                number,
-                job.name,
-                str(job.priority),
-                "",
-                "waits" if request.shapes else "nowhere",
-                *[""] * 5,
-            )
-            continue
-        mesh = step = tokens = ""
-        if plan := placed.plan:
-            shape = plan.config.mesh
-            slower = result.slowdown(placed) - 1
-            islands = f", {shape.islands} islands" if shape.islands > 1 else ""
-            mesh = f"{shape.data} x {shape.tensor} x {shape.pipeline}{islands}"
-            step = units.duration(plan.seconds) + (
-                f" (+{slower:.1%})" if slower > 0.0005 else ""
-            )
-            tokens = units.count(plan.tokens_per_second)
-        place = (
-            _place(placed, per_node),
-            mesh,
-            step,
-            tokens,
-            when(placed.start),
-            when(placed.end),
+        cells = ["", "waits" if request.shapes else "nowhere", *[""] * 5]
+        if placed := result.placed.get(job.name):
+            cells = _place_cells(result, placed)
+        yield JobRow(number, job.name, str(job.priority), *cells)
+
+
+def _place_cells(result: Result, placed: PlacedJob) -> list[str]:
+    mesh = step = tokens = ""
+    if plan := placed.plan:
+        shape = plan.config.mesh
+        slower = result.slowdown(placed) - 1
+        islands = f", {shape.islands} islands" if shape.islands > 1 else ""
+        mesh = f"{shape.data} x {shape.tensor} x {shape.pipeline}{islands}"
+        step = units.duration(plan.seconds) + (
+            f" (+{slower:.1%})" if slower > 0.0005 else ""
         )
-        yield JobRow(
-            number, job.name, str(job.priority), str(placed.shape.devices), *place
-        )
+        tokens = units.count(plan.tokens_per_second)
+    devices = str(placed.shape.devices)
+    place = _place(placed, result.packing.cluster.devices_per_node)
+    hours = when(placed.start), when(placed.end)
+    return [devices, place, mesh, step, tokens, *hours]
 
 
 def _place(placed: PlacedJob, per_node: int) -> str:

@@ -91,8 +91,12 @@ class Search:
             if (found := self._score(order)) > top:
                 top = found
                 best = order
-        if self._count() > self.most:
-            top, best = self._climb(top, best)
+        for _ in range(self.most * (self._count() > self.most)):
+            order = self._changed(best)
+            # What is as good is taken too: a better one may lie behind it.
+            if (found := self._score(order)) >= top:
+                top = found
+                best = order
         return best
 
     def _score(self, order: Order) -> Score:
@@ -128,15 +132,6 @@ class Search:
                 *(range(max(1, len(r.shapes))) for r in self.packer.requests)
             ):
                 yield from (Order(jobs, first, rule) for rule in RULES)
-
-    def _climb(self, top: Score, best: Order) -> tuple[Score, Order]:
-        for _ in range(self.most):
-            order = self._changed(best)
-            # What is as good is taken too: a better one may lie behind it.
-            if (found := self._score(order)) >= top:
-                top = found
-                best = order
-        return top, best
 
     def _changed(self, order: Order) -> Order:
         """One or two random changes."""
