@@ -169,7 +169,7 @@ def compile_collectives_anew() -> None:
     compiler.compile_or_get_cached = compile_program  # type: ignore[assignment]
 
 
-def meet(name: str, seconds: float) -> None:
+def wait_for_processes(name: str, seconds: float) -> None:
     """Waits for all processes of the run, without their devices: collectives of a CPU bear 30 s of waiting and no
     more.
     """

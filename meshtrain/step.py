@@ -9,7 +9,7 @@ Every collective up to the shards stands in the source; behind them XLA adds onl
 import dataclasses
 from collections.abc import Callable, Mapping
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -56,11 +56,13 @@ from meshtrain.optim import (
 from meshtrain.parallel import offload
 from meshtrain.parallel.forward import Batch
 from meshtrain.parallel.parallelize import Gradients, LocalStep, make_layout
+from meshtrain.parallel.state import State as State
+from meshtrain.parallel.state import Steps
+from meshtrain.parallel.state import TrainStep as TrainStep
 from meshtrain.precision import (
     LossScale,
     factor,
     initial_scale,
-    is_finite,
     next_scale,
     taken_if,
     unscaled,
@@ -70,23 +72,8 @@ from meshtrain.registry import Shown
 if TYPE_CHECKING:
     from meshtrain.hlo import CompiledCollectives
     from meshtrain.parallel.reduce.feedback import FeedbackState
-    from meshtrain.parallel.sync.steps import IslandSteps
 
 Tree = Any
-
-
-class State(NamedTuple):
-    """The state of a run between two steps; params and optimizer in the live layout of `parallel.layout`."""
-
-    step: Any  # int32: steps taken, which is also the position in the data
-    params: Tree  # fp32 master weights; what is frozen, in the dtype that computes
-    optimizer: Tree
-    scale: LossScale | None  # float16 only
-    reduce: Tree = None  # what compression keeps from step to step (parallel.reduce)
-    islands: Tree = None  # what islands have moved by themselves (parallel.sync)
-
-    def __repr__(self) -> str:
-        return f"State(step={self.step}, {len(jax.tree.leaves(self))} arrays, which mt.show draws)"
 
 
 def _refuse_settings() -> None:
@@ -109,8 +96,6 @@ class Program(Shown):
     than the config needs, and for a hook whose result is not what it must be. `masters` False: a program that trains
     nothing, whose weights are held in the dtype that computes.
     """
-
-    islands: "IslandSteps | None" = None  # where they step by themselves
 
     def __init__(
         self,
@@ -147,16 +132,20 @@ class Program(Shown):
         self.local = LocalStep(self.layout, platform(mesh), self.hooks)
         self.optimizer = make_optimizer(config, self.layout)
         self.learning_rate = learning_rate(config)
-        if config.parallel.sync.every:
-            from meshtrain.parallel.sync.steps import IslandSteps
-
-            self.islands = IslandSteps(self)
         if self.hooks.names:
             # Traced, so that what a hook does wrong is told here and now, without a hundred frames of JAX
             try:
                 jax.eval_shape(self._evaluate, self.layout.masters, self.batch_shapes())
             except ConfigError as error:
                 raise error.with_traceback(None) from None
+
+    @cached_property
+    def steps(self) -> Steps:
+        if not self.config.parallel.sync.every:
+            return Steps(self)
+        from meshtrain.parallel.sync.steps import IslandSteps
+
+        return IslandSteps(self)
 
     # --- state
 
@@ -181,9 +170,7 @@ class Program(Shown):
             scale=jax.tree.map(lambda x: place(x, replicated), scale),
             reduce=feedback and feedback.shapes,
         )
-        if self.islands is None:
-            return state
-        return self.islands.shapes(state)
+        return self.steps.shapes(state)
 
     @property
     def state_shardings(self) -> State:
@@ -206,9 +193,7 @@ class Program(Shown):
             state = State(
                 jnp.zeros((), jnp.int32), params, optimizer, scale, compression
             )
-            if self.islands is None:
-                return state
-            return self.islands.begin(state)
+            return self.steps.begin(state)
 
         return jax.jit(make, out_shardings=self.state_shardings)()
 
@@ -220,10 +205,7 @@ class Program(Shown):
         return jax.jit(self._initial_scale, out_shardings=self.state_shardings.scale)()
 
     def _initial_scale(self) -> LossScale | None:
-        scale = initial_scale(self.config.precision)
-        if self.islands is None:
-            return scale
-        return self.islands.every_island(scale)
+        return self.steps.every_island(initial_scale(self.config.precision))
 
     @property
     def feedback_key(self) -> jax.Array:
@@ -232,11 +214,7 @@ class Program(Shown):
 
     def from_weights(self, state: State, params: Tree) -> State:
         """A state before the first step with other weights, which all islands begin from."""
-        state = state._replace(params=params)
-        if self.islands is None:
-            return state
-        begun = jax.jit(self.islands.begun, out_shardings=self.state_shardings.islands)
-        return state._replace(islands=begun(self.layout.only_trained(params)))
+        return self.steps.begin_from(state._replace(params=params))
 
     # --- batches
 
@@ -442,21 +420,15 @@ class Program(Shown):
         return mapped(params, batch)
 
     @cached_property
-    def train_step(self) -> "TrainStep":
+    def train_step(self) -> TrainStep:
         """(state, batch) -> (state, metrics); the old state's memory is reused, so go on with the new one."""
-        if self.islands is None:
-            return self.jitted_step(self._train)
-        return StepOfIslands(self.islands)
+        return self.steps.any_step(self.jitted_step(self._train))
 
-    def step_after(self, taken: int) -> "TrainStep":
-        """The compiled step after `taken` steps; where islands step by themselves `islands.finish` does what is due
-        after it.
-        """
-        if self.islands is None:
-            return self.train_step
-        return self.islands.step_after(taken)
+    def step_after(self, taken: int) -> TrainStep:
+        """Returns the step after `taken` steps, which `steps.finish` must follow."""
+        return self.steps.step_after(taken)
 
-    def jitted_step(self, function: Callable[..., Any]) -> "TrainStep":
+    def jitted_step(self, function: Callable[..., Any]) -> TrainStep:
         options = compiler_options(
             self.mesh, self.local.zero.overlaps_reduce_scatter, self.local.sends
         )
@@ -527,15 +499,8 @@ class Program(Shown):
 
     @cached_property
     def is_finite(self) -> Callable[[State], jax.Array]:
-        """Returns whether training can go on from a state: all of it is finite."""
-        precision = self.config.precision
-        if self.islands is None:
-            return jax.jit(
-                lambda s: is_finite(
-                    s.params, (self.on_device(s.optimizer), s.reduce), precision
-                )
-            )
-        return jax.jit(self.islands.is_finite)
+        """(state) -> whether training can go on from it."""
+        return jax.jit(self.steps.is_finite)
 
     def check_offload(self, state: State, batch: Batch) -> float:
         """Relative difference between the gradients with and without offloaded activations, on a real batch, since an
@@ -588,47 +553,6 @@ class Program(Shown):
     def taken(self, source: str) -> float:
         """Returns in which share of the clocks a conditional is taken, by the source of an operation in it."""
         return self.local.forward.taken(source)
-
-
-class TrainStep:
-    """A jitted train step.
-
-    A state that an earlier call has used up is refused, since JAX's CPU devices end the process on it.
-    """
-
-    def __init__(self, step: Any) -> None:
-        self._step = step
-        self.lower: Callable[..., jax.stages.Lowered] = step.lower
-
-    def __call__(
-        self, state: State, batch: Batch
-    ) -> tuple[State, dict[str, jax.Array]]:
-        count = state.step
-        if (
-            isinstance(count, jax.Array)
-            and not isinstance(count, jax.core.Tracer)
-            and count.is_deleted()
-        ):
-            raise ConfigError(
-                "this state was used up by an earlier train_step; go on with the state that it returned."
-            )
-        return self._step(state, batch)
-
-
-class StepOfIslands(TrainStep):
-    """Any step of a run whose islands step by themselves, with what is due after it: it waits for the step's number to
-    know which.
-    """
-
-    def __init__(self, islands: "IslandSteps") -> None:
-        self._islands = islands
-        self._step = self._any
-        self.lower = islands.local_step.lower
-
-    def _any(self, state: State, batch: Batch) -> tuple[State, dict[str, Any]]:
-        taken = int(state.step)
-        state, metrics = self._islands.step_after(taken)(state, batch)
-        return self._islands.finish(state, metrics, taken + 1)
 
 
 def _refuse_state(params: Tree) -> None:

@@ -31,7 +31,7 @@ import numpy as np
 from meshtrain.checkpoint import Checkpointer, CheckpointError
 from meshtrain.checkpoint.steps import committed_in
 from meshtrain.cli import DONE, FAILED, STOPPED, command, train_parser
-from meshtrain.compat import cache_compiled, meet
+from meshtrain.compat import cache_compiled, wait_for_processes
 from meshtrain.config import Config, ConfigError, chosen, load, notes, to_yaml
 from meshtrain.data import Loader, SplitBatches, open_data, resolve_epochs
 from meshtrain.data.batches import digests
@@ -48,7 +48,7 @@ from meshtrain.precision import NumbersCheck
 from meshtrain.run.directory import (
     CHECKPOINTS,
     METRICS,
-    made_for_nothing,
+    remove_if_unused,
     run_directory,
 )
 from meshtrain.run.garbage import GarbageCollection
@@ -56,7 +56,7 @@ from meshtrain.run.hooks import Batch, Row, RunHook, RunResult, as_hooks, callba
 from meshtrain.run.processes import (
     RunFailure,
     end_at_once,
-    explained,
+    explain,
     first_decides,
     is_first,
 )
@@ -128,7 +128,7 @@ def train(
     given = [*callbacks_of(config), *as_hooks(callbacks)]
     supervision = Supervision(config)
     with StopSignals() as stop, ExitStack() as closing:
-        closing.callback(made_for_nothing(config))
+        closing.callback(remove_if_unused(config))
         closing.callback(supervision.close)
         directory = run_directory(config)
         try:
@@ -147,13 +147,12 @@ def train(
             newest = None
             with suppress(Unreadable):
                 newest = max(committed_in(directory / CHECKPOINTS), default=None)
-            failure = error if isinstance(error, PLAIN) else explained(error, newest)
+            failure = error if isinstance(error, PLAIN) else explain(error, newest)
             if supervision.supervised is not None:
                 supervision.fail(failure, PLAIN)
-            # All processes raise these, so none is left waiting for this one.
-            if isinstance(error, PLAIN) and not isinstance(
-                error, RunFailure | Unreadable
-            ):
+            # None is left waiting for this one.
+            all_raise_it = not isinstance(error, RunFailure | Unreadable)
+            if isinstance(error, PLAIN) and all_raise_it:
                 raise
             if jax.distributed.is_initialized():
                 end_at_once(failure, FAILED, PLAIN)
@@ -233,10 +232,9 @@ def _build(config: Config, supervision: Supervision, parts: dict[str, Any]) -> P
     """Builds the program, with the caller's `parts` of the model in place of the built-in ones."""
     supervision.heartbeat.phase("init")
     is_policy = config.train.objective == "grpo"
-    program: Program = (_answering().PolicyProgram if is_policy else Program)(
-        config, **parts
-    )
-    supervision.build(program)
+    kind = _answering().PolicyProgram if is_policy else Program
+    program: Program = kind(config, **parts)
+    supervision.watch(program)
     return program
 
 
@@ -274,19 +272,19 @@ def _read_ahead(
     that learns from its own answers what draws them.
     """
 
-    def loader(of: SplitBatches, program: Program) -> Loader:
+    def open_loader(data: SplitBatches, program: Program) -> Loader:
         def place(batch: dict[str, np.ndarray]) -> Batch:
             supervision.read(batch)
             return program.place(batch)
 
-        return Loader(of, start, program.part, place, program.config.data.prefetch)
+        return Loader(data, start, program.part, place, program.config.data.prefetch)
 
-    if not isinstance(data, SplitBatches):
-        enter = supervision.heartbeat.phase
-        return _answering().begin_answering(
-            program, data, start, loader, directory, enter
-        )
-    return loader(data, program)
+    if isinstance(data, SplitBatches):
+        return open_loader(data, program)
+    phase = supervision.heartbeat.phase
+    return _answering().begin_answering(
+        program, data, start, open_loader, directory, phase
+    )
 
 
 def _add_chosen_hooks(loop: "Loop", directory: Path, closing: ExitStack) -> None:
@@ -338,11 +336,9 @@ def _end(loop: "Loop", start: int, last: int, record: RunRecord) -> int:
         return FAILED
     stopped = last < loop.program.config.train.steps and not evaluation.ended
     if stopped:
-        where = (
-            f"after step {last}; its checkpoint is written"
-            if last > start
-            else "before the first step"
-        )
+        where = "before the first step"
+        if last > start:
+            where = f"after step {last}; its checkpoint is written"
         loop.report(f"stopped on request {where}, run again to go on.")
     heartbeat.phase("end")
     if stopped:
@@ -365,34 +361,33 @@ class Loop:
     hooks: list[RunHook] = field(default_factory=list)  # called in their order
     losses: list[float] = field(default_factory=list)  # of the steps taken
     state: Any = None  # after the last step
-    # compiled, by the shape of the batch
-    steps: dict[tuple[TrainStep, tuple[int, ...]], jax.stages.Compiled] = field(
-        default_factory=dict
+    # by the step, and the shape of the batch
+    compiled_steps: dict[tuple[TrainStep, tuple[int, ...]], jax.stages.Compiled] = (
+        field(default_factory=dict)
     )
 
     def run(self, state: State, start: int, stop: StopSignals) -> int:
         """Takes the steps after `start`, until all are taken, evaluation ends the run, or it is asked to stop; returns
         the last step.
         """
-        steps = self.program.config.train.steps
+        all_steps = self.program.config.train.steps
         step = start
         stopping = stop.requested
         # Fake devices deadlock with two steps in flight.
         synchronous = platform(self.program.mesh) == "cpu"
         # the step whose metrics are still on the devices
         pending: tuple[int, dict[str, jax.Array]] | None = None
-        while step < steps and not stopping and not self.evaluation.ended:
+        while step < all_steps and not stopping and not self.evaluation.ended:
             for hook in self.hooks:
                 hook.before_batch(step + 1)
             batch = self.loader.next_batch(step, state)
-            train_step = self.compiled(state, batch, step)
+            train_step = self.compile_step(state, batch, step)
             stop.finish_steps()
             for hook in self.hooks:
                 state, batch = hook.before_step(step + 1, train_step, state, batch)
             state, metrics = train_step(state, batch)
             step += 1
-            if self.program.islands is not None:
-                state, metrics = self.program.islands.finish(state, metrics, step)
+            state, metrics = self.program.steps.finish(state, metrics, step)
             self.state = state
             if pending is not None:
                 self.log(*pending)
@@ -401,7 +396,7 @@ class Loop:
                 hook.after_step(step, train_step, metrics)
             # Asked at one moment of each step, so that all processes stop after the same one, whose state is saved.
             stopping = stop.requested
-            saves = self.checkpointer.due(step) or step == steps or stopping
+            saves = self.checkpointer.due(step) or step == all_steps or stopping
             if saves or synchronous or self.evaluation.due(step):
                 self.pause(step, state, metrics, saves)
                 pending = None
@@ -418,14 +413,15 @@ class Loop:
         is_best = eval_loss is not None and self.evaluation.is_best(step, eval_loss)
         row = self.log(step, metrics, evaluated)
         if saves or is_best or self.evaluation.ended:
-            self.supervision.heartbeat.begin_save(
-                step, self.checkpointer.due(step) or is_best
-            )
+            is_kept = self.checkpointer.due(step) or is_best
+            self.supervision.heartbeat.begin_save(step, is_kept)
             for hook in self.hooks:
                 hook.before_save(step, state)
             self.checkpointer.save(step, state, loss=row["loss"], eval_loss=eval_loss)
 
-    def compiled(self, state: State, batch: Batch, step: int) -> jax.stages.Compiled:
+    def compile_step(
+        self, state: State, batch: Batch, step: int
+    ) -> jax.stages.Compiled:
         """Returns the program of the step that follows `step` steps, for this shape of batch.
 
         Compiling is reported, and does not count as a step's time.
@@ -433,19 +429,20 @@ class Loop:
         train_step = self.program.step_after(step)
         shape = inputs(batch).shape
         key = train_step, shape
-        if key not in self.steps:
+        if key not in self.compiled_steps:
             self.supervision.enter("compile", step)
             began = time.perf_counter()
-            self.steps[key] = train_step.lower(state, batch).compile()
-            if self.program.islands is not None:
-                self.program.islands.prepare()
-            meet(f"compiled for {shape}, program {len(self.steps)}", COMPILE_TIMEOUT)
-            seconds = time.perf_counter() - began
-            self.report(
-                f"compiled for batches of {' x '.join(map(str, shape))} in {seconds:.1f} s"
+            self.compiled_steps[key] = train_step.lower(state, batch).compile()
+            self.program.steps.prepare()
+            number = len(self.compiled_steps)
+            wait_for_processes(
+                f"compiled for {shape}, program {number}", COMPILE_TIMEOUT
             )
+            seconds = time.perf_counter() - began
+            sizes = " x ".join(map(str, shape))
+            self.report(f"compiled for batches of {sizes} in {seconds:.1f} s")
             self.measures.restart()
-        return self.steps[key]
+        return self.compiled_steps[key]
 
     def log(
         self,
@@ -455,25 +452,15 @@ class Loop:
     ) -> Row:
         """Waits for the metrics of `step`, and hands the hooks its row, which holds those of an evaluation too."""
         self.supervision.heartbeat.phase("wait")
-        islands = self.program.islands
         config = self.program.config
-        if islands is None:
-            values = {name: float(x) for name, x in jax.device_get(metrics).items()}
-        else:
-            values = islands.visible(metrics)
+        values = self.program.steps.fetch(metrics)
         self.supervision.heartbeat.took(step)
-        row = {"step": step, **values} | self.measures.step(
-            self.data.tokens(step - 1), self.loader.waited
-        )
-        row |= {
-            "padding_tokens": self.data.padding_tokens(step - 1),
-            **(evaluated or {}),
-        }
-        due = (
-            step % config.log.every == 0
-            or step == config.train.steps
-            or bool(evaluated)
-        )
+        tokens = self.data.tokens(step - 1)
+        row = {"step": step, **values} | self.measures.step(tokens, self.loader.waited)
+        row["padding_tokens"] = self.data.padding_tokens(step - 1)
+        row |= evaluated or {}
+        every = config.log.every
+        due = step % every == 0 or step == config.train.steps or bool(evaluated)
         if due:
             # saves and compilations since the last logged row
             row |= self.checkpointer.metrics() | self.measures.row()
@@ -488,9 +475,8 @@ class Loop:
         jax.block_until_ready(state)
         self.supervision.heartbeat.phase("eval")
         began = time.perf_counter()
-        values = self.evaluation.measure(
-            state.params, platform(self.program.mesh) == "cpu"
-        )
+        synchronous = platform(self.program.mesh) == "cpu"
+        values = self.evaluation.measure(state.params, synchronous)
         self.measures.leave_out(time.perf_counter() - began)
         return values
 
@@ -518,9 +504,8 @@ class OffloadCheck(RunHook):
             began = time.perf_counter()
             self._checked = True
             difference = self._program.check_offload(state, batch)
-            self._report(
-                offload.judged(difference, self._program.config.precision.compute)
-            )
+            compute = self._program.config.precision.compute
+            self._report(offload.judged(difference, compute))
             self._leave_out(time.perf_counter() - began)
         return state, batch
 
@@ -567,12 +552,11 @@ def _closing(
 ) -> Iterator[str]:
     """Yields a sentence on the last save, whose metrics no row has told (none: they have been), and on evaluations."""
     if save:
-        size, seconds, blocking = (
-            save[f"checkpoint_{name}"]
-            for name in ("bytes", "seconds", "blocked_seconds")
-        )
+        megabytes = save["checkpoint_bytes"] / 1e6
+        seconds = save["checkpoint_seconds"]
+        blocking = save["checkpoint_blocked_seconds"]
         yield (
-            f"last save: {size / 1e6:.1f} MB in {seconds:.2f} s, {blocking:.3f} s of them blocking"
+            f"last save: {megabytes:.1f} MB in {seconds:.2f} s, {blocking:.3f} s of them blocking"
         )
     yield from evaluation.closing(step)
 

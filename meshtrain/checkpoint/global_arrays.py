@@ -36,6 +36,7 @@ from meshtrain.step import Program, State
 if TYPE_CHECKING:
     from meshtrain.checkpoint.rearrangement import Block, Rearrangement
 
+Arrays = dict[str, jax.Array]
 Tree = Any
 Leaves = Mapping[str, Mapping[str, Any]]  # of a manifest
 # The parameters are rearranged in so many parts: more cost less memory (bench_checkpoint.py) and more compiling.
@@ -153,7 +154,7 @@ class GlobalArrays:
 
     def prepare(
         self, state: State | Tree, frozen: bool = True
-    ) -> Callable[[], dict[str, jax.Array]] | dict[str, jax.Array]:
+    ) -> Callable[[], Arrays] | Arrays:
         """Returns the global arrays of a live state, with or without the frozen ones.
 
         If they take time to make, returns a function that makes them once, whatever becomes of the state.
@@ -178,7 +179,7 @@ class GlobalArrays:
         )
         return _rearranging().assembled(blocks, entry.shape, places, to, along)
 
-    def arrays(self, state: State | Tree, frozen: bool = True) -> dict[str, jax.Array]:
+    def arrays(self, state: State | Tree, frozen: bool = True) -> Arrays:
         """Returns the global arrays of a live state; rearranged ones are copies, in host memory if there is an
         accelerator.
         """
@@ -194,7 +195,7 @@ class GlobalArrays:
 
     def _name_arrays(
         self, state: State | Tree, entries: Sequence[GlobalArray]
-    ) -> dict[str, jax.Array]:
+    ) -> Arrays:
         structure: Any = jax.tree.structure(
             self.shapes.params if self.weights_alone else self.shapes
         )
@@ -235,12 +236,12 @@ class GlobalArrays:
 
     def read(
         self, directory: Path, leaves: Leaves, entries: Sequence[GlobalArray]
-    ) -> dict[str, jax.Array]:
+    ) -> Arrays:
         """Returns what a state has, by name.
 
         The manifest says which folder it is in: what is frozen there may be trained here.
         """
-        live_arrays: dict[str, jax.Array] = {}
+        live_arrays: Arrays = {}
         for place in steps.PLACES:
             here = [e for e in entries if steps.place(leaves[e.name]) == place]
             as_stored = [e for e in here if self.is_global(e)]

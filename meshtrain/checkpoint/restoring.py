@@ -310,9 +310,8 @@ def find_changes(
     if not weights_only:
         notes += compare_versions(manifest.versions, versions())
         notes += compare_data(manifest, config, digests, where)
-        if program.islands is not None or any(
-            record.get("islands") for record in manifest.leaves.values()
-        ):
+        records = manifest.leaves.values()
+        if config.parallel.sync.every or any(r.get("islands") for r in records):
             check_sync_start(
                 manifest.config, manifest.step, config.parallel.sync, where
             )
@@ -356,7 +355,7 @@ def _restore_groups(
         if e.name in leaves and not e.name.startswith(REDUCE)
     ]
     regrouped = [e for e in present if leaves[e.name].get("islands", 0) != e.islands]
-    if not regrouped and converter.program.islands is None:
+    if not regrouped and not converter.program.config.parallel.sync.every:
         return {}
     live = converter.read(
         start.directory, leaves, [e for e in present if e not in regrouped]

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from meshtrain.config import images, mesh, model, reduce, rl, telemetry, training
+from meshtrain.config import images, mesh, model, reduce, rl, telemetry
 from meshtrain.config.auto import AUTO, node_problems
 from meshtrain.config.float8 import float8_problems
 from meshtrain.config.follow import padded_batch_size, row_shards, runs_table, value_of
@@ -27,6 +27,8 @@ from meshtrain.schedule.generators import SCHEDULES, legal_chunks, make_table
 from meshtrain.schedule.table import MAX_ENTRIES
 from meshtrain.sources import MIXTURE, SOURCES, has_documents
 
+Problems = Iterator[str]  # a sentence on each
+
 # The keys that take addresses of object stores.
 AT_STORES = (
     "data.source",
@@ -35,6 +37,8 @@ AT_STORES = (
     "checkpoint.resume",
 )
 MOST_TOKENS = 2**31 - 1  # of a step: they are counted as int32
+PROMPT = 32  # tokens of a text that a sample is given
+MOST_SAMPLED = 128  # tokens of a sample
 PADDED = "train.uneven_batch: pad"  # the way out of a batch that a mesh does not divide
 
 
@@ -54,7 +58,8 @@ def check(config: Config) -> None:
         float8_problems(config),
         _tuning_problems(config),
         _qk_clip_problems(config),
-        training.problems(config),
+        _transfer_problems(config),
+        _sample_problems(config),
         rl.problems(config),
         _survive_problems(config),
         telemetry.problems(config.telemetry, _steps(config)),
@@ -109,7 +114,7 @@ def _steps(config: Config) -> float:
     return config.train.steps
 
 
-def _model_problems(config: Config) -> Iterator[str]:
+def _model_problems(config: Config) -> Problems:
     model = config.model
     tensor = config.mesh.tensor
     length = config.train.sequence_length
@@ -139,7 +144,7 @@ def _model_problems(config: Config) -> Iterator[str]:
         yield f"{uneven}; legal for mesh.tensor are {legal}."
 
 
-def _expert_problems(config: Config) -> Iterator[str]:
+def _expert_problems(config: Config) -> Problems:
     experts = config.model.moe.experts
     expert = config.mesh.expert
     if not experts:
@@ -162,7 +167,7 @@ def _expert_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _prediction_problems(config: Config) -> Iterator[str]:
+def _prediction_problems(config: Config) -> Problems:
     model = config.model
     if not model.mtp:
         return
@@ -183,7 +188,7 @@ def _prediction_problems(config: Config) -> Iterator[str]:
         yield f"mesh.tensor {config.mesh.tensor} does not divide {twice}; legal are {listed_divisors(model.d_model)}."
 
 
-def context_problems(config: Config) -> Iterator[str]:
+def context_problems(config: Config) -> Problems:
     """Yields a sentence on each thing that a row cannot be split over context for."""
     context = config.mesh.context
     strategy = config.parallel.context_strategy
@@ -208,7 +213,7 @@ def context_problems(config: Config) -> Iterator[str]:
     yield from _length_problems(config, config.train.sequence_length)
 
 
-def _length_problems(config: Config, length: int) -> Iterator[str]:
+def _length_problems(config: Config, length: int) -> Problems:
     context = config.mesh.context
     zigzag = config.parallel.context_strategy != "ulysses"
     linear = LINEAR in config.model.pattern
@@ -237,7 +242,7 @@ def check_length(config: Config, length: int) -> None:
         raise ConfigError(sentence)
 
 
-def _batch_problems(config: Config) -> Iterator[str]:
+def _batch_problems(config: Config) -> Problems:
     batch = config.train.global_batch_size
     data = config.mesh.data
     microbatches = config.parallel.microbatches
@@ -261,7 +266,7 @@ def _batch_problems(config: Config) -> Iterator[str]:
         yield f"{uneven}; legal are {listed_divisors(own)}, or set {PADDED}."
 
 
-def _schedule_problems(schedule: str) -> Iterator[str]:
+def _schedule_problems(schedule: str) -> Problems:
     """Yields what is wrong with the schedule's name or its table's path."""
     is_table = schedule.endswith(".csv")
     if is_table and not os.path.isfile(os.path.expanduser(schedule)):
@@ -285,7 +290,7 @@ def _schedule_problems(schedule: str) -> Iterator[str]:
         )
 
 
-def _pipeline_problems(config: Config) -> Iterator[str]:
+def _pipeline_problems(config: Config) -> Problems:
     stages = config.mesh.pipeline
     parallel = config.parallel
     schedule = parallel.schedule
@@ -309,7 +314,7 @@ def _pipeline_problems(config: Config) -> Iterator[str]:
         make_table(schedule, stages, microbatches, chunks)
 
 
-def _size_problems(config: Config) -> Iterator[str]:
+def _size_problems(config: Config) -> Problems:
     """Yields a sentence on each number of stages, microbatches or layers that no schedule can have."""
     layers = config.model.layers
     stages = config.mesh.pipeline
@@ -339,7 +344,7 @@ def _size_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _address_problems(config: Config) -> Iterator[str]:
+def _address_problems(config: Config) -> Problems:
     """Yields which addresses of object stores stand where none is read."""
     if is_address(config.run.directory):
         yield (
@@ -365,7 +370,7 @@ def _address_problems(config: Config) -> Iterator[str]:
             yield f"{path} is {short(value)}, but is read from files; copy it, and give its path."
 
 
-def _data_problems(config: Config) -> Iterator[str]:
+def _data_problems(config: Config) -> Problems:
     data = config.data
     if data.format == images.IMAGES:
         return
@@ -400,7 +405,7 @@ def _data_problems(config: Config) -> Iterator[str]:
     yield from _batching_problems(config)
 
 
-def _batching_problems(config: Config) -> Iterator[str]:
+def _batching_problems(config: Config) -> Problems:
     """Yields what is wrong with rows of several lengths."""
     data = config.data
     tensor = config.mesh.tensor
@@ -432,7 +437,7 @@ def _batching_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _remat_problems(config: Config) -> Iterator[str]:
+def _remat_problems(config: Config) -> Problems:
     parallel = config.parallel
     for name in ("remat_keep", "remat_offload"):
         activations = getattr(parallel, name)
@@ -460,7 +465,7 @@ def _remat_problems(config: Config) -> Iterator[str]:
         yield f"parallel.remat_offload is given, {but}; {kept}."
 
 
-def _tuning_problems(config: Config) -> Iterator[str]:
+def _tuning_problems(config: Config) -> Problems:
     lora = config.lora
     train = config.train
     data = config.data
@@ -500,7 +505,7 @@ def _tuning_problems(config: Config) -> Iterator[str]:
         yield f"{patience}, but eval.every is 0, so there are none; give eval.every."
 
 
-def _qk_clip_problems(config: Config) -> Iterator[str]:
+def _qk_clip_problems(config: Config) -> Problems:
     clip = config.optimizer.qk_clip
     model = config.model
     if not clip:
@@ -522,7 +527,48 @@ def _qk_clip_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _survive_problems(config: Config) -> Iterator[str]:
+def _transfer_problems(config: Config) -> Problems:
+    transfer = config.optimizer.transfer
+    model = config.model
+    if not transfer:
+        return
+    linear_or_latent = bool(model.mla.kv_rank or "linear" in model.pattern)
+    reasons = {
+        f"optimizer.name is {config.optimizer.name}, and its rules are of adamw and lion": (
+            config.optimizer.name not in ("adamw", "lion")
+        ),
+        f"model.weights {model.weights} has begun already": model.weights,
+        f"lora.rank {config.lora.rank} trains adapters": config.lora.rank,
+        "train.trainable freezes weights": config.train.trainable,
+        f"model.mtp {model.mtp} has a layer of its own": model.mtp,
+        f"transfer.head_dim {transfer.head_dim} is for usual attention": (
+            transfer.head_dim and linear_or_latent
+        ),
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        yield f"optimizer.transfer is given, but {reason}; leave one of the two out."
+
+
+def _sample_problems(config: Config) -> Problems:
+    samples = config.eval.samples
+    if not samples:
+        return
+    reasons = {
+        "eval.every is 0, so that there are no evaluations": not config.eval.every,
+        f"train.objective is {config.train.objective}": config.train.objective
+        != "next_token",
+        f"model.family {config.model.family} cannot go on with a text": not FAMILIES[
+            config.model.family
+        ].causal,
+        "data.source is synthetic, which is no text": config.data.source == "synthetic",
+        f"mesh.islands is {config.mesh.islands}": config.mesh.islands > 1,
+        f"model.attention {config.model.attention} knows of no cache": config.model.attention,
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        yield f"eval.samples is {samples}, but {reason}; set it to 0."
+
+
+def _survive_problems(config: Config) -> Problems:
     survive = config.survive
     devices = config.mesh.devices
     least = survive.least

@@ -40,6 +40,8 @@ from meshtrain.registry import PLUGINS, NotImported, Unimported
 from meshtrain.schedule.generators import SCHEDULES
 from meshtrain.schedule.table import Table
 
+Values = dict[str, Any]  # by section, or by path
+
 IMPORTS = "run.imports"
 BASE = "base"
 BASE_KEY = Key(
@@ -112,7 +114,7 @@ def _check_overrides(overrides: Any) -> None:
         )
 
 
-def _read_source(source: Any, reading: bool) -> tuple[dict[str, Any], str | None]:
+def _read_source(source: Any, reading: bool) -> tuple[Values, str | None]:
     """Returns the values of a file, of nested dicts or of None, and what `_read_config` left out."""
     if source is None:
         return {}, None
@@ -188,9 +190,9 @@ def _changed(section: Any) -> Iterator[str]:
     )
 
 
-def _flatten(values: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+def _flatten(values: Mapping[str, Any], before: str = "") -> Values:
     """Returns {"moe": {"top_k": 2}} as {"moe.top_k": 2}."""
-    by_path: dict[str, Any] = {}
+    by_path: Values = {}
     for name, inner in values.items():
         path = before + name
         by_path |= (
@@ -234,7 +236,7 @@ def _fill_from_weights(config: Config, model_keys: Set[str]) -> Config:
     return config
 
 
-def _read_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
+def _read_mapping(values: Mapping[str, Any]) -> Values:
     try:
         node = compose(yaml.dump(dict(values), Dumper=_Dumper)) if values else None
     except yaml.representer.RepresenterError as error:
@@ -257,7 +259,7 @@ def _read_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read_config(
     file: str | Path, reading: bool, above: tuple[str, ...] = ()
-) -> tuple[dict[str, Any], str | None]:
+) -> tuple[Values, str | None]:
     """Returns the values of a config's file, over those of its base, once what run.imports names is imported; and where
     that was left out, what to trust.
 
@@ -266,7 +268,7 @@ def _read_config(
     node, source = _composed(file, "config", BASE if above else "--config", EXAMPLE)
     path = Path(file)
     above = (*above, os.path.realpath(path))
-    values: dict[str, Any] = {}
+    values: Values = {}
     run: str | None = None
     if (base := _base(node, source, path.parent, above)) is not None:
         values, run = _read_config(base, reading, above)
@@ -330,7 +332,7 @@ def _base(
     return None
 
 
-def _merge(values: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(values: Mapping[str, Any], new: Mapping[str, Any]) -> Values:
     """Returns values with new ones in their place, section by section."""
     inner = {
         name: _merge(values[name], section)
@@ -340,7 +342,7 @@ def _merge(values: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     return {**values, **new, **inner}
 
 
-def _add_imports(values: dict[str, Any], taken: tuple[str, ...]) -> dict[str, Any]:
+def _add_imports(values: Values, taken: tuple[str, ...]) -> Values:
     if taken:
         values["run"]["imports"] = taken
     return values
@@ -434,7 +436,7 @@ def filled(base: Any, values: Mapping[str, Any]) -> Any:
 
 def read_given(
     kind: type, path: str | Path, what: str, flag: str, example: str
-) -> dict[str, Any]:
+) -> Values:
     """Returns the checked values that a YAML file gives to a dataclass's keys, and nothing that it leaves out; a
     section is a dict.
     """
@@ -462,16 +464,14 @@ def _composed(
     return node, source
 
 
-def _section(
-    kind: Any, node: yaml.Node, prefix: str, source: str, what: str
-) -> dict[str, Any]:
+def _section(kind: Any, node: yaml.Node, prefix: str, source: str, what: str) -> Values:
     if not isinstance(node, yaml.MappingNode):
         shown = f"section {prefix[:-1]!r}" if prefix else f"a {what}"
         raise ConfigError(
             f"{_locate(source, node)}: {shown} must be a mapping of keys to values, not {shape(node)}."
         )
     hints = typing.get_type_hints(kind)
-    values = dict[str, Any]()
+    values = Values()
     for key_node, value_node in node.value:
         where = _locate(source, key_node)
         if not isinstance(key_node, yaml.ScalarNode):

@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 from meshtrain.config import Config
-from meshtrain.config.training import MOST, PROMPT
+from meshtrain.config.check import MOST_SAMPLED, PROMPT
 from meshtrain.data.batches import TextBatches
 from meshtrain.data.permutation import key_of
 from meshtrain.data.template import find_template
@@ -33,7 +33,7 @@ class TextSamples:
         self._prompts = prompts(config, validation)
         ranks = program.mesh.size // config.mesh.tensor
         longest = max(map(len, self._prompts))
-        length = min(longest + MOST, config.train.sequence_length)
+        length = min(longest + MOST_SAMPLED, config.train.sequence_length)
         self._rollouts = Rollouts(
             program,
             math.ceil(len(self._prompts) / ranks) * ranks,

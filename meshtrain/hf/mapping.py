@@ -42,9 +42,9 @@ from meshtrain.model.weights import COUNTED, Weight, weights
 LINEAR = ("linear", "turned")
 ABSENT = -1
 Box = tuple[slice, ...]  # of one layer's weight, a slice a dimension
-Source = Callable[
-    [Weight, int | None], np.ndarray
-]  # returns one layer's full weight as ours, in any dtype
+Shape = tuple[int, ...]
+# Returns one layer's full weight as ours, in any dtype.
+Source = Callable[[Weight, int | None], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class TensorMapping:
         """Numbers of our weight, of one layer, in each of its tensors."""
         return math.prod(n for _, n in self.weight.dims)
 
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """Returns the shape of each of its tensors, of one layer."""
         *inner, last = (math.prod(side) for side in self._sides())
         if self.name.layout == "third":
@@ -113,7 +113,7 @@ class TensorMapping:
             return tuple(reversed(slices))
         return (slice(0, 1),) * self.name.ones + tuple(slices)
 
-    def outer(self) -> tuple[int, ...]:
+    def outer(self) -> Shape:
         """Returns our dimensions that are the outer ones of theirs: boxes along the last of them are contiguous in
         their file.
         """
@@ -167,7 +167,7 @@ class PatchMapping(TensorMapping):
 
     size: int = 1  # pixels of a patch's side
 
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         (_, numbers), (_, width) = self.weight.dims
         return (width, numbers // self.size**2, self.size, self.size)
 
@@ -175,7 +175,7 @@ class PatchMapping(TensorMapping):
         """Returns all of each kernel, since a box of a patch's numbers is not one of theirs."""
         return (box[1], *(slice(0, n) for n in self.shape()[1:]))
 
-    def outer(self) -> tuple[int, ...]:
+    def outer(self) -> Shape:
         return (1,)
 
     def cut(self, box: Box, tensor: np.ndarray) -> np.ndarray:
@@ -210,11 +210,11 @@ class ExpertMapping(TensorMapping):
     def numbers(self) -> int:
         return math.prod(self.shape())
 
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         _, (_, inputs), (_, outputs) = self.weight.dims
         return (outputs, inputs)
 
-    def outer(self) -> tuple[int, ...]:
+    def outer(self) -> Shape:
         return (0, 2)
 
     def converted(self, ours: np.ndarray, tensor: int = 0) -> np.ndarray:
@@ -237,11 +237,11 @@ class MergedMapping(TensorMapping):
         )
         return files.read(name, (*box[:-1], last))[..., self.name.part :: self.parts]
 
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         *outer, (_, last) = self.weight.dims
         return (*(n for _, n in outer), last * self.parts)
 
-    def outer(self) -> tuple[int, ...]:
+    def outer(self) -> Shape:
         return tuple(range(len(self.weight.dims) - 1))
 
     def converted(self, ours: np.ndarray, tensor: int = 0) -> np.ndarray:
@@ -261,11 +261,11 @@ class StackedMapping(TensorMapping):
         rows = slice(before + outputs.start, before + outputs.stop)
         return files.read(name, (experts, rows, inputs)).swapaxes(1, 2)
 
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         (_, experts), (_, inputs), (_, outputs) = self.weight.dims
         return (experts, outputs * (2 if self.name.layout == "half" else 1), inputs)
 
-    def outer(self) -> tuple[int, ...]:
+    def outer(self) -> Shape:
         return (0, 2)
 
 
@@ -299,13 +299,13 @@ class RowsMapping(TensorMapping):
         array = array.reshape(-1, box[1].stop - box[1].start, *(n for _, n in widths))
         return array[(slice(None), slice(None), *box[2:])]
 
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         heads, rows, _ = self.name.rows
         (axis, inputs), *_ = self.weight.dims
         # of a convolution over channels apart
         return (heads * rows, *(1,) * (axis == "conv"), inputs)
 
-    def outer(self) -> tuple[int, ...]:
+    def outer(self) -> Shape:
         return (1,)
 
     def converted(self, ours: np.ndarray, tensor: int = 0) -> np.ndarray:
@@ -356,11 +356,11 @@ class JoinedMapping(TensorMapping):
         ]
         return by_head.transpose(2, 0, 1)
 
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         (_, latents), (_, heads), _ = self.weight.dims
         return (heads * sum(self.widths), latents)
 
-    def outer(self) -> tuple[int, ...]:
+    def outer(self) -> Shape:
         return (1,)
 
     def converted(self, ours: np.ndarray, tensor: int = 0) -> np.ndarray:
@@ -378,7 +378,7 @@ class LoadMapping(TensorMapping):
         bias = files.tensor(name).astype(np.float32)
         return np.pad(bias, (0, COUNTED))[box]
 
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         return (self.numbers,)
 
     @property

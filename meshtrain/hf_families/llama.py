@@ -20,6 +20,8 @@ from meshtrain.hf_families.json_fields import (
     refuse_unless,
 )
 
+Fields = dict[str, Any]
+
 ROPES = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 LAYER_TYPES = SLIDING, FULL = ("sliding_attention", "full_attention")
 KV_HEADS = {
@@ -36,9 +38,7 @@ THETAS = {"mixtral": 1_000_000.0}  # the others: THETA
 EPSILONS = {"mixtral": 1e-5, "olmoe": 1e-5}  # the others: 1e-6
 
 
-def sizes_section(
-    config: Json, where: str, kv_heads: int, tied: bool
-) -> dict[str, Any]:
+def sizes_section(config: Json, where: str, kv_heads: int, tied: bool) -> Fields:
     """Returns the keys that all these classes have; `tied`: whether the head is, where nothing is said of it."""
     return {
         "layers": positive(config, "num_hidden_layers", where),
@@ -52,7 +52,7 @@ def sizes_section(
     }
 
 
-def section(family: str, config: Json, where: str) -> dict[str, Any]:
+def section(family: str, config: Json, where: str) -> Fields:
     # Qwen2 has biases of q, k and v without a field for them
     for key, legal in (
         ("mlp_bias", False),
@@ -114,7 +114,7 @@ def _window(family: str, config: Json, where: str) -> int:
     return window
 
 
-def rope_section(config: Json, where: str, theta: float = THETA) -> dict[str, Any]:
+def rope_section(config: Json, where: str, theta: float = THETA) -> Fields:
     """Returns the keys of rotary positions, of either schema; `theta` is the base where none is given."""
     rope = _merge_rope(config, where)
     for key in LAYER_TYPES:
@@ -156,9 +156,9 @@ def _merge_rope(config: Json, where: str) -> Json:
     return {**old, **new}
 
 
-def _scaling_section(config: Json, rope: Json, kind: str, where: str) -> dict[str, Any]:
+def _scaling_section(config: Json, rope: Json, kind: str, where: str) -> Fields:
     """Returns the keys of a scaling of positions, `kind`."""
-    model: dict[str, Any] = {"rope_factor": number(rope, "factor", where)}
+    model: Fields = {"rope_factor": number(rope, "factor", where)}
     if kind == "linear":
         return model
     original = config.get("original_max_position_embeddings") or rope.get(
@@ -185,7 +185,7 @@ def _add_rope_type(rope: Json) -> Json:
     return {"rope_type": rope.get("type", "default"), **rope} if rope else {}
 
 
-def config(model: Json, length: int) -> dict[str, Any]:
+def config(model: Json, length: int) -> Fields:
     window = {"sliding_window": model["window"] or None}
     if model["family"].startswith("qwen"):
         window["use_sliding_window"] = model["window"] > 0
@@ -199,11 +199,11 @@ def config(model: Json, length: int) -> dict[str, Any]:
     )
 
 
-def rope_parameters(model: Json) -> dict[str, Any]:
+def rope_parameters(model: Json) -> Fields:
     kind = next(
         theirs for theirs, ours in ROPES.items() if ours == model["rope_scaling"]
     )
-    rope: dict[str, Any] = {"rope_type": kind}
+    rope: Fields = {"rope_type": kind}
     if kind != "default":
         rope["factor"] = model["rope_factor"]
     if kind in ("llama3", "yarn"):
@@ -227,7 +227,7 @@ def rope_parameters(model: Json) -> dict[str, Any]:
     return rope | {"rope_theta": model["rope_theta"]}
 
 
-def rope_config(model: Json, rope: Json) -> dict[str, Any]:
+def rope_config(model: Json, rope: Json) -> Fields:
     """Returns the fields that transformers 4 reads; `rope` are the `rope_parameters` of 5."""
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     return {
@@ -236,9 +236,7 @@ def rope_config(model: Json, rope: Json) -> dict[str, Any]:
     }
 
 
-def sizes_config(
-    model: Json, length: int, function: str | None = None
-) -> dict[str, Any]:
+def sizes_config(model: Json, length: int, function: str | None = None) -> Fields:
     """Returns the fields that all these classes have; `function` is the activation, where it has another name than
     usual.
     """

@@ -24,6 +24,8 @@ from meshtrain.cluster.topology import RAILS
 from meshtrain.config import Config
 from meshtrain.config.reduce import overlaps_reduce_scatter, sends_by_table
 
+Texts = Mapping[str, str]
+
 JAXLIB = "jaxlib"
 NCCL = "NCCL"
 PACKAGES = {JAXLIB: ("jaxlib",), NCCL: ("nvidia-nccl-cu12", "nvidia-nccl-cu13")}
@@ -162,8 +164,8 @@ ADVICE = {
 def settings(
     config: Config,
     cluster: Cluster,
-    versions: Mapping[str, str],
-    variables: Mapping[str, str],
+    versions: Texts,
+    variables: Texts,
 ) -> list[Setting]:
     """Returns what is of use for a config on a cluster, with the versions of libraries that are there (those of
     `installed`) and a user's own environment, which wins.
@@ -186,7 +188,7 @@ def settings(
     ]
 
 
-def _left(preset: Preset, version: str, variables: Mapping[str, str]) -> str:
+def _left(preset: Preset, version: str, variables: Texts) -> str:
     if preset.name in variables or re.search(
         rf"--{preset.name}\b", variables.get("XLA_FLAGS", "")
     ):
@@ -207,7 +209,7 @@ def _left(preset: Preset, version: str, variables: Mapping[str, str]) -> str:
     )
 
 
-def environment(chosen: list[Setting], variables: Mapping[str, str]) -> dict[str, str]:
+def environment(chosen: list[Setting], variables: Texts) -> dict[str, str]:
     """Returns the variables that a process needs besides its own `variables`."""
     taken = [setting for setting in chosen if not setting.left]
     new = {
@@ -248,8 +250,8 @@ def installed() -> dict[str, str]:
 def to_text(
     config: Config,
     cluster: Cluster,
-    versions: Mapping[str, str],
-    variables: Mapping[str, str],
+    versions: Texts,
+    variables: Texts,
 ) -> str:
     """Returns what `plan --flags` prints."""
     there = (
@@ -298,8 +300,8 @@ def _collection(config: Config) -> str:
 def as_json(
     config: Config,
     cluster: Cluster,
-    versions: Mapping[str, str],
-    variables: Mapping[str, str],
+    versions: Texts,
+    variables: Texts,
 ) -> dict:
     """Returns what `plan --flags --json` prints."""
     chosen = settings(config, cluster, versions, variables)

@@ -34,6 +34,9 @@ from meshtrain.model.weights import Weight, all_weights, is_trained, weights
 from meshtrain.schedule.generators import SCHEDULES, make_table, with_sends
 from meshtrain.schedule.table import Table, turned
 
+Axes = tuple[str, ...]  # of the mesh
+Shape = tuple[int, ...]
+Stacks = tuple[str, ...]  # one for each layer, or slot
 NO_LORA = LoraConfig()
 BUCKETS = 8
 # context ranks whose maps of states are gathered; those of more travel by doubling distances (`row_pieces`)
@@ -45,22 +48,19 @@ class Placed:
     """An array of the state on a mesh: a weight, or what an optimizer keeps of one."""
 
     name: str
-    axes: tuple[str, ...]
-    shape: tuple[int, ...]  # canonical
-    whole: tuple[int, ...]  # live, over all devices, as the model uses it
-    padded: tuple[
-        int, ...
-    ]  # live, as it is held: longer along zero_dim where zero_degree does not divide it
+    axes: Axes
+    shape: Shape  # canonical
+    whole: Shape  # live, over all devices, as the model uses it
+    # live, as it is held: longer along zero_dim where zero_degree does not divide it
+    padded: Shape
     # Per dimension, the mesh axes that split it, without ZeRO
-    over: tuple[tuple[str, ...], ...]
-    ways: tuple[int, ...]  # per dimension, the devices along those axes
-    zero_dim: (
-        int | None
-        # The dimension that ZeRO splits further, over zero_axes; None: not sharded over them
-    )
+    over: tuple[Axes, ...]
+    ways: Shape  # per dimension, the devices along those axes
+    # The dimension that ZeRO splits further, over zero_axes; None: not sharded over them
+    zero_dim: int | None
     # The mesh axes of an island along which tokens are split and the weight is not: its gradient is summed over them,
     # and they are ZeRO's.
-    zero_axes: tuple[str, ...] = ()
+    zero_axes: Axes = ()
     zero_degree: int = 1  # the devices along them
     decayed: bool = True
     # Else frozen: no gradient, no optimizer state, no float32 master
@@ -89,19 +89,19 @@ class Placed:
         return "rank" in self.axes
 
     @property
-    def unpadded(self) -> tuple[int, ...]:
+    def unpadded(self) -> Shape:
         """The shape without padding but for that of the layers, which are in their live places."""
         if self.stacked:
             return (self.padded[0], *self.shape[1:])
         return self.shape
 
     @property
-    def replicated(self) -> tuple[str, ...]:
+    def replicated(self) -> Axes:
         """Model-parallel axes over which it is whole, so that partial gradients are summed over them."""
         return unused((TENSOR, PIPELINE), self.over)
 
     @property
-    def shard_over(self) -> tuple[tuple[str, ...], ...]:
+    def shard_over(self) -> tuple[Axes, ...]:
         """Per dimension, the mesh axes that split it as it is held: with those of ZeRO."""
         return tuple(
             (*axes, *self.zero_axes) if d == self.zero_dim else axes
@@ -122,7 +122,7 @@ class Placed:
         return elements // self.zero_degree
 
 
-def unused(axes: Iterable[str], over: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+def unused(axes: Iterable[str], over: Sequence[Axes]) -> Axes:
     """The mesh axes that split no dimension."""
     return tuple(axis for axis in axes if not any(axis in split for split in over))
 
@@ -134,7 +134,7 @@ def local_kv_heads(kv_heads: int, tensor: int) -> int:
     return kv_heads // tensor
 
 
-def expert_axes(config: Config) -> tuple[str, ...]:
+def expert_axes(config: Config) -> Axes:
     """The mesh axes that the experts of a layer lie over, major first.
 
     Tensor is one of them where rows are sent to their experts and sequence parallelism splits them: then each tensor
@@ -163,8 +163,8 @@ def expert_nodes(config: Config) -> int:
 
 
 def splits(
-    model: ModelConfig, mesh: MeshConfig, vocab: str, experts: tuple[str, ...] = ()
-) -> dict[str, tuple[str, ...]]:
+    model: ModelConfig, mesh: MeshConfig, vocab: str, experts: Axes = ()
+) -> dict[str, Axes]:
     """The mesh axes over which each named axis of a weight is split, major first; axes not listed are whole everywhere.
 
     `experts`: those of `expert_axes`, by default without tensor.
@@ -187,7 +187,7 @@ def splits(
 
 def place(
     weight: Weight,
-    over: Mapping[str, tuple[str, ...]],
+    over: Mapping[str, Axes],
     mesh: MeshConfig,
     places: int,
     zero: bool,
@@ -252,8 +252,8 @@ def part(placed: Placed, dims: Sequence[int], more: int = 0) -> Placed:
     divides.
     """
     live = tuple(placed.unpadded[d] for d in dims)
-    over: tuple[tuple[str, ...], ...] = ()
-    ways: tuple[int, ...] = ()
+    over: tuple[Axes, ...] = ()
+    ways: Shape = ()
     for d, length in zip(dims, live, strict=True):
         divides = length % placed.ways[d] == 0
         over += (placed.over[d] if divides else (),)
@@ -292,7 +292,7 @@ def placed(
     zero_stage: int,
     lora: LoraConfig = NO_LORA,
     trainable: tuple[str, ...] = (),
-    experts: tuple[str, ...] = (),
+    experts: Axes = (),
 ) -> tuple[Placed, ...]:
     """Every weight of a model on a mesh, see `place`; `places` has those of each stack. ConfigError where `trainable`
     names a weight that does not exist.
@@ -338,7 +338,7 @@ class Stages:
 
     counts: tuple[int, ...]  # layers of each virtual stage, in model order
     chunks: int  # virtual stages on a device
-    slots: tuple[str, ...]  # of a virtual stage: the stacks that their layers are of
+    slots: Stacks  # of a virtual stage: the stacks that their layers are of
     # Of several stacks: the most layers that a device has
     held: tuple[tuple[str, int], ...] = ()
 
@@ -391,7 +391,7 @@ def stages(config: Config) -> Stages:
 
 @functools.lru_cache(maxsize=65536)
 def _stages(
-    kinds: tuple[str, ...],
+    kinds: Stacks,
     period: int,
     pipeline: int,
     chunks: int,
@@ -425,21 +425,19 @@ def _stages(
     return Stages(tuple(map(len, stacks)), chunks, slots, tuple(held))
 
 
-def _stacks_of(
-    kinds: tuple[str, ...], counts: tuple[int, ...]
-) -> list[tuple[str, ...]]:
+def _stacks_of(kinds: Stacks, counts: tuple[int, ...]) -> list[Stacks]:
     """Returns the stacks of the layers of each virtual stage, of so many layers each."""
     ends = itertools.accumulate(counts)
     return [kinds[end - n : end] for end, n in zip(ends, counts, strict=True)]
 
 
-def _slots_of(stacks: list[tuple[str, ...]]) -> tuple[str, ...]:
+def _slots_of(stacks: list[Stacks]) -> Stacks:
     return functools.reduce(_slots_of_both, dict.fromkeys(stacks))
 
 
-def _slots_of_both(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, ...]:
+def _slots_of_both(one: Stacks, other: Stacks) -> Stacks:
     """Returns the shortest sequence of kinds that has both in it, in their order: a common supersequence."""
-    best: dict[tuple[int, int], tuple[str, ...]] = {}
+    best: dict[tuple[int, int], Stacks] = {}
     last_first = itertools.product(range(len(one), -1, -1), range(len(other), -1, -1))
     for i, j in last_first:
         if i == len(one) or j == len(other):

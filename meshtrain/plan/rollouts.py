@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from meshtrain.cluster.algorithms import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE
 from meshtrain.cluster.cluster import Cluster
 from meshtrain.config import Config, MeshConfig
+from meshtrain.config.check import MOST_SAMPLED, PROMPT
 from meshtrain.config.mesh import TENSOR
 from meshtrain.config.stacks import LINEAR, kinds_of_layers, layers_of_stacks
-from meshtrain.config.training import MOST, PROMPT
 from meshtrain.parallel.placement import Placed, all_placed, placed
 from meshtrain.plan import shapes
 from meshtrain.plan.experts import reached
@@ -62,7 +62,7 @@ class RolloutSizes:
             drawn = config.eval.samples
             # of a conversation all that comes before its first answer
             is_chat = config.data.format == "chat"
-            length = row if is_chat else min(PROMPT + MOST, row)
+            length = row if is_chat else min(PROMPT + MOST_SAMPLED, row)
             prompt = row - 1 if is_chat else min(PROMPT, row // 2)
             group = 1
         slots = -(-drawn * mesh.tensor // mesh.devices)

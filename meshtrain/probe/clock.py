@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from meshtrain.compat import meet
+from meshtrain.compat import wait_for_processes
 from meshtrain.probe.figures import STEADY
 from meshtrain.run.processes import gathered
 
@@ -86,7 +86,7 @@ def _warm(jobs: Sequence[Job], barrier: Callable[[], object] | None) -> None:
         if barrier:
             # Compiled at different moments they would wait for each other inside a collective, which on CPUs is refused
             # after 30 s.
-            meet(f"probe {next(_meetings)}", PATIENCE)
+            wait_for_processes(f"probe {next(_meetings)}", PATIENCE)
         jax.block_until_ready(job.run())
 
 

@@ -56,7 +56,7 @@ def run_directory(config: Config) -> Path:
     return directory
 
 
-def made_for_nothing(config: Config) -> Callable[[], None]:
+def remove_if_unused(config: Config) -> Callable[[], None]:
     """Returns a function that removes a run directory, and those above it, as far as they are not there yet and nothing
     came into them.
     """

@@ -124,7 +124,7 @@ def kind_of(failure: Exception) -> str:
     )
 
 
-def explained(error: Exception, newest: int | None) -> Exception:
+def explain(error: Exception, newest: int | None) -> Exception:
     """Returns what the runtime threw as a RunFailure, where there is a sentence for it; `newest`: the last
     checkpoint.
     """

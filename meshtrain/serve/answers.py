@@ -25,6 +25,8 @@ from meshtrain.generate.request import Chosen, Piece
 from meshtrain.serve.errors import GONE, OUTCOME, as_refused, json_bytes
 from meshtrain.serve.requests import Asked
 
+Json = dict[str, Any]
+
 UNLIKELY = -9999.0  # what OpenAI writes where a log-probability has no number
 HALF = "\N{REPLACEMENT CHARACTER}"
 # Nothing between here and the client may keep chunks back (nginx's own name for that).
@@ -55,29 +57,29 @@ class Answers:
         self._asked = asked
         self._choices = choices
 
-    def whole(self, pieces: Sequence[Piece], tokens: dict[str, int]) -> dict[str, Any]:
+    def whole(self, pieces: Sequence[Piece], tokens: dict[str, int]) -> Json:
         choices = [
             self._choice(index, piece, "message") for index, piece in enumerate(pieces)
         ]
         return self._head | {"choices": choices, "usage": tokens}
 
-    def first(self) -> list[dict[str, Any]]:
+    def first(self) -> list[Json]:
         """Returns the chunks that go before all others."""
         return []
 
-    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, index: int, piece: Piece) -> Json:
         return self._chunk([self._choice(index, piece, "delta")])
 
-    def total(self, tokens: dict[str, int]) -> dict[str, Any]:
+    def total(self, tokens: dict[str, int]) -> Json:
         """Returns the chunk that comes after all others: what it took."""
         return self._chunk([]) | {"usage": tokens}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _chunk(self, choices: list[Json]) -> Json:
         # Who has asked for a count finds the field in every chunk.
         count = {"usage": None} if self._asked.usage else {}
         return self._head | {"object": self.chunk_kind, "choices": choices} | count
 
-    def _choice(self, index: int, piece: Piece, form: str) -> dict[str, Any]:
+    def _choice(self, index: int, piece: Piece, form: str) -> Json:
         raise NotImplementedError
 
 
@@ -89,7 +91,7 @@ class Completion(Answers):
         super().__init__(asked, choices)
         self._offsets = [0] * choices
 
-    def _choice(self, index: int, piece: Piece, form: str) -> dict[str, Any]:
+    def _choice(self, index: int, piece: Piece, form: str) -> Json:
         logprobs = (
             None
             if self._asked.logprobs is None
@@ -102,7 +104,7 @@ class Completion(Answers):
             "finish_reason": piece.finish,
         }
 
-    def _logprobs(self, index: int, chosen: Sequence[Chosen]) -> dict[str, Any]:
+    def _logprobs(self, index: int, chosen: Sequence[Chosen]) -> Json:
         offsets = list(
             itertools.accumulate(
                 (len(each.text) for each in chosen), initial=self._offsets[index]
@@ -127,7 +129,7 @@ class Chat(Answers):
     chunk_kind = "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def first(self) -> list[dict[str, Any]]:
+    def first(self) -> list[Json]:
         return [
             self._chunk(
                 [
@@ -142,8 +144,8 @@ class Chat(Answers):
             for i in range(self._choices)
         ]
 
-    def _choice(self, index: int, piece: Piece, form: str) -> dict[str, Any]:
-        content: dict[str, Any] = {
+    def _choice(self, index: int, piece: Piece, form: str) -> Json:
+        content: Json = {
             "role": "assistant",
             "content": piece.text,
             "refusal": None,
@@ -168,7 +170,7 @@ class Chat(Answers):
         }
 
 
-def _token(text: str, logprob: float) -> dict[str, Any]:
+def _token(text: str, logprob: float) -> Json:
     # The bytes of a token that is half a character are not known from its text.
     return {
         "token": text,

@@ -74,7 +74,7 @@ class Supervision(RunHook):
 
     # --- before the first step
 
-    def build(self, program: "Program") -> None:
+    def watch(self, program: "Program") -> None:
         """Begins to look after the devices, which are there; nothing is compiled yet."""
         from meshtrain.survive.health import Health
 

@@ -218,7 +218,7 @@ def test_bytes_across_islands_are_those_of_an_exchange_over_the_steps_between(me
     built = program(
         mesh, sync={"every": 5}, parallel={"microbatches": 1, "sync": {"every": 5}}
     )
-    compiled = built.islands.synchronize[0].lower(built.state_shapes).compile()
+    compiled = built.steps.synchronize[0].lower(built.state_shapes).compile()
     sent = collectives(compiled, built.mesh).traffic["island"]
     found = traffic.by_axis(
         traffic.transfers(built.config, iterations(built.config, skips=True))

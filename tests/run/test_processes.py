@@ -7,7 +7,7 @@ import pytest
 
 from meshtrain.errors import ConfigError, PortTaken
 from meshtrain.run.lock import RunInUse
-from meshtrain.run.processes import RunFailure, SickDevice, explained, kind_of, room
+from meshtrain.run.processes import RunFailure, SickDevice, explain, kind_of, room
 from meshtrain.survive.heartbeat import CODES
 
 
@@ -36,7 +36,7 @@ def test_a_process_that_is_gone_is_reported_with_the_step_to_go_on_from(
     error, of_several
 ):
     for newest, start in ((40, "from step 40"), (None, "from the start")):
-        failure = explained(error, newest)
+        failure = explain(error, newest)
         assert isinstance(failure, RunFailure)
         assert re.match(f"another process .*: {re.escape(str(error))}; ", str(failure))
         assert str(failure).endswith(f"run again to go on {start}.")
@@ -46,7 +46,7 @@ def test_memory_that_a_device_lacks_is_reported_with_what_needs_less():
     error = jax.errors.JaxRuntimeError(
         "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nStack: ..."
     )
-    sentence = str(explained(error, None))
+    sentence = str(explain(error, None))
     assert "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.; " in sentence
     assert "meshtrain plan" in sentence and "\n" not in sentence
 
@@ -60,7 +60,7 @@ def test_memory_that_a_device_lacks_is_reported_with_what_needs_less():
     ],
 )
 def test_what_has_no_sentence_or_has_one_stays_as_it_is(error):
-    assert explained(error, None) is error
+    assert explain(error, None) is error
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_what_has_no_sentence_or_has_one_stays_as_it_is(error):
     ],
 )
 def test_a_supervisor_is_told_of_what_kind_a_failure_was(error, kind, of_several):
-    assert kind_of(explained(error, None)) == kind in CODES
+    assert kind_of(explain(error, None)) == kind in CODES
 
 
 def test_values_of_all_sizes_have_room_in_few():

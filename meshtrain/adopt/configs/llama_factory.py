@@ -23,6 +23,8 @@ from meshtrain.adopt.configs.key_rows import (
     words,
 )
 
+Keys = dict[str, Any]  # of ours, by path
+
 OPTIMIZERS = ("adamw", "adafactor", "sgd", "lion", "muon")
 IMPLEMENTATIONS = {
     "torch",
@@ -69,7 +71,7 @@ FSDP_STAGES = {
 }
 
 
-def _stage(stage: Any) -> dict[str, Any]:
+def _stage(stage: Any) -> Keys:
     formats = {"pt": "text", "sft": "chat", "dpo": "pairs"}
     if stage not in formats:
         raise rows.RefusedValue(f"there are {', '.join(formats)} here")
@@ -98,7 +100,7 @@ def _modules(value: Any) -> list[str]:
     return [MODULES[name] for name in names]
 
 
-def _freeze(value: Any) -> dict[str, Any]:
+def _freeze(value: Any) -> Keys:
     if "all" in words(value):
         raise rows.RefusedValue(
             "that trains all of some layers, but train.trainable names weights over all layers"
@@ -106,7 +108,7 @@ def _freeze(value: Any) -> dict[str, Any]:
     return {"frozen but": _modules(value)}
 
 
-def _optimizer(value: Any) -> dict[str, Any]:
+def _optimizer(value: Any) -> Keys:
     """Implementations of one optimizer are alike: adamw_torch_fused is adamw. Paged moments are not here."""
     kind, *how = str(value).lower().removeprefix("paged_").split("_")
     if kind not in OPTIMIZERS or not set(how) <= IMPLEMENTATIONS:
@@ -121,9 +123,9 @@ def _optimizer(value: Any) -> dict[str, Any]:
     return {"optimizer.name": kind, rows.DIFFERS: differs}
 
 
-def _schedule(value: Any) -> dict[str, Any]:
+def _schedule(value: Any) -> Keys:
     """Theirs end at 0 unless they say otherwise, and constant has no warm-up."""
-    known: dict[str, dict[str, Any]] = {
+    known: dict[str, Keys] = {
         "linear": {"optimizer.schedule": "linear", "optimizer.final_ratio": 0.0},
         "cosine": {"optimizer.schedule": "cosine", "optimizer.final_ratio": 0.0},
         "cosine_with_min_lr": {"optimizer.schedule": "cosine"},
@@ -138,7 +140,7 @@ def _schedule(value: Any) -> dict[str, Any]:
     return known[value]
 
 
-def _schedule_arguments(value: Any) -> dict[str, Any]:
+def _schedule_arguments(value: Any) -> Keys:
     """lr_scheduler_kwargs written as JSON in a text; as a mapping its keys have rows of their own."""
     if value in (None, {}, ""):
         return {}
@@ -158,7 +160,7 @@ def _schedule_arguments(value: Any) -> dict[str, Any]:
     return {path: read(arguments[key]) for key, (path, read) in paths.items()}
 
 
-def _warmup(value: Any) -> dict[str, Any]:
+def _warmup(value: Any) -> Keys:
     """Below 1 it is a share of the steps, as of transformers 5."""
     steps = number(value)
     return {"warm-up share": steps} if 0 < steps < 1 else {"warm-up steps": int(steps)}
@@ -175,7 +177,7 @@ def _every(path: str) -> KeyRow:
     return to(path, read)
 
 
-def _validation(value: Any) -> dict[str, Any]:
+def _validation(value: Any) -> Keys:
     share = number(value)
     if share >= 1:
         raise LeftOut(
@@ -185,7 +187,7 @@ def _validation(value: Any) -> dict[str, Any]:
     return {"data.validation": share}
 
 
-def _trackers(value: Any) -> dict[str, Any]:
+def _trackers(value: Any) -> Keys:
     names = words(value or [])
     if not set(names) <= {*TRACKERS, "none", "all"}:
         raise LeftOut(f"metrics go to {', '.join(TRACKERS)} here")
@@ -196,10 +198,10 @@ def _trackers(value: Any) -> dict[str, Any]:
     }
 
 
-def _fsdp(value: Any) -> dict[str, Any]:
+def _fsdp(value: Any) -> Keys:
     parts = value.split() if isinstance(value, str) else words(value or [])
     stages = [FSDP_STAGES[part] for part in parts if part in FSDP_STAGES]
-    zero: dict[str, Any] = {"parallel.zero_stage": stages[0]} if stages else {}
+    zero: Keys = {"parallel.zero_stage": stages[0]} if stages else {}
     return zero | ({"parallel.offload_optimizer": True} if "offload" in parts else {})
 
 

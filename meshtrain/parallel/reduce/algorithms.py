@@ -19,6 +19,7 @@ from meshtrain.compat import unchecked, vary, varying
 
 # One mesh axis, or several taken for one, the major first.
 Axes = str | tuple[str, ...]
+Collective = Callable[[jax.Array, Axes], jax.Array]
 
 
 class Programs(NamedTuple):
@@ -27,9 +28,9 @@ class Programs(NamedTuple):
     The halves work on chunks [n, k], of which each device has one, [k]; some algorithms have none.
     """
 
-    all_reduce: Callable[[jax.Array, Axes], jax.Array]
-    reduce_scatter: Callable[[jax.Array, Axes], jax.Array] | None = None
-    all_gather: Callable[[jax.Array, Axes], jax.Array] | None = None
+    all_reduce: Collective
+    reduce_scatter: Collective | None = None
+    all_gather: Collective | None = None
 
 
 # --- collectives by the name of an algorithm
@@ -122,8 +123,8 @@ def _sent(x: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]]) -> jax.Arr
 
 
 def _join_passes(
-    reduce_scatter: Callable[[jax.Array, Axes], jax.Array],
-    all_gather: Callable[[jax.Array, Axes], jax.Array],
+    reduce_scatter: Collective,
+    all_gather: Collective,
 ) -> Programs:
     """An all-reduce of a reduce-scatter and an all-gather, of any shape."""
 

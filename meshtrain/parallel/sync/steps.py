@@ -13,7 +13,7 @@ JAX runs the programs of a device one after the other. So with a delay the all-r
 where XLA may overlap it with that step's compute: nothing in forward and backward waits for it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,23 +24,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 from meshtrain.mesh import ISLAND, platform
 from meshtrain.parallel.forward import Batch
 from meshtrain.parallel.parallelize import Gradients, LocalStep
+from meshtrain.parallel.state import State, Steps, TrainStep
 from meshtrain.parallel.sync import states, when
 from meshtrain.parallel.sync.outer import OWN_SHARE, Exchanged, Outer
 from meshtrain.precision import factor, is_finite
 
-# Those of `meshtrain.step`, which imports this file.
-Program = Any
-State = Any
-TrainStep = Any
 Tree = Any
 Metrics = dict[str, jax.Array]
 
 
-class IslandSteps:
+class IslandSteps(Steps):
     """The programs of `program`, whose config has parallel.sync.every."""
 
-    def __init__(self, program: "Program") -> None:
-        self.program = program
+    def __init__(self, program: Any) -> None:
+        super().__init__(program)
         self.config = program.config
         self.layout = program.layout
         self.sync = program.config.parallel.sync
@@ -50,7 +47,7 @@ class IslandSteps:
 
     # --- the state
 
-    def shapes(self, state: "State") -> "State":
+    def shapes(self, state: State) -> State:
         """ShapeDtypeStructs of the state, from those of one without islands of their own."""
         optimizer, scale = states.stacked((state.optimizer, state.scale), self.islands)
         trained = self.layout.only_trained(state.params)
@@ -63,17 +60,22 @@ class IslandSteps:
         )
         return state._replace(optimizer=optimizer, scale=scale, islands=own)
 
-    def begin(self, state: "State") -> "State":
+    def begin(self, state: State) -> State:
         """A state before the first step, inside jit, with what every island has; its scale is of every island
         already.
         """
-        trained = self.layout.only_trained(state.params)
         return state._replace(
-            optimizer=self.every_island(state.optimizer), islands=self.begun(trained)
+            optimizer=self.every_island(state.optimizer),
+            islands=self._unmoved(self.layout.only_trained(state.params)),
         )
 
-    def begun(self, trained: Tree) -> states.Islands:
-        """Returns the islands' state before the first step, inside jit: each has the shared model, and nothing has
+    def begin_from(self, state: State) -> State:
+        shardings = self.program.state_shardings.islands
+        unmoved = jax.jit(self._unmoved, out_shardings=shardings)
+        return state._replace(islands=unmoved(self.layout.only_trained(state.params)))
+
+    def _unmoved(self, trained: Tree) -> states.Islands:
+        """Returns what islands have before the first step, inside jit: each the shared model, from which none has
         moved.
         """
         zeros = jax.tree.map(jnp.zeros_like, trained)
@@ -96,11 +98,15 @@ class IslandSteps:
         """Returns the same for each island, inside jit."""
         return states.every_island(tree, self.islands)
 
-    visible = staticmethod(states.visible)
+    def fetch(self, metrics: dict[str, Any]) -> dict[str, float]:
+        return states.visible(metrics)
 
     # --- which program when
 
-    def step_after(self, taken: int) -> "TrainStep":
+    def any_step(self, step: TrainStep) -> TrainStep:
+        return StepOfIslands(self)
+
+    def step_after(self, taken: int) -> TrainStep:
         """The program of the step after `taken` steps."""
         if when.synchronous(self.sync, taken):
             return self.synchronous
@@ -108,8 +114,8 @@ class IslandSteps:
         return self.local_step if fragment is None else self.sending[fragment]
 
     def finish(
-        self, state: "State", metrics: Mapping[str, Any], taken: int
-    ) -> tuple["State", dict[str, Any]]:
+        self, state: State, metrics: dict[str, Any], taken: int
+    ) -> tuple[State, dict[str, Any]]:
         """Runs the programs that are due after `taken` steps, the last of which gave `metrics`.
 
         Waits for an exchange, to see whether an island is broken.
@@ -141,15 +147,15 @@ class IslandSteps:
     # --- steps
 
     @cached_property
-    def synchronous(self) -> "TrainStep":
+    def synchronous(self) -> TrainStep:
         return self.program.jitted_step(self._synchronous)
 
     @cached_property
-    def local_step(self) -> "TrainStep":
+    def local_step(self) -> TrainStep:
         return self.program.jitted_step(self._local_step)
 
     @cached_property
-    def sending(self) -> list["TrainStep"]:
+    def sending(self) -> list[TrainStep]:
         """Returns for each fragment the step that also sends what islands had before it."""
         return [
             self.program.jitted_step(partial(self._sending, fragment))
@@ -163,10 +169,10 @@ class IslandSteps:
             self.layout, platform(self.program.mesh), self.program.hooks, across=False
         )
 
-    def _local_step(self, state: "State", batch: Batch) -> tuple["State", Metrics]:
+    def _local_step(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         after, metrics = self._step_of_each(self._within_island, state, batch)
         learned = metrics[states.COUNTED]
-        if state.scale is not None:
+        if state.scale is not None and after.scale is not None:
             # of a step that float16 skips nothing is learned
             learned = jnp.where(
                 after.scale.skipped == state.scale.skipped, learned, 0.0
@@ -174,7 +180,7 @@ class IslandSteps:
         counted = state.islands.counted + learned[:, None]
         return after._replace(islands=after.islands._replace(counted=counted)), metrics
 
-    def _synchronous(self, state: "State", batch: Batch) -> tuple["State", Metrics]:
+    def _synchronous(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         """All islands do the same, so that each has the shared model."""
         after, metrics = self._step_of_each(self.program.local, state, batch)
         take_first = self._shard_map(
@@ -188,8 +194,8 @@ class IslandSteps:
         ), metrics
 
     def _sending(
-        self, fragment: int, state: "State", batch: Batch
-    ) -> tuple["State", Metrics]:
+        self, fragment: int, state: State, batch: Batch
+    ) -> tuple[State, Metrics]:
         state, mean, exchanged = self._exchange(fragment, state)
 
         # The fragment joins the others that are under way, each in its own places.
@@ -205,8 +211,8 @@ class IslandSteps:
         return state, metrics | exchanged
 
     def _step_of_each(
-        self, local: LocalStep, state: "State", batch: Batch
-    ) -> tuple["State", Metrics]:
+        self, local: LocalStep, state: State, batch: Batch
+    ) -> tuple[State, Metrics]:
         """Every island's step, with metrics [islands]; `local` says over what gradients are summed."""
         gradients = self._gradients(local, state, batch)
         each = state._replace(
@@ -215,7 +221,7 @@ class IslandSteps:
             islands=None,
         )
         # The step's number is one for all, the rest has a first axis of islands.
-        axes = type(state)(step=None, params=0, optimizer=0, scale=0)
+        axes = State._make([None, 0, 0, 0, None, None])
         update = jax.vmap(
             self.program.update,
             in_axes=(axes, 0),
@@ -228,7 +234,7 @@ class IslandSteps:
             states.COUNTED: gradients.counted
         }
 
-    def _gradients(self, local: LocalStep, state: "State", batch: Batch) -> Gradients:
+    def _gradients(self, local: LocalStep, state: State, batch: Batch) -> Gradients:
         """Gradients [islands, ...], each island's at its own weights, with means of losses and what they are over,
         [islands].
         """
@@ -265,7 +271,7 @@ class IslandSteps:
         islands go on with.
         """
 
-        def run(fragment: int, state: "State") -> tuple["State", Metrics]:
+        def run(fragment: int, state: State) -> tuple[State, Metrics]:
             state, mean, metrics = self._exchange(fragment, state)
             return self._outer_step(fragment, state, mean, 0.0), metrics
 
@@ -287,7 +293,7 @@ class IslandSteps:
         moments.
         """
 
-        def run(state: "State") -> "State":
+        def run(state: State) -> State:
             def finite(tree: Tree) -> jax.Array:
                 return jnp.all(
                     jnp.stack([states.finite(x) for x in jax.tree.leaves(tree)]), axis=0
@@ -328,7 +334,7 @@ class IslandSteps:
             for fragment in range(self.sync.fragments)
         ]
 
-    def _exchange(self, fragment: int, state: "State") -> tuple["State", Tree, Metrics]:
+    def _exchange(self, fragment: int, state: State) -> tuple[State, Tree, Metrics]:
         def of_island(shared: Tree, own: Tree, counted: jax.Array) -> Exchanged:
             exchanged = self.outer.exchange(
                 fragment, shared, _first(own), _first(counted)
@@ -360,8 +366,8 @@ class IslandSteps:
         )
 
     def _outer_step(
-        self, fragment: int, state: "State", mean: Tree, own_share: float
-    ) -> "State":
+        self, fragment: int, state: State, mean: Tree, own_share: float
+    ) -> State:
         """`own_share`: of its own weights that an island keeps, see `outer.OWN_SHARE`."""
 
         def of_island(
@@ -394,15 +400,13 @@ class IslandSteps:
 
     # --- helpers
 
-    def is_finite(self, state: "State") -> jax.Array:
+    def is_finite(self, state: State) -> jax.Array:
         """Returns whether training can go on from a state: the shared model is finite, and an island is.
 
         A broken one is mended when it is sent.
         """
-        precision, optimizer = (
-            self.config.precision,
-            self.program.on_device(state.optimizer),
-        )
+        precision = self.config.precision
+        optimizer = self.program.on_device(state.optimizer)
         own = jax.vmap(lambda params, moments: is_finite(params, moments, precision))(
             state.islands.params, optimizer
         )
@@ -436,6 +440,22 @@ class IslandSteps:
             out_specs=out_specs,
             check_vma=False,
         )
+
+
+class StepOfIslands(TrainStep):
+    """Any step of a run whose islands step by themselves, with what is due after it: it waits for the step's number to
+    know which.
+    """
+
+    def __init__(self, islands: IslandSteps) -> None:
+        self._islands = islands
+        self._step = self._any
+        self.lower = islands.local_step.lower
+
+    def _any(self, state: State, batch: Batch) -> tuple[State, dict[str, Any]]:
+        taken = int(state.step)
+        state, metrics = self._islands.step_after(taken)(state, batch)
+        return self._islands.finish(state, metrics, taken + 1)
 
 
 def _first(tree: Tree) -> Tree:

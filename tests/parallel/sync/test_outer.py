@@ -56,7 +56,7 @@ def test_copies_of_a_weight_stay_equal_whatever_shares_the_message(case):
     )
     own = jax.tree.map(apart, state.islands.params)
     before = [x.copy() for x in numbers(state.params)]
-    exchange = built.islands.synchronize[0].lower(built.state_shapes).compile()
+    exchange = built.steps.synchronize[0].lower(built.state_shapes).compile()
     state, _ = exchange(
         state._replace(islands=state.islands._replace(params=own, counted=counted))
     )
@@ -67,7 +67,7 @@ def test_copies_of_a_weight_stay_equal_whatever_shares_the_message(case):
         for c in collectives(exchange, built.mesh, built.taken)
         if c.axes == (ISLAND,)
     )
-    assert sent == pytest.approx(built.islands.outer.sent_bytes(0), rel=1e-6)
+    assert sent == pytest.approx(built.steps.outer.sent_bytes(0), rel=1e-6)
     assert sum(
         flow.sent for flow in gradient_traffic.sync_transfers(built.config)
     ) == pytest.approx(sent, rel=1e-6)

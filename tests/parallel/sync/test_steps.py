@@ -67,8 +67,8 @@ def whole() -> Program:
 def test_no_collective_of_an_inner_step_crosses_islands_and_a_synchronous_one_does(
     whole,
 ):
-    assert across(whole, whole.islands.local_step, whole.batch_shapes()) == []
-    assert across(whole, whole.islands.synchronous, whole.batch_shapes())
+    assert across(whole, whole.steps.local_step, whole.batch_shapes()) == []
+    assert across(whole, whole.steps.synchronous, whole.batch_shapes())
 
 
 def shard_elements(built: Program) -> int:
@@ -80,10 +80,10 @@ def shard_elements(built: Program) -> int:
 
 
 def test_islands_are_brought_together_by_one_all_reduce_of_a_shard(whole):
-    (found,) = across(whole, whole.islands.synchronize[0])
+    (found,) = across(whole, whole.steps.synchronize[0])
     assert (found.kind, found.axes, found.dtype) == ("all-reduce", (ISLAND,), "f32")
     assert found.bytes == 4 * (shard_elements(whole) + when.BESIDE)
-    assert whole.islands.outer.sent_bytes(0) == found.sent
+    assert whole.steps.outer.sent_bytes(0) == found.sent
 
 
 @pytest.mark.thorough
@@ -91,15 +91,15 @@ def test_with_a_delay_the_all_reduce_stands_in_the_next_step_and_taking_in_sends
     streaming,
 ):
     total = 0
-    for fragment, step in enumerate(streaming.islands.sending):
+    for fragment, step in enumerate(streaming.steps.sending):
         (found,) = across(streaming, step, streaming.batch_shapes())
         assert (
             found.kind == "all-reduce"
-            and found.sent == streaming.islands.outer.sent_bytes(fragment)
+            and found.sent == streaming.steps.outer.sent_bytes(fragment)
         )
         total += found.bytes
         text = (
-            streaming.islands.apply_outer_update[fragment]
+            streaming.steps.apply_outer_update[fragment]
             .lower(streaming.state_shapes)
             .compile()
             .as_text()
@@ -140,7 +140,7 @@ def test_what_islands_moved_is_sent_as_compression_over_islands_has_it(
         )
         for more in ({"reduce": reduce}, {})
     )
-    found = across(ours, ours.islands.synchronize[0])
+    found = across(ours, ours.steps.synchronize[0])
     kinds = [c.kind for c in found]
     assert kinds.count("all-reduce") == 1 and set(kinds) - {"all-reduce"} == {
         "all-gather"
@@ -148,13 +148,13 @@ def test_what_islands_moved_is_sent_as_compression_over_islands_has_it(
     assert {c.dtype for c in found if c.kind != "all-reduce"} == {"u8"}
     # a group of all-to-all is a tuple of messages, one of them to itself
     assert sum(c.sent for c in found) == pytest.approx(
-        ours.islands.outer.sent_bytes(0), rel=0.01
+        ours.steps.outer.sent_bytes(0), rel=0.01
     )
     assert sum(
         f.sent * 2 for f in gradient_traffic.sync_transfers(ours.config)
-    ) == pytest.approx(ours.islands.outer.sent_bytes(0), rel=0.01)
+    ) == pytest.approx(ours.steps.outer.sent_bytes(0), rel=0.01)
     assert (
-        plain.islands.outer.sent_bytes(0) / ours.islands.outer.sent_bytes(0)
+        plain.steps.outer.sent_bytes(0) / ours.steps.outer.sent_bytes(0)
         > {"int8": 3.3, "int4": 5.0}[compression]
     )
     state, _ = run(plain, plain.init(), 1)
@@ -208,9 +208,9 @@ def test_nothing_crosses_islands_whatever_the_layout_and_the_optimizer(mesh, sec
     sync = {"every": 2}
     sections = {**sections, "parallel": {**sections.get("parallel", {}), "sync": sync}}
     built = program(mesh, **sections)
-    assert across(built, built.islands.local_step, built.batch_shapes()) == []
-    (found,) = across(built, built.islands.synchronize[0])
-    assert found.sent == built.islands.outer.sent_bytes(0)
+    assert across(built, built.steps.local_step, built.batch_shapes()) == []
+    (found,) = across(built, built.steps.synchronize[0])
+    assert found.sent == built.steps.outer.sent_bytes(0)
     _, rows = run(built, built.init(), 2)
     assert rows[1]["sync_islands"] == mesh["islands"] and rows[1]["sync_drift"] > 0
 
@@ -335,14 +335,14 @@ def test_the_outer_step_is_nesterov_on_the_mean_of_what_islands_moved_each_fragm
     arrivals = 0
     for taken, batch in enumerate(batches(11), 1):
         # the step alone, and what is due after it by NumPy
-        alone, metrics = streaming.islands.step_after(taken - 1)(
+        alone, metrics = streaming.steps.step_after(taken - 1)(
             copied(state), streaming.place(batch)
         )
         shared, own = (
             canonical(streaming, alone.params),
             canonical(streaming, alone.islands.params),
         )
-        state, _ = streaming.islands.finish(alone, metrics, taken)
+        state, _ = streaming.steps.finish(alone, metrics, taken)
         if (fragment := when.arrives(sync, taken)) is not None:
             arrivals += 1
             mine = in_fragment(streaming, fragment)
@@ -385,12 +385,12 @@ def test_a_broken_island_is_left_out_of_the_mean_and_starts_again_from_the_share
     state, rows = run(whole, broken(state, 1), 1)
     assert np.isnan(rows[0]["loss"][1]) and np.isfinite(rows[0]["loss"][0])
     (batch,) = batches(1, 4)
-    alone, metrics = whole.islands.step_after(4)(state, whole.place(batch))
+    alone, metrics = whole.steps.step_after(4)(state, whole.place(batch))
     shared, own, momentum = (
         numbers(x) for x in (alone.params, alone.islands.params, alone.islands.momentum)
     )
     other = [x[0] for x in numbers(alone.optimizer)]
-    state, metrics = whole.islands.finish(alone, metrics, 5)
+    state, metrics = whole.steps.finish(alone, metrics, 5)
     assert int(metrics["sync_islands"]) == 1
     for got, before, mine, m in zip(
         numbers(state.params), shared, own, momentum, strict=True
