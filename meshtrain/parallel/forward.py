@@ -37,6 +37,7 @@ from meshtrain.parallel.layout import Layout, Segment, SlotKind
 from meshtrain.parallel.remat import checkpointed
 from meshtrain.parallel.tensor import MeshCollectives
 from meshtrain.parallel.zero import Weights, Zero
+from meshtrain.registry import late
 
 Tree = Any
 # tokens, labels and, where needed, positions, segments, weights, pairs, reference: [.., b, T]; rows: [.., b]. Images
@@ -50,6 +51,11 @@ LAST = "last"
 ROW_GAPS = "rl/row_gaps"
 # the loss, summed over labels (dpo: over pairs), and other sums by their names
 Totals = tuple[Array, dict[str, Array]]
+# the head's own, and the table of the embedding if it is tied to that
+HeadWeights = tuple[Tree, Array | None]
+# Few runs need chunks: these are imported when they are called.
+chunk_losses = late("meshtrain.model.chunked_loss:chunk_losses")
+sum_chunk_losses = late("meshtrain.model.chunked_loss:sum_chunk_losses")
 
 
 class LossAndGradients(NamedTuple):
@@ -138,22 +144,21 @@ class Forward:
         embedding = self._embedding(weights.part("embedding"))
         dropout = self._dropout(key, batch)
         x = embedding(inputs(batch), self.positions(batch), self.collectives, dropout)
-        return vary(x.astype(self.zero.compute), self.stream_axes)
+        return self._begin_stream(x)
 
     def add_embedding_gradient(
         self, total: Tree, weights: Weights, batch: Batch, key: Array | None, gx: Array
     ) -> Tree:
         """Adds the gradient of `embed`'s weights to `total`; `gx` is the cotangent of its output.
 
-        Images: the vjp of `embed`. Tokens: the vjp from the rows that were looked up on; their gradients are then added
-        to the table's rows, so that no gradient of the whole table is made.
+        Images: the vjp of `embed`. Tokens: the vjp begins behind the look-up, and the gradients of the rows that it
+        gave are added to the table's rows. No gradient of the whole table is made.
         """
         if self.of_images:
 
             def embed(differentiated: Tree) -> Array:
-                return self.embed(
-                    weights._replace(differentiated=differentiated), batch, key
-                )
+                replaced = weights._replace(differentiated=differentiated)
+                return self.embed(replaced, batch, key)
 
             _, vjp = jax.vjp(embed, weights.differentiated)
             (gradient,) = vjp(gx)
@@ -161,37 +166,36 @@ class Forward:
         part = weights.part("embedding")
         tokens = batch[TOKENS]
 
-        def stream(looked_up: Array, others: Tree) -> Array:
+        def stream(rows: Array, others: Tree) -> Array:
             differentiated = {**part.differentiated, **others}
             embedding = self._embedding(part._replace(differentiated=differentiated))
             dropout = self._dropout(key, batch)
-            x = embedding.stream(
-                looked_up, self.positions(batch), self.collectives, dropout
-            )
-            return vary(x.astype(self.zero.compute), self.stream_axes)
+            x = embedding.stream(rows, self.positions(batch), self.collectives, dropout)
+            return self._begin_stream(x)
 
         # The stream is linear in the rows: zeros have the same gradient.
         shape = (*tokens.shape, gx.shape[-1])
-        looked_up = vary(jnp.zeros(shape, self.zero.compute), self.config.mesh.axes)
-        others = {
-            name: w for name, w in part.differentiated.items() if name != "tokens"
-        }
-        _, vjp = jax.vjp(stream, looked_up, others)
-        gradient, of_others = vjp(gx)
-        totals = added({name: total[name] for name in of_others}, of_others)
+        rows = vary(jnp.zeros(shape, self.zero.compute), self.config.mesh.axes)
+        others = {n: w for n, w in part.differentiated.items() if n != "tokens"}
+        _, vjp = jax.vjp(stream, rows, others)
+        g_rows, g_others = vjp(gx)
+        totals = added({name: total[name] for name in g_others}, g_others)
         table = self.layout.weights["embedding"]["tokens"]
         if not table.trained:
             return {**totals, "tokens": None}
 
-        def add(total: Array) -> Array:
-            return add_rows(total, tokens, gradient, self.collectives)
+        def add(g_table: Array) -> Array:
+            return add_rows(g_table, tokens, g_rows, self.collectives)
 
         return {**totals, "tokens": self.zero.add_gradient(table, total["tokens"], add)}
 
     def _embedding(self, weights: Weights) -> Any:
-        return nnx.merge(
-            self.embedding_graph, self.zero.gather_at_use("embedding", weights)
-        )
+        gathered = self.zero.gather_at_use("embedding", weights)
+        return nnx.merge(self.embedding_graph, gathered)
+
+    def _begin_stream(self, x: Array) -> Array:
+        """Returns x as the residual stream has it: in the dtype that computes, varying over its axes."""
+        return vary(x.astype(self.zero.compute), self.stream_axes)
 
     def layer(
         self,
@@ -266,8 +270,8 @@ class Forward:
             stack: (weights.part(stack), jnp.asarray(layers.index_at[0]))
             for stack, layers in self.layout.stacks.items()
         }
-        some = {stack: self.layout.wide_places(stack, 1) for stack in stacked}
-        parts = split_layers(stacked, segments, some)
+        wide = {stack: self.layout.wide_places(stack, 1) for stack in stacked}
+        parts = split_layers(stacked, segments, wide)
         for segment, part in zip(segments, parts, strict=True):
             layers = [self.layer(batch, key, kind) for kind in segment.period]
 
@@ -282,60 +286,6 @@ class Forward:
 
             x, _ = lax.scan(step, x, part)
         return x
-
-    def logits(self, weights: Weights, x: Array, here: Array) -> Array:
-        """Returns this device's share of the logits, float32 [b, T, V share]; x counts on the stage where `here`."""
-        return self._logits(self.head_weights(weights), x, here)
-
-    def _logits(
-        self, weights: tuple[Tree, Array | None], x: Array, here: Array
-    ) -> Array:
-        own, tied = weights
-        head = nnx.merge(self.head_graph, own)
-        x = self.collectives.share_last_stage(head.read(x), here)
-        return head(x, tied, self.collectives)
-
-    def head_weights(self, weights: Weights) -> tuple[Tree, Array | None]:
-        """Returns the head's own weights, and the table of the embedding if it is tied to that."""
-        own = self.zero.gather_at_use("head", weights.part("head"))
-        if not self.config.model.tied_head:
-            return own, None
-        embedding = self.zero.gather_at_use("embedding", weights.part("embedding"))
-        return own, embedding["tokens"]
-
-    def _losses(
-        self,
-        head: tuple[Tree, Array | None],
-        x: Array,
-        batch: Batch,
-        here: Array,
-        counts: Array | None = None,
-    ) -> tuple[Array | None, LabelLosses]:
-        """Returns the sum of the labels' losses, each times its `counts`, and these losses, float32 [b, T].
-
-        The sum is None unless one loop over chunks makes it with its gradient. x counts on the stage where `here`;
-        `head` as `head_weights` gives it.
-        """
-        labels = batch[LABELS]
-        ranks = self.collectives.vocabulary_ranks
-        shard = -(-self.config.model.vocab_size // ranks)
-        chunk = loss_chunk(self.config, labels.size, shard)
-        if chunk is None:
-            logits = self._logits(head, x, here)
-            return None, self.parts.loss(logits, labels, _mixed(batch))
-        from meshtrain.model.chunked_loss import chunk_losses, sum_chunk_losses
-
-        def loss(
-            head: tuple[Tree, Array | None], x: Array, labels: Array
-        ) -> LabelLosses:
-            own, tied = head
-            logits = nnx.merge(self.head_graph, own)(x, tied, self.collectives)
-            return self.parts.loss(logits, labels)
-
-        x = self.collectives.share_last_stage(x, here)
-        if counts is None:
-            return None, chunk_losses(loss, head, x, labels, chunk)
-        return sum_chunk_losses(loss, head, x, labels, counts, chunk)
 
     @jax.named_scope(xla.HEAD)
     def loss(
@@ -353,22 +303,23 @@ class Forward:
         return _where(here, (seeded, (total, measured)))
 
     def seeded_loss(
-        self,
-        head: tuple[Tree, Array | None],
-        x: Array,
-        batch: Batch,
-        here: Array,
-        seed: Array,
+        self, head: HeadWeights, x: Array, batch: Batch, here: Array, seed: Array
     ) -> tuple[Array, Array, dict[str, Array]]:
         """Returns `seed` times the loss of a microbatch, and its `total`, wherever x is from."""
-        counts = None
-        # What a label counts is only known when its loss is: of dpo also its pair's, of grpo its answer's.
-        if self.config.train.objective not in ("dpo", "grpo"):
-            counts = seed * batch.get(WEIGHTS, jnp.ones(batch[LABELS].shape))
-        seeded, losses = self._losses(head, x, batch, here, counts)
+        labels = batch[LABELS]
+        chunk = self._loss_chunk(labels)
+        # In dpo a label counts by the losses of its pair, in grpo by those of its answer.
+        counts_by_losses = self.config.train.objective in ("dpo", "grpo")
+        if chunk is None or counts_by_losses:
+            losses = self._losses(head, x, batch, here)
+            total, measured = self.total(losses, batch)
+            return seed * total, total, measured
+        # One loop over the chunks makes the losses and the gradient of their sum.
+        counts = seed * batch.get(WEIGHTS, jnp.ones(labels.shape))
+        x = self.collectives.share_last_stage(x, here)
+        chunk_loss = self._chunk_loss
+        seeded, losses = sum_chunk_losses(chunk_loss, head, x, labels, counts, chunk)
         total, measured = self.total(losses, batch)
-        if seeded is None:
-            seeded = seed * total
         return seeded, total, measured
 
     @jax.named_scope(xla.HEAD)
@@ -377,13 +328,54 @@ class Forward:
     ) -> LabelLosses:
         """Returns the loss of each label; of an image also whether the argmax is its class."""
         if not self.of_images:
-            _, losses = self._losses(self.head_weights(weights), x, batch, here)
+            losses = self._losses(self.head_weights(weights), x, batch, here)
             return _where(here, losses)
         logits = self.logits(weights, x, here)
         losses = self.parts.loss(logits, batch[LABELS], _mixed(batch))
         correct = self.parts.vocabulary.argmax(logits) == batch[LABELS]
         losses = losses._replace(correct=correct.astype(jnp.float32))
         return _where(here, losses)
+
+    def logits(self, weights: Weights, x: Array, here: Array) -> Array:
+        """Returns this device's share of the logits, float32 [b, T, V share]; x counts on the stage where `here`."""
+        return self._logits(self.head_weights(weights), x, here)
+
+    def head_weights(self, weights: Weights) -> HeadWeights:
+        own = self.zero.gather_at_use("head", weights.part("head"))
+        if not self.config.model.tied_head:
+            return own, None
+        embedding = self.zero.gather_at_use("embedding", weights.part("embedding"))
+        return own, embedding["tokens"]
+
+    def _losses(
+        self, head: HeadWeights, x: Array, batch: Batch, here: Array
+    ) -> LabelLosses:
+        """Returns the loss of each label, float32 [b, T]; x counts on the stage where `here`."""
+        labels = batch[LABELS]
+        chunk = self._loss_chunk(labels)
+        if chunk is None:
+            logits = self._logits(head, x, here)
+            return self.parts.loss(logits, labels, _mixed(batch))
+        x = self.collectives.share_last_stage(x, here)
+        return chunk_losses(self._chunk_loss, head, x, labels, chunk)
+
+    def _loss_chunk(self, labels: Array) -> int | None:
+        """Returns how many labels have logits at once; None: all."""
+        ranks = self.collectives.vocabulary_ranks
+        shard = -(-self.config.model.vocab_size // ranks)
+        return loss_chunk(self.config, labels.size, shard)
+
+    def _chunk_loss(self, head: HeadWeights, x: Array, labels: Array) -> LabelLosses:
+        """Returns the losses of a chunk of labels; x is the same on all stages that share the vocabulary."""
+        own, tied = head
+        logits = nnx.merge(self.head_graph, own)(x, tied, self.collectives)
+        return self.parts.loss(logits, labels)
+
+    def _logits(self, weights: HeadWeights, x: Array, here: Array) -> Array:
+        own, tied = weights
+        head = nnx.merge(self.head_graph, own)
+        x = self.collectives.share_last_stage(head.read(x), here)
+        return head(x, tied, self.collectives)
 
     def total(self, labels: LabelLosses, batch: Batch) -> Totals:
         """Returns the sum of the losses of labels, [.., T], not yet divided by what counts in a batch
@@ -472,17 +464,17 @@ class Forward:
 
 
 def split_layers(
-    stacks: dict[str, Tree], segments: list[Segment], some: dict[str, np.ndarray]
+    stacks: dict[str, Tree], segments: list[Segment], wide: dict[str, np.ndarray]
 ) -> list[list[Tree]]:
     """Splits stacked layers into those of each segment: for each place of its period a tree [turns, ..].
 
-    Arrays that are shorter than others have `some` layers of their stack alone; there are zeros for the rest.
+    An array that is shorter than others is of the `wide` layers of its stack alone; the rest get zeros.
     """
     pieces = {}
     for stack, stacked in stacks.items():
         counts = [s.stacks.count(stack) * s.turns for s in segments]
         sizes = [count for count in counts if count]
-        pieces[stack] = iter(_split(stacked, sizes, some[stack]))
+        pieces[stack] = iter(_split(stacked, sizes, wide[stack]))
     parts = []
     for segment in segments:
         names = segment.stacks
@@ -493,7 +485,7 @@ def split_layers(
     return parts
 
 
-def _split(stacked: Tree, sizes: list[int], some: np.ndarray) -> list[Tree]:
+def _split(stacked: Tree, sizes: list[int], wide: np.ndarray) -> list[Tree]:
     if len(sizes) == 1:
         return [stacked]
     leaves, tree = jax.tree.flatten(stacked)
@@ -503,7 +495,7 @@ def _split(stacked: Tree, sizes: list[int], some: np.ndarray) -> list[Tree]:
         if len(leaf) == count:
             # its gradient is one concatenation
             return list(lax.split(leaf, sizes))
-        has_layer = np.isin(np.arange(count), some)
+        has_layer = np.isin(np.arange(count), wide)
         of_pieces = np.split(has_layer, np.cumsum(sizes)[:-1])
         ends = np.cumsum([has.sum() for has in of_pieces])
         parts = jnp.split(leaf, ends[:-1])
