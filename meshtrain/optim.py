@@ -1,7 +1,9 @@
 """The optimizer: an Optax chain from the config, unmodified on sharded state."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from meshtrain.learning_rates import LEARNING_RATES
 from meshtrain.optimizers import OPTIMIZERS
 from meshtrain.parallel.layout import Layout, is_placed, shard_spec
 from meshtrain.parallel.placement import Placed, part
+from meshtrain.run.hooks import RunHook
 
 Tree = Any
 
@@ -96,8 +99,7 @@ def make_optimizer(config: Config, layout: Layout) -> optax.GradientTransformati
 
 def _transferred(config: Config, weights: Tree) -> optax.GradientTransformation:
     """Returns an optimizer whose gradients and steps have the factors of `model.transfer`, and which decays nothing."""
-    from meshtrain.model.transfer import factors
-
+    factors = _transfer().factors
     o = replace(config.optimizer, weight_decay=0.0)
     made = OPTIMIZERS[o.name].make(o, learning_rate(config), None, weights)
 
@@ -114,6 +116,20 @@ def _transferred(config: Config, weights: Tree) -> optax.GradientTransformation:
     return optax.chain(times("gradient"), made, times("step"))
 
 
+def first_values(config: Config) -> Callable[[Placed, Any], Any] | None:
+    """Returns the function (a weight, the drawn values) -> the values that it begins with; None: as drawn."""
+    if not config.optimizer.transfer:
+        return None
+    return partial(_transfer().begun, config)
+
+
+def _transfer() -> ModuleType:
+    """Returns the module of rates that hold at every size, which few runs import."""
+    from meshtrain.model import transfer
+
+    return transfer
+
+
 def load_metrics(
     config: Config, layout: Layout, gradients: Tree
 ) -> dict[str, jax.Array]:
@@ -123,7 +139,14 @@ def load_metrics(
     return _loads().metrics(config, layout, gradients)
 
 
-def _loads() -> Any:
+def load_hooks(config: Config) -> list[RunHook]:
+    """Returns the hook that takes the routers' counts out of the metrics, where rows have some."""
+    if not (config.telemetry.experts_every and config.model.moe.experts):
+        return []
+    return [_loads().LayerLoads(config)]
+
+
+def _loads() -> ModuleType:
     """Returns the module of experts' loads, which no run without experts imports."""
     from meshtrain.parallel import loads
 

@@ -47,6 +47,7 @@ from meshtrain.mesh import (
 )
 from meshtrain.model.hooks import AttentionHook, BlockHook, Hooks, LossHook
 from meshtrain.optim import (
+    first_values,
     learning_rate,
     load_metrics,
     make_optimizer,
@@ -185,7 +186,9 @@ class Program(Shown):
         """The state before the first step: the same numbers on every mesh."""
 
         def make() -> State:
-            params = self.layout.init(jax.random.key(self.config.run.seed))
+            params = self.layout.init(
+                jax.random.key(self.config.run.seed), first_values(self.config)
+            )
             optimizer = self.optimizer.init(self.layout.only_trained(params))
             scale = self._initial_scale()
             feedback = self.local.zero.feedback

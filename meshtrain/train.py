@@ -43,6 +43,7 @@ from meshtrain.mesh import join_cluster, platform
 from meshtrain.model.hooks import AttentionHook, BlockHook, LossHook
 from meshtrain.model.weights import trained_text
 from meshtrain.modules import callable_as
+from meshtrain.optim import load_hooks
 from meshtrain.parallel import offload, placement
 from meshtrain.precision import NumbersCheck
 from meshtrain.run.directory import (
@@ -296,11 +297,8 @@ def _add_chosen_hooks(loop: "Loop", directory: Path, closing: ExitStack) -> None
         loop.loader.newest = lambda: loop.state
         loop.data = loop.loader
         loop.hooks.insert(0, loop.loader)
-    if config.telemetry.experts_every and config.model.moe.experts:
-        from meshtrain.parallel.loads import LayerLoads
-
-        # It takes the counts out of the metrics before other hooks read them.
-        loop.hooks.insert(0, LayerLoads(config))
+    # They take counts out of the metrics before other hooks read them.
+    loop.hooks[:0] = load_hooks(config)
     if config.telemetry.trace_at:
         from meshtrain.telemetry.trace import Tracer
 

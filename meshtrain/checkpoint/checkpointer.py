@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 
 import jax
 
@@ -49,9 +50,7 @@ class Checkpointer(Saver):
         )
         self.program = program
         if config.checkpoint.allow or config.checkpoint.weights_only:
-            from meshtrain.checkpoint.restoring import check_keys
-
-            check_keys(config)
+            _restoring().check_keys(config)
         try:
             first_decides(self._enter)
         except BaseException:
@@ -156,8 +155,7 @@ class Checkpointer(Saver):
         return self.program.from_weights(state, params)
 
     def _restore(self, start: Start) -> tuple[State, int]:
-        from meshtrain.checkpoint import restoring
-
+        restoring = _restoring()
         weights_only = start.manifest.weights_alone or (
             self.config.checkpoint.weights_only and not start.own
         )
@@ -178,3 +176,10 @@ class Checkpointer(Saver):
         if start.own:
             self.go_on_from(start)
         return state, start.manifest.step
+
+
+def _restoring() -> ModuleType:
+    """Returns the module of restoring, which a new run does not import."""
+    from meshtrain.checkpoint import restoring
+
+    return restoring

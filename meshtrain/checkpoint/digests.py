@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
+from types import ModuleType
 
 from meshtrain.checkpoint.steps import COMMIT, DIGESTS, STORED, Damaged, parsed
 from meshtrain.errors import Unreadable
@@ -132,11 +133,9 @@ def problems(
     )
     stored = False
     if only is None and (directory / STORED).is_file():
-        from meshtrain.checkpoint.stored import StoredBlocks
-
         stored = True
         sizes = {name: size for name, (size, _) in files.items()}
-        problem_of = StoredBlocks(directory, sizes, keep).problem
+        problem_of = object_stores().StoredBlocks(directory, sizes, keep).problem
     blocks = []
     for name, (size, expected) in files.items():
         if only is not None and name not in only:
@@ -193,6 +192,13 @@ def _record(directory: Path) -> tuple[int, Files]:
     if not complete:
         raise Damaged(f"{DIGESTS} does not have a digest of every block")
     return block, files
+
+
+def object_stores() -> ModuleType:
+    """Returns the module of steps in object stores, which few runs import."""
+    from meshtrain.checkpoint import stored
+
+    return stored
 
 
 def _size_problem(path: Path, size: int) -> str | None:

@@ -64,8 +64,7 @@ def _place(resume: str, run: Path) -> Path:
     """Returns the path that checkpoint.resume names; of an address a mirror in the run, which its nodes share."""
     if not is_address(resume):
         return Path(resume).expanduser().absolute()
-    from meshtrain.checkpoint.stored import mirror
-
+    mirror = digests.object_stores().mirror
     return Path(first_decides(lambda: str(mirror(resume, run / ".started-from"))))
 
 

@@ -83,9 +83,7 @@ class Saver:
         self._frozen = steps.frozen(converter.records)
         self.stored: StoredSteps | None = None
         if (address := config.checkpoint.directory) is not None:
-            from meshtrain.checkpoint import stored
-
-            self.stored = stored.StoredSteps(address, root)
+            self.stored = digests.object_stores().StoredSteps(address, root)
         if self._frozen and self.stored is None and is_first():
             from meshtrain.checkpoint.frozen import FrozenCopies
 

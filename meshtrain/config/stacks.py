@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from meshtrain.registry import Registry
+from meshtrain.registry import Registry, late
 
 # the section model, whose module checks kinds by this one
 Model = TypeVar("Model", bound=Any)
@@ -40,7 +40,10 @@ class LayerKind:
     module: Any = None
 
 
-KINDS = Registry(LayerKind(FULL), LayerKind(LINEAR))
+KINDS = Registry(
+    LayerKind(FULL),
+    LayerKind(LINEAR, module=late("meshtrain.model.linear_attention:LinearAttention")),
+)
 
 
 def kinds_of_layers(model: Model) -> list[str]:

@@ -26,7 +26,6 @@ from meshtrain.config.model import positions_of
 from meshtrain.config.stacks import (
     FULL,
     KINDS,
-    LINEAR,
     kind_of,
     layers_of_stacks,
     model_of_stack,
@@ -240,10 +239,6 @@ class Head(nnx.Module):
 def mixer_of(config: ModelConfig) -> Any:
     """Returns the class of what a model's layers, which are all alike, mix tokens by."""
     kind = kind_of(config)
-    if kind == LINEAR:
-        from meshtrain.model.linear_attention import LinearAttention
-
-        return LinearAttention
     if kind != FULL:
         return KINDS[kind].module
     if config.mla.kv_rank:

@@ -20,6 +20,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import ModuleType
 from typing import Any, Protocol
 
 import jax
@@ -120,9 +121,7 @@ class Hooks:
             ("loss", LossHook),
         ):
             if (hook := getattr(self, kind)) is not None:
-                from meshtrain.model.hook_checks import check_call
-
-                check_call(
+                _checks().check_call(
                     kind,
                     hook,
                     list(inspect.signature(protocol.__call__).parameters)[1:],
@@ -196,9 +195,8 @@ class ModelParts:
             attend, **attention_arguments(config.model)
         )
         if hooks.loss is not None:
-            from meshtrain.model.hook_checks import check_sharded_loss
-
-            check_sharded_loss(hooks.loss, config, collectives.vocabulary)
+            vocabulary = collectives.vocabulary
+            _checks().check_sharded_loss(hooks.loss, config, vocabulary)
 
     def check_block(self, x_BTD: jax.Array, y_BTD: jax.Array) -> None:
         """Raises ConfigError if the output of `block` is not a residual stream."""
@@ -305,3 +303,10 @@ def _check_result(
 
 def _array(x: jax.Array | jax.ShapeDtypeStruct) -> str:
     return f"{x.dtype}{list(x.shape)}"
+
+
+def _checks() -> ModuleType:
+    """Returns the module of what is legal for a hook, which no run without hooks imports."""
+    from meshtrain.model import hook_checks
+
+    return hook_checks

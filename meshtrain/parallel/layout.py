@@ -12,8 +12,8 @@ Where layers are of several kinds, each kind's weights lie so in a stack of thei
 fewer layers of a kind than its chunks have slots for, its layers alone have places, in the order of the slots.
 """
 
-from collections.abc import Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -404,17 +404,20 @@ class Layout(Shown):
         """Returns the live weight of what a state has of it, or a layer's."""
         return self.storage.load(weight, stored, self.dtype(weight))
 
-    def init(self, key: jax.Array) -> Tree:
-        """Live weights, equal on every mesh; call it under jit with `masters`' shardings as output."""
+    def init(
+        self, key: jax.Array, begin: Callable[[Placed, Any], Any] | None = None
+    ) -> Tree:
+        """Live weights, equal on every mesh; call it under jit with `masters`' shardings as output.
+
+        `begin`: (a weight, the drawn values) -> the values that it begins with.
+        """
         drawn = nnx.to_pure_dict(
             nnx.state(
                 Decoder(self.config.model, nnx.Rngs(params=key), self.config.lora)
             )
         )
-        if self.config.optimizer.transfer:
-            from meshtrain.model.transfer import begun
-
-            drawn = self.map(partial(begun, self.config), drawn)
+        if begin is not None:
+            drawn = self.map(begin, drawn)
         return self.map(
             lambda weight, x: self.stored(weight, x.astype(self.dtype(weight))),
             self.live(drawn),

@@ -189,8 +189,9 @@ def watch(
     telemetry = config.telemetry
     rank = jax.process_index()
     hub = Hub(config, directory)
-    if telemetry.every or telemetry.endpoint:
-        from meshtrain.telemetry import endpoint, samples
+    # A program without a run has none of these.
+    from meshtrain.telemetry import alerts, endpoint, samples, trackers
+
     if telemetry.every:
         samples.sample_processes(config, directory, heartbeat, mesh, hub.repeat)
     if telemetry.endpoint:
@@ -205,9 +206,7 @@ def watch(
         )
         if server.url:
             hub.listen(server)
-    if rank == 0 and (telemetry.alerts or telemetry.trackers):
-        from meshtrain.telemetry import alerts, trackers
-
+    if rank == 0:
         if telemetry.alerts:
             hub.listen(alerts.Alerts(config, directory))
         for name in telemetry.trackers:
