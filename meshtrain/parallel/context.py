@@ -86,9 +86,8 @@ def positions(length: int, ranks: int, by_heads: bool) -> Array:
     if by_heads:
         return rank * length + jnp.arange(length)
     chunk = length // 2
-    return jnp.concatenate(
-        [first + jnp.arange(chunk) for first in _first_positions(rank, ranks, chunk)]
-    )
+    firsts = _first_positions(rank, ranks, chunk)
+    return jnp.concatenate([first + jnp.arange(chunk) for first in firsts])
 
 
 def _first_positions(rank: Array, ranks: int, chunk: int) -> tuple[Array, Array]:
@@ -106,14 +105,15 @@ class ContextCollectives(MeshCollectives):
         self.rings = strategy == "ring"
 
     def first_position(self, length: int) -> Array | int:
-        """Returns, on several ranks, each token's position less its place here: an array [length]."""
+        """Returns what must be added to 0, 1 .. length - 1 to give the tokens' positions; on several ranks that is an
+        array [length], since a rank's two chunks begin at different ones.
+        """
         first = super().first_position(length)
         if self.context == 1:
             return first
         # Sequence parallelism cuts what is on a context rank once more.
-        positions = self.positions(
-            length * self.ranks if self.sequence_parallel else length
-        )
+        shards = self.ranks if self.sequence_parallel else 1
+        positions = self.positions(length * shards)
         return lax.dynamic_slice_in_dim(positions, first, length) - jnp.arange(length)
 
     def positions(self, length: int) -> Array:
@@ -125,10 +125,9 @@ class ContextCollectives(MeshCollectives):
         return column_order(length, self.context, self.by_heads)
 
     def gather_row(self, latents: Any) -> Any:
-        gathers = self.context > 1 and not (self.rings or self.by_heads)
-        if gathers:
-            return _gathered(latents)
-        return latents
+        if self.context == 1 or self.rings or self.by_heads:
+            return latents
+        return _gathered(latents)
 
     def attend_in_zigzag(
         self, kernel: Any, scoring: Any, heads: Heads, masks: Any, sinks: Any = None
@@ -229,23 +228,21 @@ def _forward(
             queries = _pick(is_earlier, early_q, late_q)
             keys = _pick(is_earlier, early_kv, late_kv)
             more = run(past, queries, keys)
+            # The chunk that it is not of sees nothing more.
             hidden = jax.tree.map(lambda x: jnp.full_like(x, MASKED), more[1:])
             nothing = _Seen(more.out, *hidden)
             early = _merged(early, _pick(is_earlier, more, nothing))
             late = _merged(late, _pick(is_earlier, nothing, more))
             return early, late
 
-        early, late = _go_round(step, sent) if rings else _go_through(step, sent)
+        early, late = _run_ring(step, sent) if rings else _run_gathered(step, sent)
         out = jnp.concatenate([early.out, late.out], axis=SEQUENCE)
-        of_queries = jax.tree.map(
-            lambda *x: jnp.concatenate(x, axis=2), early[1:], late[1:]
-        )
-        return Outputs(out.astype(q.dtype), *of_queries)
+        join = lambda *x: jnp.concatenate(x, axis=2)
+        return Outputs(out.astype(q.dtype), *jax.tree.map(join, early[1:], late[1:]))
 
     sent = (k, v, masks.segments) if rings else _gathered_heads(k, v, masks.segments)
-    out, log_sum, top = add_sinks(
-        run_windowed(scoring, masks.local, attend, sent), sinks
-    )
+    attended = run_windowed(scoring, masks.local, attend, sent)
+    out, log_sum, top = add_sinks(attended, sinks)
     rows = out.reshape(q.shape[0] * q.shape[1], -1)
     rows, log_sum = (checkpoint_name(a, "attention") for a in (rows, log_sum))
     return (rows, top), (heads, masks, sinks, rows, log_sum)
@@ -265,7 +262,7 @@ def _backward(
     shape = output_shape(q, v)
     out = rows.reshape(shape)
     d_out = cotangent.reshape(shape)
-    of_queries = q, out, d_out, log_sum.transpose(0, 2, 1)
+    queries = q, out, d_out, log_sum.transpose(0, 2, 1)
 
     def run(scoring: Scoring, queries: _Chunk, keys: _Chunk) -> tuple[Array, ...]:
         """Returns the cotangents of the queries, keys and values, float32."""
@@ -278,9 +275,9 @@ def _backward(
 
     def cotangents(scoring: Scoring, sent: Any) -> tuple[Array, Any]:
         past = scoring._replace(causal=False)
-        early_q, late_q = _chunks(rank, ranks, masks.segments, *of_queries)
+        early_q, late_q = _chunks(rank, ranks, masks.segments, *queries)
 
-        # This rank's chunks with themselves, which are causal; all other pairs are in `step`, as forward has them.
+        # This rank's chunks with themselves, which are causal; `step` has all other pairs, as in the forward.
         def causal_step(d_q: Any, own: Any) -> tuple[Any, Any]:
             k, v, segments = own
             early_kv, late_kv = _chunks(rank, ranks, segments, k, v)
@@ -296,13 +293,12 @@ def _backward(
             # the first step, which has this rank's keys: `causal_step` computes the other pairs
             if d_q is None:
                 d_late_kv = jax.tree.map(jnp.zeros_like, d_early_kv)
-                return (jnp.zeros_like(d_late_q), d_late_q), _joined(
-                    d_early_kv, d_late_kv
-                )
+                d_q = (jnp.zeros_like(d_late_q), d_late_q)
+                return d_q, _joined(d_early_kv, d_late_kv)
             is_earlier = source < rank
-            queries = _pick(is_earlier, early_q, late_q)
-            keys = _pick(is_earlier, early_kv, late_kv)
-            more_q, *more_kv = run(past, queries, keys)
+            picked_q = _pick(is_earlier, early_q, late_q)
+            picked_kv = _pick(is_earlier, early_kv, late_kv)
+            more_q, *more_kv = run(past, picked_q, picked_kv)
             no_q = jnp.zeros_like(more_q)
             no_kv = jax.tree.map(jnp.zeros_like, more_kv)
             d_early_q = _pick(is_earlier, more_q, no_q)
@@ -311,7 +307,7 @@ def _backward(
             d_late_kv = _pick(is_earlier, no_kv, more_kv)
             return _added(d_q, (d_early_q, d_late_q)), _joined(d_early_kv, d_late_kv)
 
-        go = _go_round_back if rings else _go_through_back
+        go = _run_ring_backward if rings else _run_gathered_backward
         d_q, d_kv = go(step, causal_step, sent)
         return jnp.concatenate(d_q, axis=SEQUENCE).astype(q.dtype), d_kv
 
@@ -342,9 +338,8 @@ def _chunks(
 
 
 def _masks(words: Array | None, queries: _Chunk, keys: _Chunk) -> MaskArrays:
-    return MaskArrays(
-        queries.segments, words, None, keys.segments, (queries.first, keys.first)
-    )
+    first = (queries.first, keys.first)
+    return MaskArrays(queries.segments, words, None, keys.segments, first)
 
 
 def _pick(condition: Array, one: Any, other: Any) -> Any:
@@ -369,9 +364,8 @@ def _added(one: Any, other: Any) -> Any:
 
 def _joined(early: Any, late: Any) -> Any:
     """Returns arrays of a rank from those of its two chunks."""
-    return tuple(
-        jnp.concatenate(both, axis=SEQUENCE) for both in zip(early, late, strict=True)
-    )
+    pairs = zip(early, late, strict=True)
+    return tuple(jnp.concatenate(pair, axis=SEQUENCE) for pair in pairs)
 
 
 # --- the order of the steps, in which step n has the keys and values of the n-th rank before this one
@@ -401,9 +395,8 @@ def _gathered_heads(k: Array, v: Array, segments: Array | None) -> Any:
 def _arrays_here(number: Any, gathered: Any) -> Any:
     """Returns the arrays that are here in a step."""
     source = (lax.axis_index(CONTEXT) - number) % lax.axis_size(CONTEXT)
-    return jax.tree.map(
-        lambda x: lax.dynamic_index_in_dim(x, source, keepdims=False), gathered
-    )
+    take = lambda x: lax.dynamic_index_in_dim(x, source, keepdims=False)
+    return jax.tree.map(take, gathered)
 
 
 def _pass_on(sent: Any) -> Any:
@@ -413,7 +406,7 @@ def _pass_on(sent: Any) -> Any:
     return jax.tree.map(lambda x: lax.ppermute(x, CONTEXT, ring), sent)
 
 
-def _go_through(step: Step, gathered: Any) -> Any:
+def _run_gathered(step: Step, gathered: Any) -> Any:
     """Returns the result of the last step, from arrays of all ranks."""
 
     def turn(number: Any, seen: Any) -> Any:
@@ -422,7 +415,7 @@ def _go_through(step: Step, gathered: Any) -> Any:
     return lax.fori_loop(1, lax.axis_size(CONTEXT), turn, turn(0, None))
 
 
-def _go_round(step: Step, sent: Any) -> Any:
+def _run_ring(step: Step, sent: Any) -> Any:
     """Returns the result of the last step; arrays are passed on while a step computes.
 
     The barriers have XLA start a message before a step and wait for it behind the step. The loop has it hold two
@@ -434,13 +427,12 @@ def _go_round(step: Step, sent: Any) -> Any:
         return lax.optimization_barrier((step(number, seen, here), _pass_on(here)))
 
     first = turn(0, None, sent)
-    seen, here = lax.fori_loop(
-        1, ranks - 1, lambda number, carry: turn(number, *carry), first
-    )
+    next_turn = lambda number, carry: turn(number, *carry)
+    seen, here = lax.fori_loop(1, ranks - 1, next_turn, first)
     return step(ranks - 1, seen, here)
 
 
-def _go_through_back(
+def _run_gathered_backward(
     step: Step, causal_step: Callable[[Any, Any], Any], gathered: Any
 ) -> Any:
     """Returns the cotangents of queries, and this rank's part in those of the keys and values of each rank,
@@ -468,7 +460,7 @@ def _go_through_back(
     return lax.fori_loop(1, ranks, turn, (d_q, d_kv))
 
 
-def _go_round_back(
+def _run_ring_backward(
     step: Step, causal_step: Callable[[Any, Any], Any], sent: Any
 ) -> Any:
     """Returns the cotangents of queries, and those of this rank's keys and values.
@@ -495,10 +487,9 @@ def _go_round_back(
     d_q, d_own, here = turn(0, None, None, sent)
     d_kv = None
     if ranks > 2:
-        d_q, d_kv, here = turn(1, d_q, None, here)
-        d_q, d_kv, here = lax.fori_loop(
-            2, ranks - 1, lambda number, carry: turn(number, *carry), (d_q, d_kv, here)
-        )
+        carry = turn(1, d_q, None, here)
+        next_turn = lambda number, carry: turn(number, *carry)
+        d_q, d_kv, here = lax.fori_loop(2, ranks - 1, next_turn, carry)
     d_q, d_kv, _ = turn(ranks - 1, d_q, d_kv, here, is_last=True)
     # The barrier keeps the causal step behind the others.
     d_kv, sent = lax.optimization_barrier((d_kv, sent))
@@ -541,20 +532,17 @@ def attend_by_heads(
     outer = _OfHeads(collectives, q.shape[HEADS])
     if repeats > 1:
         k, v = (jnp.repeat(x, repeats, axis=HEADS) for x in (k, v))
-    q, k, v = (
-        lax.all_to_all(x, CONTEXT, HEADS, SEQUENCE, tiled=True) for x in (q, k, v)
-    )
-    segments, counted = jax.tree.map(
-        lambda x: lax.all_gather(x, CONTEXT, axis=SEQUENCE, tiled=True), of_tokens
-    )
+    swap = lambda x: lax.all_to_all(x, CONTEXT, HEADS, SEQUENCE, tiled=True)
+    q, k, v = swap(q), swap(k), swap(v)
+    gather = lambda x: lax.all_gather(x, CONTEXT, axis=SEQUENCE, tiled=True)
+    segments, counted = jax.tree.map(gather, of_tokens)
     own = q.shape[HEADS]
     if sinks is not None:
         sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(CONTEXT) * own, own)
     attended = attend(q, k, v, segments, outer, dropout, sinks=sinks, counted=counted)
     rows, *largest = (attended,) if counted is None else attended
-    out = lax.all_to_all(
-        rows.reshape(output_shape(q, v)), CONTEXT, SEQUENCE, HEADS, tiled=True
-    )
+    out = rows.reshape(output_shape(q, v))
+    out = lax.all_to_all(out, CONTEXT, SEQUENCE, HEADS, tiled=True)
     rows = out.reshape(out.shape[0] * out.shape[1], -1)
     return (rows, _among_others(*largest)) if largest else rows
 
@@ -563,6 +551,5 @@ def _among_others(largest: Array) -> Array:
     """Returns the largest scores of a rank's heads among those of the tensor rank, MASKED where they are others'."""
     own = len(largest)
     others = vary(jnp.full(own * lax.axis_size(CONTEXT), MASKED), varying(largest))
-    return lax.dynamic_update_slice_in_dim(
-        others, largest, lax.axis_index(CONTEXT) * own, 0
-    )
+    first = lax.axis_index(CONTEXT) * own
+    return lax.dynamic_update_slice_in_dim(others, largest, first, 0)

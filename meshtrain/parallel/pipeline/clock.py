@@ -65,15 +65,12 @@ class ClockRow:
     w: Slot[Array]
     first: Array  # this F is virtual stage 0
     last: Array  # this F is the last virtual stage
-    # The others are microbatches, the same for all stages; -1 for none.
-    exit: Array  # the loss head takes what F made of it on the last virtual stage
-    # No microbatch: where the head leaves its cotangent, in the backward inbox
-    head_out: Array
-    entering: Array  # its embedding is looked up, for the next F on virtual stage 0
-    leaving: (
-        # Its embedding's gradient is computed, from what the last B on virtual stage 0 made
-        Array
-    )
+    head_out: Array  # place in the backward inbox where the head leaves its cotangent
+    # Three microbatches, the same for all stages; -1: none.
+    exit: Array  # whose loss is computed, from what F made on the last virtual stage
+    entering: Array  # that is embedded, for the next F on virtual stage 0
+    # whose embedding's gradient is computed, from what the last B on virtual stage 0 made
+    leaving: Array
     arrivals: list[Arrival[Array]]
 
 
@@ -170,10 +167,10 @@ class Execution:
         edge: Tree = None
         if not forward_only:
             stash, w_residuals = stage.stash_shapes(self.table.split)
-            edge = stage.model.zero.no_gradients(
-                {**stage.edge.differentiated, **stage.blocks.differentiated}
-            )
-            blocks = {stack: edge.pop(stack) for stack in stage.of_chunk}
+            weights = {**stage.edge.differentiated, **stage.blocks.differentiated}
+            gradients = stage.model.zero.no_gradients(weights)
+            blocks = {stack: gradients.pop(stack) for stack in stage.slots_of}
+            edge = gradients
         return Carry(
             forward_received=empty((depths.f_inbox,), x),
             backward_received=empty((depths.b_inbox,), x),
@@ -194,15 +191,13 @@ class Execution:
         here = jnp.array(True)
         zeros = lambda shape, like: vary(jnp.zeros(shape), varying(like))
         if not of_labels:
-            totals = jax.eval_shape(
-                lambda x: stage.loss(x, zero, here, self.seed)[0], x
-            )
+            loss = lambda x: stage.loss(x, zero, here, self.seed)[0]
+            totals = jax.eval_shape(loss, x)
             return jax.tree.map(lambda like: zeros(like.shape, like), totals)
         microbatches = inputs(stage.batches).shape[0]
         losses = jax.eval_shape(lambda x: stage.label_losses(x, zero, here), x)
-        return jax.tree.map(
-            lambda like: zeros((microbatches, *like.shape), like), losses
-        ), {}
+        all_zeros = lambda like: zeros((microbatches, *like.shape), like)
+        return jax.tree.map(all_zeros, losses), {}
 
     def end(self, carry: Carry) -> Carry:
         """The carry with the last embedding's gradient."""
@@ -238,10 +233,13 @@ class Execution:
 
             send gx of the clock before ─┐
             F                            │
-            receive gx                  ─┘   ┌─ send y
+            wait for gx                 ─┘   ┌─ send y
             H                                │
             B or I                           │
-            W                                └─ receive y, from behind B on
+            wait for y                      ─┘
+            W
+
+        What came is put into the inboxes before B, and at the end.
 
         A table of pairs has a clock of its own (`run_paired_clock`).
         """
@@ -251,13 +249,13 @@ class Execution:
         cotangents = clock.send(B, carry.gx if ops.backward else None)
         carry = clock.add_embedding_gradient(carry)
         carry, y = clock.forward(carry)
-        y, cotangents = arrives_after(y, cotangents)
+        y, cotangents = wait_for(cotangents, y)
         activations = clock.send(F, y)
         carry = clock.embed_next(carry)
         carry = clock.head(carry, y)
         carry = clock.receive(B, carry, cotangents)
         carry, gx = clock.backward(carry)
-        gx, activations = arrives_after(gx, activations)
+        gx, activations = wait_for(activations, gx)
         carry = clock.keep_cotangent(carry, gx, always=self.skips)
         carry = clock.weight(carry)
         return clock.receive(F, carry, activations), None
@@ -301,17 +299,13 @@ class Execution:
             return carry
         leaves = microbatch >= 0
 
-        def add(edge: Tree) -> Tree:
+        def run(edge: Tree) -> Tree:
             here = leaves & (lax.axis_index(PIPELINE) == 0)
-            return self.stage.add_embedding_gradient(
-                edge, microbatch, jnp.where(here, carry.gx, 0)
-            )
+            gx = jnp.where(here, carry.gx, 0)
+            return self.stage.add_embedding_gradient(edge, microbatch, gx)
 
-        return carry._replace(
-            edge=self.if_active(self.is_embedded(leaves), add, lambda edge: edge)(
-                carry.edge
-            )
-        )
+        add = self.if_active(self.is_embedded(leaves), run, lambda same: same)
+        return carry._replace(edge=add(carry.edge))
 
     def is_embedded(self, here: Array) -> Array:
         """Returns `here` on stage 0, or on all stages where they share the vocabulary; else False."""
@@ -334,9 +328,9 @@ class Execution:
                     for s in range(stages)
                     if around or 0 <= s + shift < stages
                 ]
-                arriving[i] = (
-                    lax.ppermute(message, PIPELINE, pairs) if shift else message
-                )
+                arriving[i] = message
+                if shift:
+                    arriving[i] = lax.ppermute(message, PIPELINE, pairs)
         return arriving
 
     # --- idle slots
@@ -404,9 +398,8 @@ class Clock:
         if carry.forward_only:
 
             def keep(label_losses: LabelLosses) -> LabelLosses:
-                return write(
-                    label_losses, stage.label_losses(y, row.exit, row.last), row.exit
-                )
+                losses = stage.label_losses(y, row.exit, row.last)
+                return write(label_losses, losses, row.exit)
 
             kept = self.execution.when(exits, keep, lambda same: same)(carry.loss)
             return carry._replace(loss=kept)
@@ -435,9 +428,8 @@ class Clock:
         idle = lambda same: (carry.gx, same)
         if self.split:
             run = partial(self.stage.input_gradient, carry.stash, cotangent, slot=slot)
-            gx, left = self.execution.if_active(slot.active, run, idle)(
-                carry.w_residuals
-            )
+            step = self.execution.if_active(slot.active, run, idle)
+            gx, left = step(carry.w_residuals)
             return carry._replace(w_residuals=self.execution.settled(left)), gx
         run = partial(self.stage.backward, carry.stash, cotangent, slot=slot)
         gx, blocks = self.execution.if_active(slot.active, run, idle)(carry.blocks)
@@ -448,9 +440,8 @@ class Clock:
         if not self.ops.weight:
             return carry
         slot = self.row.w
-        run = partial(
-            self.stage.weight_gradient, carry.stash, carry.w_residuals, slot=slot
-        )
+        weight_gradient = self.stage.weight_gradient
+        run = partial(weight_gradient, carry.stash, carry.w_residuals, slot=slot)
         add = self.execution.if_active(slot.active, run, lambda same: same)
         return carry._replace(blocks=add(carry.blocks))
 
@@ -489,9 +480,8 @@ class Clock:
     def embed_next(self, carry: Carry) -> Carry:
         if not self.ops.enter:
             return carry
-        return carry._replace(
-            embedded=self.execution.embed(carry.embedded, self.row.entering)
-        )
+        embedded = self.execution.embed(carry.embedded, self.row.entering)
+        return carry._replace(embedded=embedded)
 
     def add_embedding_gradient(self, carry: Carry) -> Carry:
         if not self.ops.leave:
@@ -502,9 +492,9 @@ class Clock:
         """Keeps the input gradient to send; unless `always`, an idle stage sends again the one that it sent last."""
         if gx is None:
             return carry
-        return carry._replace(
-            gx=gx if always else jnp.where(self.row.b.active, gx, carry.gx)
-        )
+        if not always:
+            gx = jnp.where(self.row.b.active, gx, carry.gx)
+        return carry._replace(gx=gx)
 
     def send(self, slot: int, message: Array | None) -> Messages | None:
         if message is None:
@@ -524,9 +514,9 @@ class Clock:
         return carry._replace(backward_received=inbox)
 
 
-def arrives_after(result: Tree, messages: Tree) -> tuple[Tree, Tree]:
-    """Returns both behind a barrier: XLA would otherwise transfer the messages after the loop of `result`, not under
-    it.
+def wait_for(messages: Tree, result: Tree) -> tuple[Tree, Tree]:
+    """Returns `result` and the messages, both behind one barrier: else XLA would transfer the messages after the loop
+    of `result`, not under it.
     """
     if result is None or messages is None:
         return result, messages

@@ -45,7 +45,7 @@ class Executor:
 
     def __init__(self, forward: Forward, table: Table) -> None:
         self.forward = forward
-        # Whether G and R of the table are done where it has them; else before and after all clocks.
+        # Weights are gathered (G) and gradients reduced (R) where the table has it; else before and after all clocks.
         self.sends = forward.overlaps and table.has_sends
         self.table = table if self.sends else table.drop_sends()
         alike = len(forward.layout.segments) == 1
@@ -80,6 +80,7 @@ class Executor:
         carry = execution.start(forward_only=True)
         if self.forward.skips:
             clocks = np.flatnonzero(self.compiled.f.active.any(axis=1))
+            # A clock without a head or an embedding has none: their microbatch is -1.
             ops = Ops(
                 forward=True,
                 head=True,

@@ -61,16 +61,16 @@ def run_pair(stage: Stage, pair: Pair, slots: PairSlots, split: bool) -> Pair:
     segments = stage.segments
     edges = {
         0,
-        stage.layers,
+        stage.slots,
         *(s.first for s in segments),
-        *(stage.layers - s.behind for s in segments),
+        *(stage.slots - s.behind for s in segments),
     }
     for first, behind in itertools.pairwise(sorted(edges)):
         ahead = next(n for n, s in enumerate(segments) if s.first <= first < s.behind)
         back = next(
             n
             for n, s in enumerate(segments)
-            if s.first <= stage.layers - 1 - first < s.behind
+            if s.first <= stage.slots - 1 - first < s.behind
         )
         turn = _turn(stage, ahead, back, slots, split)
         pair = lax.scan(turn, pair, jnp.arange(first, behind, dtype=jnp.int32))[0]
@@ -86,7 +86,7 @@ def _turn(
 
     def turn(pair: Pair, i: Array) -> tuple[Pair, None]:
         ahead_i = i - stage.segments[ahead].first
-        back_i = stage.layers - 1 - i - stage.segments[back].first
+        back_i = stage.slots - 1 - i - stage.segments[back].first
         w_residuals = pair.w_residuals
         for_w: tuple[Tree, ...] = ()
         stash, stashed = _read_first(

@@ -78,7 +78,7 @@ class StackedLayer(NamedTuple):
     skipped: bool  # where it is padding, see `layout.SlotKind`
 
     def at(self, offset: Array | int, i: Array) -> Array:
-        """Returns the place in its stack of turn i, where the segment's first turn has it at `offset`."""
+        """Returns the layer's slot in its stack in turn i; in the segment's first turn it is `offset`."""
         if self.step == 1:
             return offset + i
         return offset + self.step * i
@@ -138,16 +138,16 @@ class Stage:
         layout = forward.layout
         # Stacked layers by stack, chunk after chunk
         self.blocks = weights.parts(layout.stacks)
-        self.layers = layout.layer_at.shape[-1]  # slots of a chunk
-        self.of_chunk = {
-            stack: s.in_slots.shape[-1] for stack, s in layout.stacks.items()
-        }
+        # slots of a chunk, in all and of each stack
+        self.slots = layout.layer_at.shape[-1]
+        stacks = layout.stacks.items()
+        self.slots_of = {stack: layers.in_slots.shape[-1] for stack, layers in stacks}
         self.segments = layout.segments
         assert chunks == layout.chunks
         # index in the model of the layer in each slot, and its place in its stack where that is another
         self.index_at = {}
         self.place_of = {}
-        for stack, layers in layout.stacks.items():
+        for stack, layers in stacks:
             self.index_at[stack] = _stage_row(layers.in_slots)
             if layers.place_of is not None:
                 self.place_of[stack] = _stage_row(layers.place_of)
@@ -291,10 +291,7 @@ class Stage:
             ) -> tuple[tuple[Tree, Tree], None]:
                 carry, buffers = state
                 for p, layer, offset in layers:
-                    inputs = [
-                        read(source.buffers[n][p], *source.at(i))
-                        for source in read_from
-                    ]
+                    inputs = [read(s.buffers[n][p], *s.at(i)) for s in read_from]
                     at = layer.at(offset, i)
                     carry, output = step(layer, at, carry, *inputs)
                     if write_to:
@@ -442,19 +439,16 @@ class Stage:
         """
         # One function for all buckets of a segment, whose loops the program then shares.
         pairs = zip(self.segments, stash, strict=True)
-        last_first = [
-            (segment, self._turn_back(slot, segment, part)) for segment, part in pairs
-        ]
+        turns_back = [(s, self._turn_back(slot, s, part)) for s, part in pairs]
 
         def backward_bucket(gx: Array, first: int, behind: int) -> tuple[Array, Tree]:
             parts = []
-            for segment, turn_back in last_first[::-1]:
+            for segment, turn_back in turns_back[::-1]:
                 start = max(first, segment.first)
                 stop = min(behind, segment.behind)
                 if start < stop:
-                    indices = jnp.arange(
-                        segment.turn(start), segment.turn(stop), dtype=jnp.int32
-                    )
+                    begin = segment.turn(start)
+                    indices = jnp.arange(begin, segment.turn(stop), dtype=jnp.int32)
                     gx, gradient = lax.scan(turn_back, gx, indices, reverse=True)
                     parts.append(group_stacks(segment, gradient))
             bucket = joined_stacks(parts[::-1])
@@ -484,12 +478,12 @@ class Stage:
             i = turn - segment.first if segment.first else turn
             of_places = []
             for p, layer in layers[::-1]:
-                follows = layer.step == 1 and layer.before == segment.first
-                at = turn if follows else layer.at(layer.before, i)
+                # The same number, without arithmetic in the program.
+                is_turn = layer.step == 1 and layer.before == segment.first
+                at = turn if is_turn else layer.at(layer.before, i)
                 x, saved = read(stash[p], *self.stashed_at(slot, i))
-                cotangent, gradient = self._trace(layer, at, x).gradients(
-                    saved, cotangent
-                )
+                trace = self._trace(layer, at, x)
+                cotangent, gradient = trace.gradients(saved, cotangent)
                 of_places.append(gradient)
             return cotangent, of_places[::-1]
 
@@ -504,15 +498,14 @@ class Stage:
             start = self.slots_before(stack, first)
             stop = self.slots_before(stack, behind)
             if start < stop:
-                between[stack] = jax.tree.map(
-                    operator.itemgetter(slice(start, stop)), stacked
-                )
+                cut = operator.itemgetter(slice(start, stop))
+                between[stack] = jax.tree.map(cut, stacked)
         return between
 
     def _buckets(self) -> list[tuple[int, int]]:
         """Returns the slots (first, one behind the last) of each bucket, which ends where a turn does."""
         ends = {0}
-        for _, behind in buckets(self.layers):
+        for _, behind in buckets(self.slots):
             segment = next(s for s in self.segments if behind <= s.behind)
             inside = (behind - segment.first) % len(segment.period)
             ends.add(behind - inside)
@@ -525,7 +518,7 @@ class Stage:
         its last layer to its first.
         """
         if self.alternates:
-            i = jnp.where(slot.microbatch % 2 > 0, self.layers - 1 - i, i)
+            i = jnp.where(slot.microbatch % 2 > 0, self.slots - 1 - i, i)
         return slot.stash, i
 
     def _stashed(self, stash: list[Tree], slot: Slot[Array]) -> BufferSlot:
@@ -550,12 +543,9 @@ class Stage:
         stashed = []
         left = []
         for segment in self.segments:
-            places = range(len(segment.period))
-            kept = [
-                jax.eval_shape(partial(run_layer, segment, place), x)
-                for place in places
-            ]
-            stashed.append([of_layer for of_layer, _ in kept])
+            runs = [partial(run_layer, segment, p) for p in range(len(segment.period))]
+            kept = [jax.eval_shape(run, x) for run in runs]
+            stashed.append([for_b for for_b, _ in kept])
             left.append([for_w for _, for_w in kept])
         return stashed, left
 
@@ -570,7 +560,7 @@ class Stage:
 
     def offset(self, chunk: Array, layer: StackedLayer) -> Array:
         """Returns the place in the stacked weights of a layer in a segment's first turn."""
-        offset = chunk * self.of_chunk[layer.stack]
+        offset = chunk * self.slots_of[layer.stack]
         return offset + layer.before if layer.before else offset
 
     def slots_before(self, stack: str, slot: int) -> int:
@@ -592,9 +582,8 @@ class Stage:
         self, slot: Slot[Array], segment: Segment, place: int
     ) -> StackedLayer:
         kind = segment.period[place]
-        run = self.model.layer(
-            self._batch(slot.microbatch), self.key, kind, slot.active
-        )
+        batch = self._batch(slot.microbatch)
+        run = self.model.layer(batch, self.key, kind, slot.active)
         before = self.slots_before(kind.stack, segment.first + place)
         step = segment.stacks.count(kind.stack)
         return StackedLayer(run, kind.stack, before, step, kind.skipped)
@@ -605,13 +594,13 @@ class Stage:
         index_at = self.index_at[layer.stack]
         count = self.model.layout.stacks[layer.stack].count
         wide = self.model.layout.wide_places(layer.stack, self.chunks)
-        # arrays of some layers only
-        among = jnp.asarray(np.searchsorted(wide, np.arange(len(index_at))))
+        # A shorter array has the wide layers alone: each layer's place among those.
+        wide_place = jnp.asarray(np.searchsorted(wide, np.arange(len(index_at))))
 
         def read_layer(stacked: Array) -> Array:
             if len(stacked) == count:
                 return read(stacked, place)
-            return read(stacked, among[at])
+            return read(stacked, wide_place[at])
 
         weights = jax.tree.map(read_layer, self.blocks.part(layer.stack))
         return weights, index_at[at]
@@ -628,10 +617,8 @@ class Stage:
         y, vjp = jax.vjp(run, weights.differentiated, x)
         constant = {id(w) for w in jax.tree.leaves(weights.constant)}
         # Whatever depends on the microbatch varies over data.
-        is_stashed = [
-            DATA in varying(r) and id(r) not in constant for r in residuals(vjp)
-        ]
-        return LayerTrace(y, vjp, is_stashed)
+        depends = lambda r: DATA in varying(r) and id(r) not in constant
+        return LayerTrace(y, vjp, [depends(r) for r in residuals(vjp)])
 
     def _halves(
         self, layer: StackedLayer, at: Array, x: Array, saved: list[Array]

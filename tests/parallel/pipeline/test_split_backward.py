@@ -262,7 +262,7 @@ def slots_products(**parallel: Any) -> list[Counter]:
         zero, x = jnp.int32(0), stage.zeros()
         work = Slot(jnp.array(True), zero, zero, zero, cot=zero)
         stash, left = (
-            empty((1, stage.layers), of) for of in stage.stash_shapes(split=True)
+            empty((1, stage.slots), of) for of in stage.stash_shapes(split=True)
         )
         sums = vary(
             jax.tree.map(lambda w: jnp.zeros(w.shape), stage.blocks.differentiated),
