@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from meshtrain.config.key import key
 from meshtrain.errors import ConfigError, listed_divisors, nearest, short
 
+MeshAxes = tuple[str, ...]
+
 DATA, TENSOR, PIPELINE = AXES = ("data", "tensor", "pipeline")
 ISLAND = "island"
 EXPERT = "expert"
@@ -107,11 +109,11 @@ class MeshConfig:
         return {axis: sizes[axis] for axis in ALL_AXES if axis in sizes}
 
     @property
-    def axes(self) -> tuple[str, ...]:
+    def axes(self) -> MeshAxes:
         return tuple(self.shape)
 
     @property
-    def data_axes(self) -> tuple[str, ...]:
+    def data_axes(self) -> MeshAxes:
         """The axes over which the rows of a batch are split, major first."""
         return tuple(axis for axis in (ISLAND, DATA, EXPERT) if axis == DATA or self.ways(axis) > 1)
 
@@ -121,7 +123,7 @@ class MeshConfig:
         return self.data // self.islands % self.expert > 0
 
     @property
-    def expert_axes(self) -> tuple[str, ...]:
+    def expert_axes(self) -> MeshAxes:
         """The axes that experts lie over, major first, without tensor."""
         axes = (EXPERT, CONTEXT) if self.folds_experts else (EXPERT,)
         return tuple(axis for axis in axes if self.ways(axis) > 1)
@@ -131,7 +133,7 @@ class MeshConfig:
         """Says whether the devices of a layer send each other messages in every microbatch."""
         return self.tensor * self.expert * self.context > 1
 
-    def token_axes(self, across: bool = True) -> tuple[str, ...]:
+    def token_axes(self, across: bool = True) -> MeshAxes:
         """Returns the axes along which the tokens of a batch are split, major first; without `across` those of an
         island alone.
         """
@@ -155,7 +157,7 @@ class MeshConfig:
         return math.prod(self.ways(inner) for inner in order[order.index(axis) + 1 :])
 
     @property
-    def every_axis_in_order(self) -> tuple[str, ...]:
+    def every_axis_in_order(self) -> MeshAxes:
         """`order`, with expert and context."""
         order = list(self.order)
         for axis, outside in ((CONTEXT, order.index(TENSOR)), (EXPERT, order.index(DATA) + 1)):

@@ -31,6 +31,8 @@ from meshtrain.config.stacks import (
 )
 from meshtrain.families import FAMILIES
 
+Add = Callable[..., None]  # adds a weight to the table of all
+
 EXPERT_BLOCK = 128  # the most rows of a block of an expert (`model.experts`)
 # what a router counts besides the tokens of each expert: rows dropped or rounds, and the sum of its entropies
 COUNTED = 2
@@ -262,7 +264,7 @@ def _list_layer(model: ModelConfig) -> Sequence[Weight]:
     return table.weights
 
 
-def _add_experts(model: ModelConfig, add: Callable[..., None]) -> None:
+def _add_experts(model: ModelConfig, add: Add) -> None:
     """Adds the weights of experts and of their router, below `blocks.experts`."""
     family = FAMILIES[model.family]
     std = model.init_std
@@ -287,7 +289,7 @@ def _add_experts(model: ModelConfig, add: Callable[..., None]) -> None:
         add("blocks.experts.down_bias", (experts, embed))
 
 
-def _add_mlp(model: ModelConfig, add: Callable[..., None]) -> None:
+def _add_mlp(model: ModelConfig, add: Add) -> None:
     """Adds the weights of the MLP, beside experts that of shared ones, below `blocks.mlp`."""
     family = FAMILIES[model.family]
     std = model.init_std
@@ -310,7 +312,7 @@ def _std_into_stream(model: ModelConfig) -> float:
     return model.init_std / (2 * model.layers) ** 0.5
 
 
-def _add_attention(model: ModelConfig, add: Callable[..., None]) -> None:
+def _add_attention(model: ModelConfig, add: Add) -> None:
     """Adds the weights of attention, below `blocks.attention`."""
     family = FAMILIES[model.family]
     std = model.init_std
@@ -351,7 +353,7 @@ def _add_attention(model: ModelConfig, add: Callable[..., None]) -> None:
         )
 
 
-def _add_latent(model: ModelConfig, add: Callable[..., None]) -> None:
+def _add_latent(model: ModelConfig, add: Add) -> None:
     """Adds the weights of latent attention but for its output's: down to what all heads share, and up to each head.
 
         q_down  [embed, latent]          q_norm  [latent]    q_up  [latent, heads, nope + rope]
@@ -380,7 +382,7 @@ def _add_latent(model: ModelConfig, add: Callable[..., None]) -> None:
     add(f"{at}v_up", (latent, heads, ("head", mla.value)), model.init_std)
 
 
-def _add_linear_attention(model: ModelConfig, add: Callable[..., None]) -> None:
+def _add_linear_attention(model: ModelConfig, add: Add) -> None:
     """Adds the weights of linear attention, below `blocks.attention`; a head is one of keys or, with its own state, one
     of values.
 
@@ -421,7 +423,7 @@ def _add_gate(
     name: str,
     of: tuple[tuple[str, int], ...],
     model: ModelConfig,
-    add: Callable[..., None],
+    add: Add,
 ) -> None:
     inputs = ("embed", model.d_model)
     if model.linear.latent:
@@ -432,7 +434,7 @@ def _add_gate(
     add(f"blocks.attention.{name}", (inputs, *of), model.init_std)
 
 
-def _add_decays(decays: tuple[tuple[str, int], ...], add: Callable[..., None]) -> None:
+def _add_decays(decays: tuple[tuple[str, int], ...], add: Add) -> None:
     """Adds the weights that turn numbers of heads, or of each head's channels, into decays."""
     heads = decays[0][1]
     parts = [(head + 0.5) / heads for head in range(heads)]
@@ -445,13 +447,13 @@ def _add_decays(decays: tuple[tuple[str, int], ...], add: Callable[..., None]) -
     add("blocks.attention.decay_bias", decays, fill=biases, float32=True)
 
 
-ADD_MIXER: dict[str, Callable[..., None]] = {
+ADD_MIXER: dict[str, Add] = {
     FULL: _add_attention,
     LINEAR: _add_linear_attention,
 }
 
 
-def _patches(model: ModelConfig, add: Callable[..., None]) -> None:
+def _patches(model: ModelConfig, add: Add) -> None:
     """Returns the weights that turn images into a stream, initialised as the code of Dosovitskiy et al. 2021 does: the
     projection as a layer of so many inputs, the class token with zeros.
 

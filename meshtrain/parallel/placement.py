@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from meshtrain.config.auto import sends_parts
 from meshtrain.config.follow import round_up
-from meshtrain.config.mesh import PIPELINE, TENSOR, MeshConfig
+from meshtrain.config.mesh import PIPELINE, TENSOR, MeshAxes, MeshConfig
 from meshtrain.config.model import LoraConfig, ModelConfig
 from meshtrain.config.reduce import sends_by_table
 from meshtrain.config.schema import Config
@@ -34,7 +34,6 @@ from meshtrain.model.weights import Weight, all_weights, is_trained, weights
 from meshtrain.schedule.generators import SCHEDULES, make_table, with_sends
 from meshtrain.schedule.table import Table, turned
 
-Axes = tuple[str, ...]  # of the mesh
 Shape = tuple[int, ...]
 Stacks = tuple[str, ...]  # one for each layer, or slot
 NO_LORA = LoraConfig()
@@ -48,19 +47,19 @@ class Placed:
     """An array of the state on a mesh: a weight, or what an optimizer keeps of one."""
 
     name: str
-    axes: Axes
+    axes: MeshAxes
     shape: Shape  # canonical
     whole: Shape  # live, over all devices, as the model uses it
     # live, as it is held: longer along zero_dim where zero_degree does not divide it
     padded: Shape
     # Per dimension, the mesh axes that split it, without ZeRO
-    over: tuple[Axes, ...]
+    over: tuple[MeshAxes, ...]
     ways: Shape  # per dimension, the devices along those axes
     # The dimension that ZeRO splits further, over zero_axes; None: not sharded over them
     zero_dim: int | None
     # The mesh axes of an island along which tokens are split and the weight is not: its gradient is summed over them,
     # and they are ZeRO's.
-    zero_axes: Axes = ()
+    zero_axes: MeshAxes = ()
     zero_degree: int = 1  # the devices along them
     decayed: bool = True
     # Else frozen: no gradient, no optimizer state, no float32 master
@@ -96,12 +95,12 @@ class Placed:
         return self.shape
 
     @property
-    def replicated(self) -> Axes:
+    def replicated(self) -> MeshAxes:
         """Model-parallel axes over which it is whole, so that partial gradients are summed over them."""
         return unused((TENSOR, PIPELINE), self.over)
 
     @property
-    def shard_over(self) -> tuple[Axes, ...]:
+    def shard_over(self) -> tuple[MeshAxes, ...]:
         """Per dimension, the mesh axes that split it as it is held: with those of ZeRO."""
         return tuple(
             (*axes, *self.zero_axes) if d == self.zero_dim else axes
@@ -122,7 +121,7 @@ class Placed:
         return elements // self.zero_degree
 
 
-def unused(axes: Iterable[str], over: Sequence[Axes]) -> Axes:
+def unused(axes: Iterable[str], over: Sequence[MeshAxes]) -> MeshAxes:
     """The mesh axes that split no dimension."""
     return tuple(axis for axis in axes if not any(axis in split for split in over))
 
@@ -134,7 +133,7 @@ def local_kv_heads(kv_heads: int, tensor: int) -> int:
     return kv_heads // tensor
 
 
-def expert_axes(config: Config) -> Axes:
+def expert_axes(config: Config) -> MeshAxes:
     """The mesh axes that the experts of a layer lie over, major first.
 
     Tensor is one of them where rows are sent to their experts and sequence parallelism splits them: then each tensor
@@ -163,8 +162,8 @@ def expert_nodes(config: Config) -> int:
 
 
 def splits(
-    model: ModelConfig, mesh: MeshConfig, vocab: str, experts: Axes = ()
-) -> dict[str, Axes]:
+    model: ModelConfig, mesh: MeshConfig, vocab: str, experts: MeshAxes = ()
+) -> dict[str, MeshAxes]:
     """The mesh axes over which each named axis of a weight is split, major first; axes not listed are whole everywhere.
 
     `experts`: those of `expert_axes`, by default without tensor.
@@ -187,7 +186,7 @@ def splits(
 
 def place(
     weight: Weight,
-    over: Mapping[str, Axes],
+    over: Mapping[str, MeshAxes],
     mesh: MeshConfig,
     places: int,
     zero: bool,
@@ -252,7 +251,7 @@ def part(placed: Placed, dims: Sequence[int], more: int = 0) -> Placed:
     divides.
     """
     live = tuple(placed.unpadded[d] for d in dims)
-    over: tuple[Axes, ...] = ()
+    over: tuple[MeshAxes, ...] = ()
     ways: Shape = ()
     for d, length in zip(dims, live, strict=True):
         divides = length % placed.ways[d] == 0
@@ -292,7 +291,7 @@ def placed(
     zero_stage: int,
     lora: LoraConfig = NO_LORA,
     trainable: tuple[str, ...] = (),
-    experts: Axes = (),
+    experts: MeshAxes = (),
 ) -> tuple[Placed, ...]:
     """Every weight of a model on a mesh, see `place`; `places` has those of each stack. ConfigError where `trainable`
     names a weight that does not exist.

@@ -66,6 +66,8 @@ if TYPE_CHECKING:
     from meshtrain.parallel.pipeline.split_backward import Halves
 
 Tree = Any
+Op = Slot[Array]  # of one clock, on this stage
+Buffers = list[Tree]  # a tree for each segment
 
 
 class StackedLayer(NamedTuple):
@@ -194,27 +196,23 @@ class Stage:
 
     # --- a chunk's ops, each a loop over its layers
 
-    def run(self, x: Array, slot: Slot[Array]) -> Array:
+    def run(self, x: Array, slot: Op) -> Array:
         """Returns the chunk's output; no residuals are saved."""
         y, _ = self._loop_over_layers(self._run_layer, x, slot)
         return y
 
-    def forward_only(
-        self, x: Array, stash: list[Tree], slot: Slot[Array]
-    ) -> tuple[Array, list[Tree]]:
+    def forward_only(self, x: Array, stash: Buffers, slot: Op) -> tuple[Array, Buffers]:
         """Returns the chunk's output, and the stash as it was: for an F with no B to come."""
         return self.run(x, slot), stash
 
-    def forward(
-        self, x: Array, stash: list[Tree], slot: Slot[Array]
-    ) -> tuple[Array, list[Tree]]:
+    def forward(self, x: Array, stash: Buffers, slot: Op) -> tuple[Array, Buffers]:
         """F: returns the chunk's output, and the stash with each layer's input and residuals."""
         return self._loop_over_layers(
             self.forward_layer, x, slot, write_to=self._stashed(stash, slot)
         )
 
     def backward(
-        self, stash: list[Tree], cotangent: Array, gradients: Tree, slot: Slot[Array]
+        self, stash: Buffers, cotangent: Array, gradients: Tree, slot: Op
     ) -> tuple[Array, Tree]:
         """B: returns the input gradient, and `gradients` with each layer's weight gradient added if the slot is
         active.
@@ -229,11 +227,11 @@ class Stage:
 
     def input_gradient(
         self,
-        stash: list[Tree],
+        stash: Buffers,
         cotangent: Array,
-        w_residuals: list[Tree],
-        slot: Slot[Array],
-    ) -> tuple[Array, list[Tree]]:
+        w_residuals: Buffers,
+        slot: Op,
+    ) -> tuple[Array, Buffers]:
         """I: returns the input gradient, and `w_residuals` with the residuals of the weight gradient."""
         sources = [self._stashed(stash, slot)]
         target = BufferSlot(w_residuals, lambda i: (slot.cot, i))
@@ -248,10 +246,10 @@ class Stage:
 
     def weight_gradient(
         self,
-        stash: list[Tree],
-        w_residuals: list[Tree],
+        stash: Buffers,
+        w_residuals: Buffers,
         gradients: Tree,
-        slot: Slot[Array],
+        slot: Op,
     ) -> Tree:
         """W: returns `gradients` with the weight gradient added, from the residuals that I wrote."""
         step = partial(self.weight_layer, slot.active)
@@ -266,12 +264,12 @@ class Stage:
         self,
         step: Callable[..., tuple[Tree, Tree]],
         carry: Tree,
-        slot: Slot[Array],
+        slot: Op,
         *,
         read_from: Sequence["BufferSlot"] = (),
         write_to: "BufferSlot | None" = None,
         reverse: bool = False,
-    ) -> tuple[Tree, list[Tree]]:
+    ) -> tuple[Tree, Buffers]:
         """Runs `step(layer, at, carry, *values read) -> (carry, values to write)` over the layers of the slot's chunk.
 
         Segments run one after another, each in a loop of its own. `at` is the layer's place in the stacked weights.
@@ -305,7 +303,7 @@ class Stage:
         return carry, written
 
     def _offset_layers(
-        self, slot: Slot[Array], segment: Segment
+        self, slot: Op, segment: Segment
     ) -> list[tuple[int, StackedLayer, Array]]:
         """Returns each place of a segment's period, its layer, and where its stacked weights are in the first turn."""
         layers = self.period(slot, segment)
@@ -423,10 +421,10 @@ class Stage:
 
     def backward_sending(
         self,
-        stash: list[Tree],
+        stash: Buffers,
         cotangent: Array,
         gradients: Tree,
-        slot: Slot[Array],
+        slot: Op,
         send: Callable[[Tree], Tree],
     ) -> tuple[Array, Tree]:
         """Returns the input gradient, and the stacked results of `send`, which takes the weight gradients of a bucket
@@ -468,7 +466,7 @@ class Stage:
         return gx, joined_stacks(sent[::-1])
 
     def _turn_back(
-        self, slot: Slot[Array], segment: Segment, stash: list[Tree]
+        self, slot: Op, segment: Segment, stash: list[Tree]
     ) -> Callable[[Array, Array], tuple[Array, list[Tree]]]:
         """Returns the loop's body (cotangent, turn) -> (input gradient, the weight gradients of each place)."""
         layers = self.period(slot, segment)
@@ -513,7 +511,7 @@ class Stage:
 
     # --- buffers of the layers
 
-    def stashed_at(self, slot: Slot[Array], i: Array) -> tuple[Array, Array]:
+    def stashed_at(self, slot: Op, i: Array) -> tuple[Array, Array]:
         """Returns where turn i of a slot's microbatch lies in the stash: if they alternate, every second one lies from
         its last layer to its first.
         """
@@ -521,10 +519,10 @@ class Stage:
             i = jnp.where(slot.microbatch % 2 > 0, self.slots - 1 - i, i)
         return slot.stash, i
 
-    def _stashed(self, stash: list[Tree], slot: Slot[Array]) -> BufferSlot:
+    def _stashed(self, stash: Buffers, slot: Op) -> BufferSlot:
         return BufferSlot(stash, partial(self.stashed_at, slot))
 
-    def stash_shapes(self, split: bool) -> tuple[list[Tree], list[Tree]]:
+    def stash_shapes(self, split: bool) -> tuple[Buffers, Buffers]:
         """Returns two lists of shapes, for a layer of each place of each segment: those that F stashes, and those that
         I leaves for W if the backward is `split`.
         """
@@ -550,8 +548,8 @@ class Stage:
         return stashed, left
 
     def buffers(
-        self, places: int, of_layers: list[Tree], zero: Array | float = 0
-    ) -> list[Tree]:
+        self, places: int, of_layers: Buffers, zero: Array | float = 0
+    ) -> Buffers:
         """Returns a buffer of `empty` places for what the layers of each segment have; no trees if there is nothing."""
         pairs = zip(self.segments, of_layers, strict=bool(of_layers))
         return [empty((places, segment.turns), like, zero) for segment, like in pairs]
@@ -571,16 +569,12 @@ class Stage:
         """Returns a microbatch; the first one where the slot is idle (-1)."""
         return read(self.batches, jnp.maximum(microbatch, 0))
 
-    def period(
-        self, slot: Slot[Array], segment: Segment
-    ) -> list[tuple[int, StackedLayer]]:
+    def period(self, slot: Op, segment: Segment) -> list[tuple[int, StackedLayer]]:
         """Returns each place of a segment's period, and the layer there, for the microbatch of a slot."""
         places = range(len(segment.period))
         return [(place, self.stacked_layer(slot, segment, place)) for place in places]
 
-    def stacked_layer(
-        self, slot: Slot[Array], segment: Segment, place: int
-    ) -> StackedLayer:
+    def stacked_layer(self, slot: Op, segment: Segment, place: int) -> StackedLayer:
         kind = segment.period[place]
         batch = self._batch(slot.microbatch)
         run = self.model.layer(batch, self.key, kind, slot.active)
