@@ -100,11 +100,9 @@ if not TYPE_CHECKING:
                 schedule = importlib.import_module(f"{__name__}.schedule")
             else:
                 schedule = None
-            there = (
-                f"; it is mt.schedule.{name}"
-                if name in getattr(schedule, "__all__", ())
-                else ""
-            )
+            there = ""
+            if name in getattr(schedule, "__all__", ()):
+                there = f"; it is mt.schedule.{name}"
             raise AttributeError(
                 f"module {__name__!r} has no attribute {name!r}{there}"
             )

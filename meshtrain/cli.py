@@ -489,9 +489,8 @@ def write_target(path: str, text: str) -> None:
     target = Path(path)
     with _refused(path):
         if target.exists() and not target.is_file():
-            target.write_text(
-                text, encoding="utf-8"
-            )  # as /dev/stdout, whose place no file may take
+            # as /dev/stdout, whose place no file may take
+            target.write_text(text, encoding="utf-8")
         else:
             write_atomically(target.resolve(), text.encode())
     say(f"wrote {path}")

@@ -34,9 +34,8 @@ def vary(tree: Tree, axes: Iterable[str]) -> Tree:
 
     The transpose is a psum over the axes that were added.
     """
-    wanted = sorted(
-        set(axes)
-    )  # not in a set's order, which differs between processes: so would their programs
+    # A set's order differs between processes, and so would their programs.
+    wanted = sorted(set(axes))
 
     def cast(x: jax.Array) -> jax.Array:
         missing = tuple(a for a in wanted if a not in varying(x))

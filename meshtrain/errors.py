@@ -161,6 +161,5 @@ def name_of(function: object) -> str:
     """Returns the name of a function, for a sentence."""
     while isinstance(function, functools.partial):
         function = function.func
-    return getattr(function, "__qualname__", type(function).__qualname__).rpartition(
-        "<locals>."
-    )[2]
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return name.rpartition("<locals>.")[2]

@@ -106,7 +106,11 @@ def entries(directory: Path) -> list[Path]:
 
 
 def read_text(
-    name: str | Path, what: str, takes: str, suffixes: Sequence[str], most: int
+    name: str | Path,
+    what: str,
+    takes: str,
+    suffixes: Sequence[str],
+    most: int,
 ) -> str:
     """Returns the text of a file of at most `most` bytes, or of a shell's <(command); ConfigError says `what` it should
     be, and what `takes` it.

@@ -19,6 +19,8 @@ from meshtrain.config import Config, ConfigError, ModelConfig, short
 from meshtrain.config.model import patches_of
 from meshtrain.families import FAMILIES
 
+Given = Mapping[str, ArrayLike]
+Arrays = dict[str, np.ndarray]
 Array = TypeVar("Array")
 TOKENS = "tokens"
 PATCHES = "patches"
@@ -54,7 +56,7 @@ def row_shape(name: str, config: Config) -> tuple[int, ...]:
     return (1,)
 
 
-def pad_rows(batch: Mapping[str, np.ndarray], missing: int) -> dict[str, np.ndarray]:
+def pad_rows(batch: Mapping[str, np.ndarray], missing: int) -> Arrays:
     """Returns the batch with `missing` rows of zeros behind its own, whose `weights` are 0; those of its own are 1
     where it has none.
     """
@@ -62,7 +64,8 @@ def pad_rows(batch: Mapping[str, np.ndarray], missing: int) -> dict[str, np.ndar
         batch = {WEIGHTS: np.ones(batch[LABELS].shape, np.float32), **batch}
 
     def padded(x: np.ndarray) -> np.ndarray:
-        return np.pad(x, [(0, missing), *[(0, 0)] * (x.ndim - 1)])
+        of_row = [(0, 0)] * (x.ndim - 1)
+        return np.pad(x, [(0, missing), *of_row])
 
     return {name: padded(x) for name, x in batch.items()}
 
@@ -102,7 +105,7 @@ def a_config(value: Any, taker: str) -> Config:
     )
 
 
-def a_batch(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarray]:
+def a_batch(batch: Given, config: Config) -> Arrays:
     """Returns a batch as `mt.open_data` gives them: int32 tokens and labels [B, T], perhaps positions, segments,
     float32 weights and pairs; of images see `meshtrain.inputs`.
 
@@ -133,7 +136,7 @@ def a_batch(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndar
     return _text(batch, config)
 
 
-def _check_objective(batch: Mapping[str, ArrayLike], config: Config) -> None:
+def _check_objective(batch: Given, config: Config) -> None:
     """ConfigError for a batch without what its objective learns from, or with what others learn from."""
     objective = config.train.objective
     learned = needed(config)
@@ -148,7 +151,7 @@ def _check_objective(batch: Mapping[str, ArrayLike], config: Config) -> None:
             raise ConfigError(f"this batch has {name}, {unused}; leave them out.")
 
 
-def _text(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarray]:
+def _text(batch: Given, config: Config) -> Arrays:
     _check_objective(batch, config)
     arrays = {
         name: some_ids(name, batch[name], config.model.vocab_size)
@@ -187,7 +190,7 @@ def _outside(numbers: np.ndarray, most: int) -> int | None:
     return None
 
 
-def _images(batch: Mapping[str, ArrayLike], config: Config) -> dict[str, np.ndarray]:
+def _images(batch: Given, config: Config) -> Arrays:
     if (OTHER_LABELS in batch) != (MIX in batch):
         raise ConfigError(
             f"mixed images have both {OTHER_LABELS} and {MIX}; this batch has only one of them."
@@ -243,11 +246,9 @@ def some_ids(name: str, values: ArrayLike, vocabulary: int) -> np.ndarray:
             f"{name} are {ids.dtype}{list(ids.shape)}; they must be whole numbers [B, T]."
         )
     if (wrong := _outside(ids, vocabulary - 1)) is not None:
-        away = (
-            "; what should not count in the loss has the weight 0 in `weights`"
-            if name == LABELS
-            else ""
-        )
+        away = ""
+        if name == LABELS:
+            away = "; what should not count in the loss has the weight 0 in `weights`"
         raise ConfigError(
             f"{name} have the id {wrong}; the model's are 0 to {vocabulary - 1}{away}."
         )

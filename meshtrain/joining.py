@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from meshtrain.errors import ConfigError, short
 
+Variables = Mapping[str, str]
 ADDRESS = "JAX_COORDINATOR_ADDRESS"
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 PORT = "JAX_COORDINATOR_PORT"
@@ -47,7 +48,7 @@ class Place:
     by_slurm: bool = False
 
 
-def place_of(environment: Mapping[str, str]) -> Place | None:
+def place_of(environment: Variables) -> Place | None:
     """Returns what an environment says of this process, None if it is alone; ConfigError for what is missing or does
     not agree.
     """
@@ -71,7 +72,7 @@ def place_of(environment: Mapping[str, str]) -> Place | None:
     return None
 
 
-def _read_jax(environment: Mapping[str, str], address: str) -> Place:
+def _read_jax(environment: Variables, address: str) -> Place:
     processes = _number(environment, PROCESSES, 1, MOST_PROCESSES)
     indexed = PROCESS not in environment and INDEX in environment
     process = _number(environment, INDEX if indexed else PROCESS, 0, processes - 1)
@@ -83,7 +84,7 @@ def _read_jax(environment: Mapping[str, str], address: str) -> Place:
     )
 
 
-def _read_slurm(environment: Mapping[str, str], tasks: int) -> Place:
+def _read_slurm(environment: Variables, tasks: int) -> Place:
     nodes_text = environment.get(LIST)
     if nodes_text is None:
         # in the batch script itself, or in the shell of salloc
@@ -119,7 +120,7 @@ def _read_slurm(environment: Mapping[str, str], tasks: int) -> Place:
     return Place(address, tasks, process, _listen(environment, port), by_slurm=True)
 
 
-def _check_others(environment: Mapping[str, str]) -> None:
+def _check_others(environment: Variables) -> None:
     """Raises ConfigError for other variables that JAX reads when it joins processes."""
     devices = environment.get("JAX_LOCAL_DEVICE_IDS")
     if devices and not re.fullmatch("[0-9]{1,9}(,[0-9]{1,9})*", devices):
@@ -131,7 +132,7 @@ def _check_others(environment: Mapping[str, str]) -> None:
             _number(environment, name, 0, MOST_PROCESSES)
 
 
-def _listen(environment: Mapping[str, str], port: str) -> str:
+def _listen(environment: Variables, port: str) -> str:
     address = environment.get(BIND)
     if not address:
         return f"[::]:{port}"
@@ -170,7 +171,7 @@ def _length(part: str) -> int:
     return int(last or first) - int(first) + 1
 
 
-def _number(environment: Mapping[str, str], name: str, least: int, most: int) -> int:
+def _number(environment: Variables, name: str, least: int, most: int) -> int:
     text = environment.get(name)
     if (
         text is None

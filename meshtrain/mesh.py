@@ -320,7 +320,8 @@ def _rows_are_neighbours(grid: np.ndarray, data_axes: int) -> bool:
     for place, device in np.ndenumerate(grid):
         rank = int(np.ravel_multi_index(place[:data_axes], grid.shape[:data_axes]))
         ranks.setdefault(device.process_index, set()).add(rank)
-    return all(max(held) - min(held) + 1 == len(held) for held in ranks.values())
+    follow = lambda held: max(held) - min(held) + 1 == len(held)
+    return all(map(follow, ranks.values()))
 
 
 def platform(mesh: Mesh) -> str:
@@ -380,11 +381,8 @@ def place_own_part(
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
         bounds = [one.indices(size)[:2] for one, size in zip(index, shape, strict=True)]
-        return own[
-            tuple(
-                slice(a - at, b - at)
-                for (a, b), at in zip(bounds, [*first, *[0] * len(shape)], strict=False)
-            )
-        ]
+        begins = [*first, *[0] * len(shape)]
+        pairs = zip(bounds, begins, strict=False)
+        return own[tuple(slice(a - at, b - at) for (a, b), at in pairs)]
 
     return jax.make_array_from_callback(shape, sharding, part)

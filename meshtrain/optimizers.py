@@ -131,7 +131,11 @@ def _factors(o: OptimizerKeys, weight: OptimizedWeight) -> list[list[int]]:
 
 
 def _muon(
-    o: OptimizerKeys, rate: Any, mask: Any, weights: Any, orthogonalizer: Any
+    o: OptimizerKeys,
+    rate: Any,
+    mask: Any,
+    weights: Any,
+    orthogonalizer: Any,
 ) -> optax.GradientTransformation:
     import jax
     import optax

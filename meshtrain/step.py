@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from meshtrain.hlo import CompiledCollectives
     from meshtrain.parallel.reduce.feedback import FeedbackState
 
+Metrics = dict[str, jax.Array]
 Tree = Any
 
 
@@ -244,7 +245,7 @@ class Program(Shown):
 
         return {name: array(name) for name in example}
 
-    def place(self, batch: Mapping[str, ArrayLike]) -> dict[str, jax.Array]:
+    def place(self, batch: Mapping[str, ArrayLike]) -> Batch:
         """A batch as `mt.open_data` gives them onto the devices; with several processes each gives its own part (see
         `part`).
 
@@ -347,7 +348,7 @@ class Program(Shown):
 
         return gradients
 
-    def _train(self, state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+    def _train(self, state: State, batch: Batch) -> tuple[State, Metrics]:
         gradients = self._gradients(
             state.params, batch, state.step, factor(state.scale), state.reduce
         )
@@ -355,9 +356,7 @@ class Program(Shown):
         return self.update(state._replace(optimizer=optimizer), gradients)
 
     @jax.named_scope(xla.UPDATE)
-    def update(
-        self, state: State, gradients: Gradients
-    ) -> tuple[State, dict[str, jax.Array]]:
+    def update(self, state: State, gradients: Gradients) -> tuple[State, Metrics]:
         """The state after a step, and its metrics; `state.optimizer` is on the devices."""
         divided = unscaled(gradients.shards, state.scale)
         # Counts are not scaled.
@@ -453,7 +452,7 @@ class Program(Shown):
         return jax.jit(self._evaluate)
 
     @cached_property
-    def eval_metrics(self) -> Callable[[Tree, Batch], dict[str, jax.Array]]:
+    def eval_metrics(self) -> Callable[[Tree, Batch], Metrics]:
         """(params, batch) -> the means that a row has of an evaluation, by their names."""
         return jax.jit(partial(self._map_batch, self.local.evaluated))
 

@@ -403,7 +403,11 @@ class Loop:
         return step
 
     def pause(
-        self, step: int, state: State, metrics: dict[str, Any], saves: bool
+        self,
+        step: int,
+        state: State,
+        metrics: dict[str, Any],
+        saves: bool,
     ) -> None:
         """Waits for a step; evaluates and saves its state where that is due, or the state is the best so far."""
         evaluated = self.evaluate(state) if self.evaluation.due(step) else {}
@@ -496,7 +500,11 @@ class OffloadCheck(RunHook):
         self._checked = False
 
     def before_step(
-        self, step: int, compiled: jax.stages.Compiled, state: State, batch: Batch
+        self,
+        step: int,
+        compiled: jax.stages.Compiled,
+        state: State,
+        batch: Batch,
     ) -> tuple[State, Batch]:
         if not self._checked:
             began = time.perf_counter()

@@ -98,11 +98,9 @@ def _load(
         number = cause.errno if isinstance(cause, OSError) else _number_in(str(cause))
         if number is not None and number not in ABSENT:
             raise OSError(number, os.strerror(number), str(directory)) from error
-        reason = (
-            str(cause).splitlines()[0].split(". ")[0].rstrip(".")
-            if str(cause)
-            else type(cause).__name__
-        )
+        reason = type(cause).__name__
+        if str(cause):
+            reason = str(cause).splitlines()[0].split(". ")[0].rstrip(".")
         version = metadata.version("orbax-checkpoint")
         raise ConfigError(
             f"{directory} cannot be read by Orbax {version}: {reason}."

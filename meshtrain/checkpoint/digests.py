@@ -128,9 +128,7 @@ def problems(
     sentences = [
         f"{DIGESTS} has nothing on {name}" for name in only or () if name not in files
     ]
-    problem_of: Callable[[str, int, str, int], str | None] = partial(
-        _problem, directory
-    )
+    problem_of: Callable[..., str | None] = partial(_problem, directory)
     stored = False
     if only is None and (directory / STORED).is_file():
         stored = True
@@ -205,15 +203,17 @@ def _size_problem(path: Path, size: int) -> str | None:
     there = status(path)
     if there is None or not stat.S_ISREG(there.st_mode):
         return "is missing"
-    return (
-        None
-        if there.st_size == size
-        else f"has {there.st_size:,} bytes instead of {size:,}"
-    )
+    if there.st_size == size:
+        return None
+    return f"has {there.st_size:,} bytes instead of {size:,}"
 
 
 def _problem(
-    directory: Path, name: str, start: int, expected: str, block: int
+    directory: Path,
+    name: str,
+    start: int,
+    expected: str,
+    block: int,
 ) -> str | None:
     try:
         digest = retried(lambda: digest_of(directory / name, start, block))
@@ -230,11 +230,10 @@ def _shared(path: Path) -> str:
     """Returns the end of a sentence on a damaged file that other steps link to."""
     there = status(path)
     others = there.st_nlink - 1 if there is not None else 0
-    return (
-        f", a file that {others} other{' step has' if others == 1 else ' steps have'} too"
-        if others > 0
-        else ""
-    )
+    if others <= 0:
+        return ""
+    steps_have = " step has" if others == 1 else " steps have"
+    return f", a file that {others} other{steps_have} too"
 
 
 def digest_of(path: Path, start: int, block: int) -> str:

@@ -82,11 +82,9 @@ def _refuse_lost(root: Path) -> None:
     if noted is None and not unmarked:
         return
     lost = f"{unmarked[-1]} has no {steps.COMMIT}" if unmarked else "there is none"
-    had = (
-        f"had a checkpoint of step {noted}"
-        if noted and noted.isdecimal()
-        else "had checkpoints"
-    )
+    had = "had checkpoints"
+    if noted and noted.isdecimal():
+        had = f"had a checkpoint of step {noted}"
     raise ConfigError(
         f"the run in {root.parent} {had}, but in {root} {lost}; mount or restore {root.name} to go on, "
         "or start anew with --set checkpoint.resume=never, which sets aside what is there."
@@ -117,11 +115,9 @@ def set_aside_earlier(root: Path, resume: str, say: Say) -> None:
     )
     root.mkdir(exist_ok=True)
     what = "checkpoints and metrics" if has_steps else "metrics"
-    why = (
-        f"checkpoint.resume is {resume}"
-        if resume == "never"
-        else "no checkpoint was written before the run ended"
-    )
+    why = "no checkpoint was written before the run ended"
+    if resume == "never":
+        why = f"checkpoint.resume is {resume}"
     say(
         f"{why}: it starts anew, and the {what} of the run before are now in {earlier}."
     )
@@ -182,20 +178,18 @@ def _newest_intact(path: Path, say: Say, own: bool) -> Path | None:
         what = "; ".join(damaged[newest])
         if newest == path:
             raise ConfigError(f"checkpoint {path} is damaged: {what}; give another.")
-        way_out = (
-            "checkpoint.resume: never starts anew and moves them out of the way"
-            if own
-            else "give another"
-        )
+        way_out = "give another"
+        if own:
+            way_out = (
+                "checkpoint.resume: never starts anew and moves them out of the way"
+            )
         raise ConfigError(
             f"every checkpoint in {path} is damaged ({newest.name}: {what}); {way_out}."
         )
     for directory, wrong in damaged.items():
-        place = (
-            first_decides(partial(_set_aside, directory))
-            if own
-            else "it is passed over"
-        )
+        place = "it is passed over"
+        if own:
+            place = first_decides(partial(_set_aside, directory))
         say(f"checkpoint {directory} is damaged: {'; '.join(wrong)}; {place}.")
     for sentence in first_decides(lambda: _renamed_and_newer(path, intact, damaged)):
         say(sentence)

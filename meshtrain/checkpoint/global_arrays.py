@@ -127,11 +127,9 @@ class GlobalArrays:
         for (path, live), leaf in zip(flat, leaves, strict=True):
             name = _name(path, entries)
             islands = live.shape[0] if name.startswith(grouped) else 0
-            shape = (
-                live.shape
-                if leaf is None
-                else (*live.shape[: islands > 0], *leaf.shape)
-            )
+            shape = live.shape
+            if leaf is not None:
+                shape = (*live.shape[: islands > 0], *leaf.shape)
             entries[name] = GlobalArray(name, shape, live, leaf, islands)
         return [
             e
@@ -276,7 +274,11 @@ class GlobalArrays:
         return live_arrays
 
     def resized(
-        self, directory: Path, leaves: Leaves, entry: GlobalArray, live: jax.Array
+        self,
+        directory: Path,
+        leaves: Leaves,
+        entry: GlobalArray,
+        live: jax.Array,
     ) -> jax.Array:
         """Returns a live array with the part of it that the checkpoint has, whose leaf has another shape; reuses
         `live`'s memory.
@@ -435,8 +437,6 @@ def _name(path: tuple[Any, ...], taken: Collection[str]) -> str:
         for p in path
         if not hasattr(p, "idx")
     )
-    return (
-        name
-        if name not in taken
-        else next(n for k in range(2, 99) if (n := f"{name}-{k}") not in taken)
-    )
+    if name not in taken:
+        return name
+    return next(n for k in range(2, 99) if (n := f"{name}-{k}") not in taken)

@@ -22,6 +22,8 @@ from meshtrain.files import write_atomically
 from meshtrain.registry import Unimported
 from meshtrain.run.versions import versions
 
+Json = dict[str, Any]
+
 
 @dataclasses.dataclass(frozen=True)
 class StepManifest:
@@ -36,8 +38,8 @@ class StepManifest:
         # The one counter of the data: global batches read so far; digests of what they are read from
     ]
     rng: dict[str, int]  # dropout's key of a step is folded from the two
-    leaves: dict[str, dict[str, Any]]  # name -> shape, dtype; frozen, where it is
-    config: dict[str, Any]
+    leaves: dict[str, Json]  # name -> shape, dtype; frozen, where it is
+    config: Json
     versions: dict[str, str]
     hooks: dict[str, str]  # replaced parts of the model -> the function's name
 
@@ -53,7 +55,7 @@ class StepManifest:
         loss: float,
         eval_loss: float | None,
         config: Config,
-        leaves: dict[str, dict[str, Any]],
+        leaves: dict[str, Json],
         hooks: dict[str, str],
         data_digests: Mapping[str, str],
     ) -> "StepManifest":

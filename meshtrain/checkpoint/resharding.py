@@ -57,6 +57,7 @@ from meshtrain.parallel.reduce.sizes import over_islands, q_spread
 from meshtrain.parallel.sync import states
 from meshtrain.step import Program
 
+Arrays = dict[str, jax.Array]
 RESIDUAL = f"{REDUCE}residual."
 Q = f"{REDUCE}q."
 
@@ -65,7 +66,7 @@ Q = f"{REDUCE}q."
 
 def restore_residuals(
     converter: GlobalArrays, start: Start
-) -> tuple[dict[str, jax.Array], list[str]]:
+) -> tuple[Arrays, list[str]]:
     """Returns the arrays of `State.reduce` by name, and a sentence on each thing that changed."""
     entries = [e for e in converter.entries if e.name.startswith(REDUCE)]
     leaves = start.manifest.leaves
@@ -124,9 +125,7 @@ def _weight(layout: Layout, entry: GlobalArray) -> Placed:
     return next(weight for weight in layout.flat if weight.name == name)
 
 
-def _initial_residuals(
-    program: Program, entries: Sequence[GlobalArray]
-) -> dict[str, jax.Array]:
+def _initial_residuals(program: Program, entries: Sequence[GlobalArray]) -> Arrays:
     initial = {e.name: _full(e, 0) for e in entries if _is_residual(e)}
     if len(initial) < len(entries):
         feedback = program.local.zero.feedback
@@ -269,13 +268,13 @@ def mean_groups(
     leaves: Leaves,
     entries: Sequence[GlobalArray],
     say: Callable[[str], None],
-) -> dict[str, jax.Array]:
+) -> Arrays:
     """Returns live arrays, of each group where there are groups, from the means over the groups of a checkpoint.
 
     `say` reports which of
     them are left out: those with weights, or moments, that are not finite (as by `IslandSteps.mend`).
     """
-    means: dict[str, jax.Array] = {}
+    means: Arrays = {}
     finite: dict[str, np.ndarray] = {}  # by the kind of array, which groups are
     for entry in entries:
         means[entry.name], of_entry = _mean(
@@ -361,7 +360,7 @@ def _spread_mean(x: jax.Array, entry: GlobalArray) -> jax.Array:
 
 def initial_groups(
     entries: Sequence[GlobalArray], live: Mapping[str, jax.Array]
-) -> dict[str, jax.Array]:
+) -> Arrays:
     """Returns the state of groups that the checkpoint has none of: its weights, and nothing moved."""
     initial = {}
     for entry in entries:

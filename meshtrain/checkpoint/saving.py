@@ -120,7 +120,11 @@ class Saver:
             )
 
     def save(
-        self, step: int, state: State, loss: float, eval_loss: float | None = None
+        self,
+        step: int,
+        state: State,
+        loss: float,
+        eval_loss: float | None = None,
     ) -> None:
         """Starts writing the state after `step` steps; returns once it may be donated.
 
@@ -192,11 +196,9 @@ class Saver:
         last call, else {}.
         """
         finished = [self._finished.popleft() for _ in range(len(self._finished))]
-        return (
-            {name: sum(save[name] for save in finished) for name in finished[0]}
-            if finished
-            else {}
-        )
+        if not finished:
+            return {}
+        return {name: sum(save[name] for save in finished) for name in finished[0]}
 
     def _settle(self) -> str | None:
         """Waits for the save under way; returns why it failed on any process, or None."""
@@ -364,7 +366,11 @@ class StepSave:
     _make: Callable[[], Values] | None = None  # rearranges the arrays
 
     def __init__(
-        self, step: int, directory: Path, frozen: Collection[str], began: float
+        self,
+        step: int,
+        directory: Path,
+        frozen: Collection[str],
+        began: float,
     ) -> None:
         self.step = step
         self.directory = directory

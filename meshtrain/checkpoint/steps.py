@@ -104,11 +104,9 @@ def directories(path: Path) -> list[Path]:
     if numbers := numbered(root):
         return numbers
     own = (COMMIT, DIGESTS, MANIFEST)
-    return (
-        [path]
-        if any(status(path / name, follow=False) is not None for name in own)
-        else []
-    )
+    if all(status(path / name, follow=False) is None for name in own):
+        return []
+    return [path]
 
 
 def _is_directory(path: Path) -> bool:
@@ -175,11 +173,9 @@ def commit_problem(directory: Path) -> str | None:
     cannot be judged.
     """
     if not _is_directory(directory):
-        return (
-            "it is a link to nothing"
-            if os.path.islink(directory)
-            else "it is not a directory"
-        )
+        if os.path.islink(directory):
+            return "it is a link to nothing"
+        return "it is not a directory"
     if never_committed(directory):
         return (
             f"it has no {COMMIT} file, so it was never finished or is not a checkpoint"

@@ -219,11 +219,9 @@ def _length_problems(config: Config, length: int) -> Problems:
     linear = LINEAR in config.model.pattern
     parts = 2 * context if zigzag or linear else context
     if length % parts:
-        way = (
-            "which gives each rank two chunks of a row"
-            if zigzag or linear
-            else "with ulysses"
-        )
+        way = "with ulysses"
+        if zigzag or linear:
+            way = "which gives each rank two chunks of a row"
         yield f"mesh.context {context}, {way}, needs rows of a multiple of {parts} tokens, but a row has {length}."
     reach = config.model.linear.conv - 1
     if linear and context > 1 and length // parts < reach:
@@ -375,11 +373,9 @@ def _data_problems(config: Config) -> Problems:
     if data.format == images.IMAGES:
         return
     if (data.source == MIXTURE) != bool(data.mixture):
-        but = (
-            "names sources; set data.source to mixture, or leave it out"
-            if data.mixture
-            else "names no sources; list them"
-        )
+        but = "names no sources; list them"
+        if data.mixture:
+            but = "names sources; set data.source to mixture, or leave it out"
         yield f"data.source is {short(data.source)}, but data.mixture {but}."
     if len(data.weights) != len(data.mixture):
         numbers = len(data.weights)
@@ -427,9 +423,8 @@ def _batching_problems(config: Config) -> Problems:
             f"as parallel.sequence_parallel needs with data.batching {data.batching}"
         )
         yield f"{odd}, {needs}; give a multiple of {tensor}."
-    uneven = config.train.uneven_batch == "refuse" and data.rows_multiple % row_shards(
-        config
-    )
+    refuses = config.train.uneven_batch == "refuse"
+    uneven = refuses and data.rows_multiple % row_shards(config)
     if data.batching == "budget" and (uneven or data.rows_multiple > batch):
         yield (
             f"data.rows_multiple is {data.rows_multiple}; it must be a multiple of mesh.data x parallel.microbatches "
@@ -456,11 +451,9 @@ def _remat_problems(config: Config) -> Problems:
         yield f"parallel.remat_keep and parallel.remat_offload both have {both[0]}; name it in one of them."
     if parallel.remat_offload and runs_table(config):
         stages = config.mesh.pipeline
-        but = (
-            f"but mesh.pipeline is {stages}"
-            if stages > 1
-            else f"but parallel.schedule is {parallel.schedule}"
-        )
+        but = f"but parallel.schedule is {parallel.schedule}"
+        if stages > 1:
+            but = f"but mesh.pipeline is {stages}"
         kept = "stages keep what is in flight on the device, so leave it out, or keep less with parallel.remat_keep"
         yield f"parallel.remat_offload is given, {but}; {kept}."
 

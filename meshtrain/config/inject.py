@@ -97,12 +97,11 @@ def parse(text: str, where: str = "survive.inject") -> list[FaultRequest]:
         raise ConfigError(
             f"{where} has {short(repr(text))}, but there is no fault {short(name)}{ending}"
         )
-    ranks = (rank, rank + 1) if name == "kill-two" else (rank,)
-    # the name of the second says whom it is for
-    return [
-        FaultRequest(text if r == rank else f"{text}+{r - rank}", KINDS[name], step, r)
-        for r in ranks
-    ]
+    requests = [FaultRequest(text, KINDS[name], step, rank)]
+    if name == "kill-two":
+        # its name says whom it is for
+        requests.append(FaultRequest(f"{text}+1", KINDS[name], step, rank + 1))
+    return requests
 
 
 def requests(texts: Iterable[str], where: str = "survive.inject") -> list[FaultRequest]:

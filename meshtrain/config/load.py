@@ -40,6 +40,7 @@ from meshtrain.registry import PLUGINS, NotImported, Unimported
 from meshtrain.schedule.generators import SCHEDULES
 from meshtrain.schedule.table import Table
 
+Words = tuple[str, ...]
 Values = dict[str, Any]  # by section, or by path
 
 IMPORTS = "run.imports"
@@ -70,7 +71,7 @@ def load(
     """
     _check_overrides(overrides)
     _plug_in()
-    overridden: tuple[str, ...] | None = None
+    overridden: Words | None = None
     for override in overrides:
         if override.partition("=")[0].strip() == IMPORTS:
             overridden = _take(_override(Config(), override).run.imports, None)
@@ -143,11 +144,9 @@ def _refuse_secrets(config: Config) -> None:
             if masked(url) != url or (
                 url != text and url[:1] != "$" and holds_secret(url)
             ):
-                way = (
-                    "write webhook:$VARIABLE, and the address"
-                    if url != text
-                    else "leave it out, and put it"
-                )
+                way = "leave it out, and put it"
+                if url != text:
+                    way = "write webhook:$VARIABLE, and the address"
                 raise ConfigError(
                     f"{path} holds a secret, which a run would write into its files; {way} into a variable of the "
                     "environment."
@@ -258,7 +257,7 @@ def _read_mapping(values: Mapping[str, Any]) -> Values:
 
 
 def _read_config(
-    file: str | Path, reading: bool, above: tuple[str, ...] = ()
+    file: str | Path, reading: bool, above: Words = ()
 ) -> tuple[Values, str | None]:
     """Returns the values of a config's file, over those of its base, once what run.imports names is imported; and where
     that was left out, what to trust.
@@ -299,7 +298,7 @@ def _read_config(
 def config_files(file: str | Path) -> list[str | Path]:
     """Returns a config's file, its base, the base of that, and so on."""
     files = [file]
-    above: tuple[str, ...] = ()
+    above: Words = ()
     while True:
         above = (*above, os.path.realpath(files[-1]))
         node, source = _composed(
@@ -342,13 +341,13 @@ def _merge(values: Mapping[str, Any], new: Mapping[str, Any]) -> Values:
     return {**values, **new, **inner}
 
 
-def _add_imports(values: Values, taken: tuple[str, ...]) -> Values:
+def _add_imports(values: Values, taken: Words) -> Values:
     if taken:
         values["run"]["imports"] = taken
     return values
 
 
-def _imports(config: yaml.Node, source: str) -> tuple[str, ...]:
+def _imports(config: yaml.Node, source: str) -> Words:
     """Returns run.imports of a config whose other keys are not read yet."""
     node: yaml.Node | None = config
     for name in IMPORTS.split("."):
@@ -360,7 +359,7 @@ def _imports(config: yaml.Node, source: str) -> tuple[str, ...]:
         return ()
     hint = typing.get_type_hints(RunConfig)["imports"]
     where = f"{_locate(source, node)}: {IMPORTS}"
-    entries: tuple[str, ...] = value(hint, keys(RunConfig)["imports"], node, where)
+    entries: Words = value(hint, keys(RunConfig)["imports"], node, where)
     return entries
 
 
@@ -394,8 +393,8 @@ def _plug_in() -> None:
         importing().plugins()
 
 
-def _take(entries: tuple[str, ...], named_by: Path | None) -> tuple[str, ...]:
-    taken: tuple[str, ...] = importing().take(entries, named_by) if entries else ()
+def _take(entries: Words, named_by: Path | None) -> Words:
+    taken: Words = importing().take(entries, named_by) if entries else ()
     return taken
 
 
@@ -415,7 +414,11 @@ def to_yaml(config: Config) -> str:
 
 
 def read_section(
-    kind: type, path: str | Path, what: str, flag: str, example: str
+    kind: type,
+    path: str | Path,
+    what: str,
+    flag: str,
+    example: str,
 ) -> Any:
     """Reads a dataclass of `schema.key` fields from a YAML file of its own; `what`, `flag` and `example` are for its
     errors.
@@ -435,7 +438,11 @@ def filled(base: Any, values: Mapping[str, Any]) -> Any:
 
 
 def read_given(
-    kind: type, path: str | Path, what: str, flag: str, example: str
+    kind: type,
+    path: str | Path,
+    what: str,
+    flag: str,
+    example: str,
 ) -> Values:
     """Returns the checked values that a YAML file gives to a dataclass's keys, and nothing that it leaves out; a
     section is a dict.
@@ -504,7 +511,11 @@ def _section(kind: Any, node: yaml.Node, prefix: str, source: str, what: str) ->
 
 
 def _sections(
-    kind: Any, node: yaml.Node, name: str, source: str, what: str
+    kind: Any,
+    node: yaml.Node,
+    name: str,
+    source: str,
+    what: str,
 ) -> tuple[Any, ...]:
     if not isinstance(node, yaml.SequenceNode):
         raise ConfigError(

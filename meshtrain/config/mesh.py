@@ -115,7 +115,8 @@ class MeshConfig:
     @property
     def data_axes(self) -> MeshAxes:
         """The axes over which the rows of a batch are split, major first."""
-        return tuple(axis for axis in (ISLAND, DATA, EXPERT) if axis == DATA or self.ways(axis) > 1)
+        is_split = lambda axis: axis == DATA or self.ways(axis) > 1
+        return tuple(filter(is_split, (ISLAND, DATA, EXPERT)))
 
     @property
     def folds_experts(self) -> bool:
@@ -166,7 +167,8 @@ class MeshConfig:
         return tuple(order)
 
     def __str__(self) -> str:
-        words = " x ".join(f"{axis} {getattr(self, axis)}" for axis in self.axes if axis not in (ISLAND, EXPERT))
+        named = [axis for axis in self.axes if axis not in (ISLAND, EXPERT)]
+        words = " x ".join(f"{axis} {getattr(self, axis)}" for axis in named)
         words += f", expert {self.expert}" if self.expert > 1 else ""
         if self.islands > 1:
             return f"{words}, {self.islands} islands"
@@ -187,11 +189,9 @@ def problems(mesh: MeshConfig) -> Iterator[str]:
             yield f"mesh.order has {short(repr(axis))}; {must_be}{nearest(axis, ORDER) or '.'}"
     ranks = mesh.data // mesh.islands
     if mesh.folds_experts and (mesh.expert % mesh.context or ranks % mesh.ways(EXPERT)):
-        of_island = (
-            f"the {ranks} data ranks of an island"
-            if mesh.islands > 1
-            else f"mesh.data {ranks}"
-        )
+        of_island = f"mesh.data {ranks}"
+        if mesh.islands > 1:
+            of_island = f"the {ranks} data ranks of an island"
         legal = listed_divisors(ranks)
         if mesh.context > 1:
             legal += f", and mesh.context {mesh.context} times one of them"

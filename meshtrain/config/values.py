@@ -121,7 +121,11 @@ def as_text(value: object) -> str:
 
 
 def value(
-    hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str] = ()
+    hint: Any,
+    key: Key,
+    node: yaml.Node,
+    where: str,
+    words: Sequence[str] = (),
 ) -> Any:
     """Returns the value of a node, as a `hint` within the bounds of its `key` or one of the `words` that may stand for
     one. Raises ConfigError, which begins with `where`.
@@ -132,7 +136,11 @@ def value(
 
 
 def _value(
-    hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str] = ()
+    hint: Any,
+    key: Key,
+    node: yaml.Node,
+    where: str,
+    words: Sequence[str] = (),
 ) -> Any:
     """Returns the value of a node, or of a list's item, of which none is null."""
     origin = typing.get_origin(hint)
@@ -170,7 +178,11 @@ def _list(item: Any, key: Key, node: yaml.Node, where: str) -> tuple:
 
 
 def _scalar(
-    hint: Any, key: Key, node: yaml.Node, where: str, words: Sequence[str]
+    hint: Any,
+    key: Key,
+    node: yaml.Node,
+    where: str,
+    words: Sequence[str],
 ) -> Any:
     """Returns the value of a node that is neither a list nor a mapping."""
     # the legal values by their text, where they are counted out
@@ -225,11 +237,8 @@ def takes(hint: Any, key: Key, bounds: str | None = None) -> str:
             return f"one of {', '.join(choices)}"
         return choices[0]
     if bounds is None and hint in LARGEST:
-        bounds = _range(hint, key).removesuffix(
-            f"at most {LARGEST[hint]:g}"
-            if hint is float
-            else f"at most {LARGEST[hint]}"
-        )
+        form = "g" if hint is float else ""
+        bounds = _range(hint, key).removesuffix(f"at most {LARGEST[hint]:{form}}")
         bounds = bounds.removesuffix(" and ")
     if bounds:
         return f"{NAMES[hint]}, {bounds}"

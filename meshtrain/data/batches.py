@@ -140,7 +140,12 @@ class BatchesOfRows:
         return batches[place], count
 
     def _locate(
-        self, block: int, many: int, begin: int, end: int, step: int
+        self,
+        block: int,
+        many: int,
+        begin: int,
+        end: int,
+        step: int,
     ) -> list[list[Portion]]:
         """The portions of each of `many` batches: no empty one, but for a batch without any row."""
         ks = block * many + np.arange(many)
@@ -205,9 +210,8 @@ class SplitBatches:
     digest: str
     # Rows are padded to a multiple of this
     multiple: int = field(default=1, kw_only=True)
-    notes: tuple[str, ...] = field(
-        default=(), kw_only=True
-    )  # on what is learned and what is left out
+    # on what is learned and what is left out
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
 
     def __repr__(self) -> str:
         return self.describe()

@@ -49,9 +49,8 @@ class Loader:
         self._batches = batches
         self._part = part
         self._put = put
-        self._ready: queue.Queue[tuple[int, Any, BaseException | None]] = queue.Queue(
-            maxsize=depth
-        )
+        self._ready: queue.Queue[tuple[int, Any, BaseException | None]]
+        self._ready = queue.Queue(maxsize=depth)
         self._closed = threading.Event()
         self._thread = threading.Thread(
             target=self._fill, args=(start,), name="meshtrain-data", daemon=True

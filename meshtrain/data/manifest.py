@@ -79,9 +79,8 @@ class ShardManifest:
     format: int = FORMAT
     contents: Contents = "text"
     template_digest: str = ""
-    counts: dict[str, int] = field(
-        default_factory=dict
-    )  # of conversations: by what is counted (examples.COUNTED)
+    # of conversations: by what is counted (examples.COUNTED)
+    counts: dict[str, int] = field(default_factory=dict)
     begin: tuple[
         int, ...
         # What each document begins with; an older manifest does not say so, and has nothing

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from meshtrain.errors import short
 
+Entry = Mapping[str, Any]
 USER = "user"
 ASSISTANT = "assistant"
 SYSTEM = "system"
@@ -160,7 +161,7 @@ def is_parts(content: Any) -> bool:
     )
 
 
-def function_of(call: Mapping[str, Any]) -> Mapping[str, Any]:
+def function_of(call: Entry) -> Entry:
     """Returns what a call says of its function, name and arguments, in OpenAI's spelling or in Hermes'."""
     return call.get("function", call)
 
@@ -209,7 +210,7 @@ def calls_of(value: Any, what: str) -> list[dict[str, Any]]:
     ]
 
 
-def _turn(entry: Mapping[str, Any]) -> Turn:
+def _turn(entry: Entry) -> Turn:
     role = _speaker(entry)
     others = {
         name: value for name, value in entry.items() if name not in (*SPELT, *MARKS)
@@ -230,7 +231,7 @@ def _turn(entry: Mapping[str, Any]) -> Turn:
     return Turn(message | ({"tool_calls": calls} if calls else {}), _marked(entry))
 
 
-def _speaker(entry: Mapping[str, Any]) -> str:
+def _speaker(entry: Entry) -> str:
     role = _either(entry, "role", "from")
     if not isinstance(role, str):
         raise Unfit("no conversation", "(a message does not say whose it is)")
@@ -245,7 +246,7 @@ def _speaker(entry: Mapping[str, Any]) -> str:
     return role
 
 
-def _either(entry: Mapping[str, Any], ours: str, theirs: str) -> Any:
+def _either(entry: Entry, ours: str, theirs: str) -> Any:
     """Returns the value of a field that has two names; Unfit if both stand there and differ."""
     values = [entry[name] for name in (ours, theirs) if entry.get(name) is not None]
     if len(values) == 2 and values[0] != values[1]:
@@ -253,7 +254,7 @@ def _either(entry: Mapping[str, Any], ours: str, theirs: str) -> Any:
     return values[0] if values else None
 
 
-def _calls(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _calls(entry: Entry) -> list[dict[str, Any]]:
     calls = listed(entry.get("tool_calls"), "tool_calls")
     for call in calls:
         function = function_of(call)
@@ -289,7 +290,7 @@ def _content(content: Any, role: str, calls: bool) -> Any:
     )
 
 
-def _marked(entry: Mapping[str, Any]) -> bool | None:
+def _marked(entry: Entry) -> bool | None:
     marks = {
         name: value
         for name, value in entry.items()

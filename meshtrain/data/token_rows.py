@@ -249,10 +249,11 @@ class SyntheticRows:
     def read(self, places: np.ndarray) -> Batch:
         drawn = np.empty((len(places), self.length + 1), np.int32)
         for row, item in zip(drawn, places.tolist(), strict=True):
-            stream = np.random.Generator(
-                np.random.Philox(key=[self.key, np.uint64(item)])
-            )
-            row[:] = stream.integers(
-                0, self.vocab_size, self.length + 1, dtype=np.uint32
-            )
-        return {"tokens": drawn[:, :-1].copy(), "labels": drawn[:, 1:].copy()}
+            bits = np.random.Philox(key=[self.key, np.uint64(item)])
+            stream = np.random.Generator(bits)
+            tokens = self.length + 1
+            row[:] = stream.integers(0, self.vocab_size, tokens, dtype=np.uint32)
+        return {
+            "tokens": drawn[:, :-1].copy(),
+            "labels": drawn[:, 1:].copy(),
+        }

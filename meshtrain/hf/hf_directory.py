@@ -29,6 +29,7 @@ from meshtrain.files import check_regular
 from meshtrain.hf import fp8, mxfp4
 from meshtrain.hf_families import BY_MODEL_TYPE, CONFIG, is_hf_directory, read_json
 
+Json = dict[str, Any]
 ENDING = ".safetensors"
 SINGLE = f"model{ENDING}"
 INDEX = f"model{ENDING}.index.json"
@@ -156,7 +157,7 @@ class TensorFiles:
     def tensor(self, name: str) -> np.ndarray:
         return self.read(name, tuple(slice(0, n) for n in self.shape(name)))
 
-    def _read_index(self, index: dict[str, Any]) -> None:
+    def _read_index(self, index: Json) -> None:
         where = self.directory / self._index
         names = index.get("weight_map")
         if not isinstance(names, dict) or not all(
@@ -235,8 +236,8 @@ def config_of(
             f"{short(directory)} has no config.json; give a Hugging Face directory."
         )
     given = read_json(directory / CONFIG)
-    train: dict[str, Any] = {"uneven_batch": "pad"}
-    sections: dict[str, Any] = {"parallel": {"zero_stage": 0}, "train": train}
+    train: Json = {"uneven_batch": "pad"}
+    sections: Json = {"parallel": {"zero_stage": 0}, "train": train}
     family = BY_MODEL_TYPE.get(str(given.get("model_type")))
     if family is not None and FAMILIES[family.name].images:
         sections["data"] = {"source": "synthetic", "images": images_section(directory)}
@@ -250,7 +251,7 @@ def config_of(
     return put(config, model={"weights": None})
 
 
-def images_section(directory: Path) -> dict[str, Any]:
+def images_section(directory: Path) -> Json:
     """Returns the section data.images that a directory asks for, {} without a preprocessor_config.json; ConfigError for
     what is not computed here.
     """
@@ -267,7 +268,7 @@ def images_section(directory: Path) -> dict[str, Any]:
         why = "pixels that are not from 0 to 1 are not computed here"
         raise ConfigError(f"{short(path)}: {why}; rescale_factor must be 1 / 255.")
     size = given.get("size")
-    section: dict[str, Any] = {
+    section: Json = {
         "resize": "crop"
         if isinstance(size, dict) and "shortest_edge" in size
         else "stretch"
@@ -284,7 +285,7 @@ def preprocessor_json(config: Config) -> str:
     """Returns the preprocessor_config.json of a resolved config's images."""
     images = config.data.images
     model = config.model
-    fields: dict[str, Any] = {
+    fields: Json = {
         "image_processor_type": "ViTImageProcessor",
         "do_rescale": True,
         "rescale_factor": 1 / 255,

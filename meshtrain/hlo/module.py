@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+Loops = tuple[int | None, ...]
 KINDS = (
     "all-reduce",
     "all-gather",
@@ -145,9 +146,9 @@ class Module:
     def walk(
         self,
         name: str | None = None,
-        loops: tuple[int | None, ...] = (),
+        loops: Loops = (),
         conditionals: tuple[int, ...] = (),
-    ) -> Iterator[tuple[Operation, tuple[int | None, ...], tuple[int, ...]]]:
+    ) -> Iterator[tuple[Operation, Loops, tuple[int, ...]]]:
         """Yields every collective in the call tree, with the loops and the conditionals around it."""
         for op in self.computations[self.entry if name is None else name]:
             if op.kind:
@@ -168,8 +169,8 @@ class Module:
                     yield from self.walk(computation, loops, inside)
 
     def bodies(
-        self, name: str | None = None, loops: tuple[int | None, ...] = ()
-    ) -> Iterator[tuple[str, tuple[int | None, ...]]]:
+        self, name: str | None = None, loops: Loops = ()
+    ) -> Iterator[tuple[str, Loops]]:
         """Yields the computations that are sequences of their own, the entry and each loop's body, with the turns of
         the loops around them.
         """
@@ -177,9 +178,7 @@ class Module:
         yield name, loops
         yield from self._loops_in(name, loops)
 
-    def _loops_in(
-        self, name: str, loops: tuple[int | None, ...]
-    ) -> Iterator[tuple[str, tuple[int | None, ...]]]:
+    def _loops_in(self, name: str, loops: Loops) -> Iterator[tuple[str, Loops]]:
         for op in self.computations[name]:
             if op.opcode == "while":
                 body, _, turns = self.loop(op)

@@ -83,9 +83,8 @@ class MaskArrays(NamedTuple):
     # Of keys that are not those of the queries, but lie before all of them (`causal` is False then): see
     # `parallel.context`.
     key_segments: jax.Array | None = None
-    first: tuple[jax.Array, jax.Array] | None = (
-        None  # positions of the first query and of the first key; None: both 0
-    )
+    # positions of the first query and of the first key; None: both 0
+    first: tuple[jax.Array, jax.Array] | None = None
 
     @property
     def of_keys(self) -> jax.Array | None:
@@ -93,6 +92,10 @@ class MaskArrays(NamedTuple):
         if self.key_segments is None:
             return self.segments
         return self.key_segments
+
+
+# what the forward of a kernel keeps for its backward
+Saved = tuple[Residuals, MaskArrays, jax.Array | None]
 
 
 class AttentionKernel(Protocol):
@@ -269,7 +272,7 @@ def _kernel_forward(
     heads: Heads,
     masks: MaskArrays,
     sinks: jax.Array | None,
-) -> tuple[Any, tuple[Residuals, MaskArrays, jax.Array | None]]:
+) -> tuple[Any, Saved]:
     outputs = run_windowed(scoring, masks.local, partial(forward, kernel), heads, masks)
     out, log_sum, top = add_sinks(outputs, sinks)
     rows = out.reshape(out.shape[0] * out.shape[1], -1)
@@ -280,7 +283,7 @@ def _kernel_forward(
 def _kernel_backward(
     kernel: Kernel,
     scoring: Scoring,
-    residuals: tuple[Residuals, MaskArrays, jax.Array | None],
+    residuals: Saved,
     cotangents: tuple[jax.Array, Any],
 ) -> tuple[Heads, None, jax.Array | None]:
     (q, k, v, rows, log_sum), masks, sinks = residuals
@@ -354,7 +357,8 @@ def _widen(kernel: Kernel, *arrays: jax.Array) -> list[jax.Array]:
 
 def _padded(x: jax.Array, more: int) -> jax.Array:
     if more:
-        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)])
+        before = [(0, 0)] * (x.ndim - 1)
+        return jnp.pad(x, [*before, (0, more)])
     return x
 
 
@@ -394,7 +398,7 @@ def _forward(
     heads: Heads,
     masks: MaskArrays,
     sinks: jax.Array | None,
-) -> tuple[Any, tuple[Residuals, MaskArrays, jax.Array | None]]:
+) -> tuple[Any, Saved]:
     q, k, v = _group_heads(scoring, heads)
     out, log_sum, top = run_windowed(
         scoring, masks.local, _forward_blocks, q, k, v, masks
@@ -437,7 +441,11 @@ def _group_heads(
 
 
 def _forward_blocks(
-    scoring: Scoring, q: jax.Array, k: jax.Array, v: jax.Array, masks: MaskArrays
+    scoring: Scoring,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    masks: MaskArrays,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns the output `[B*T, H*K]`, log of sums of the shapes of `Residuals`, and such largest scores where asked
     for.
@@ -466,7 +474,8 @@ def _forward_blocks(
         sums.append(log_sum[..., 0])
         if scoring.tops:
             tops.append(top[..., 0])
-    by_query = jnp.concatenate(outs, axis=3).transpose(0, 3, 1, 2, 4)
+    by_query = jnp.concatenate(outs, axis=3)
+    by_query = by_query.transpose(0, 3, 1, 2, 4)
     rows = by_query.reshape(batch * length, -1)
     log_sums = jnp.concatenate(sums, axis=3)
     top_scores = None
@@ -477,7 +486,7 @@ def _forward_blocks(
 
 def _backward(
     scoring: Scoring,
-    residuals: tuple[Residuals, MaskArrays, jax.Array | None],
+    residuals: Saved,
     cotangents: tuple[jax.Array, Any],
 ) -> tuple[Heads, None, jax.Array | None]:
     cotangent, _ = cotangents
@@ -503,9 +512,8 @@ def _backward_blocks(
     products = (out * cotangent).astype(jnp.float32)
     rows_BTH = jnp.sum(products.reshape(batch, length, -1, values), axis=-1)
     rows = rows_BTH.transpose(0, 2, 1).reshape(log_sum.shape)
-    d_out = cotangent.reshape(batch, length, groups, -1, values).transpose(
-        0, 2, 3, 1, 4
-    )
+    by_group = cotangent.reshape(batch, length, groups, -1, values)
+    d_out = by_group.transpose(0, 2, 3, 1, 4)
     dq: list[jax.Array] = []
     dk = dv = jnp.zeros(())
     for start, stop in reversed(_blocks(length)):
@@ -536,7 +544,8 @@ def _backward_blocks(
         else:
             dk = dk.at[:, :, seen].add(more_k)
             dv = dv.at[:, :, seen].add(more_v)
-    by_query = jnp.concatenate(dq[::-1], axis=3).transpose(0, 3, 1, 2, 4)
+    by_query = jnp.concatenate(dq[::-1], axis=3)
+    by_query = by_query.transpose(0, 3, 1, 2, 4)
     d_q = by_query.reshape(batch, length, -1, width) * scoring.scale
     d_k = dk.transpose(0, 2, 1, 3)
     d_v = dv.transpose(0, 2, 1, 3)
@@ -607,7 +616,11 @@ def _scores(
 
 
 def _drop(
-    start: int, seen: slice, scoring: Scoring, p: jax.Array, masks: MaskArrays
+    start: int,
+    seen: slice,
+    scoring: Scoring,
+    p: jax.Array,
+    masks: MaskArrays,
 ) -> jax.Array:
     """Dropout on [B, G, R, Q, S] of queries from `start` on and keys `seen`; linear, so it serves probabilities and
     their cotangents alike.

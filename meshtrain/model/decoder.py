@@ -230,9 +230,8 @@ class Head(nnx.Module):
         long, have of it.
         """
         if self.pool == "mean":
-            return jnp.mean(x_BTD, axis=1, keepdims=True, dtype=jnp.float32).astype(
-                x_BTD.dtype
-            )
+            mean = jnp.mean(x_BTD, axis=1, keepdims=True, dtype=jnp.float32)
+            return mean.astype(x_BTD.dtype)
         return self.read(x_BTD)
 
 

@@ -131,7 +131,11 @@ _apply.defvjp(_applied, _gradient)
 
 
 def keep_mask(
-    rate: float, word: Array, other: Array, queries: Array, keys: Array
+    rate: float,
+    word: Array,
+    other: Array,
+    queries: Array,
+    keys: Array,
 ) -> Array:
     """Returns whether the scores of `queries` and `keys` stay: positions in a sequence, arrays that broadcast to one
     shape.

@@ -133,7 +133,10 @@ def cross_entropies(
         top = vocabulary.max(jnp.max(x, axis=-1))
         shifted = x - top[..., None]
         label = targeted(labels, mixed, shifted)
-        sums = [jnp.sum(jnp.exp(shifted), axis=-1), jnp.sum(label, axis=-1)]
+        sums = [
+            jnp.sum(jnp.exp(shifted), axis=-1),
+            jnp.sum(label, axis=-1),
+        ]
         if label_smoothing:
             sums.append(jnp.sum(vocabulary.no_padding(shifted, 0.0), axis=-1))
         total, target, *everything = vocabulary.sum(jnp.stack(sums))

@@ -73,7 +73,8 @@ def policy_loss(
 
 def row_gaps(losses: Array, batch: Arrays) -> Array:
     """Returns the largest |log pi - log mu| of each row's labels that count, float32 [rows]; NaN where one is NaN."""
-    gap = jnp.where(batch["weights"] != 0, jnp.abs(-losses - batch["drawn"]), 0.0)
+    counts = batch["weights"] != 0
+    gap = jnp.where(counts, jnp.abs(-losses - batch["drawn"]), 0.0)
     return gap.reshape(-1, gap.shape[-1]).max(-1)
 
 
@@ -88,6 +89,5 @@ def _mean_over_answers(
         for x in (values, counts.astype(jnp.float32))
     )
     means = total / jnp.maximum(number, 1.0)
-    return jnp.take_along_axis(means, segments.reshape(-1, length), axis=1).reshape(
-        values.shape
-    )
+    by_row = segments.reshape(-1, length)
+    return jnp.take_along_axis(means, by_row, axis=1).reshape(values.shape)

@@ -39,7 +39,11 @@ def make_parameters(
 
 
 def make_adapters(
-    module: Any, name: str, config: ModelConfig, rngs: nnx.Rngs, lora: LoraConfig | None
+    module: Any,
+    name: str,
+    config: ModelConfig,
+    rngs: nnx.Rngs,
+    lora: LoraConfig | None,
 ) -> None:
     """Makes LoRA's parameters likewise, from random numbers of their own, so that the model is the one without them."""
     module.lora_scale = 0.0
@@ -128,9 +132,9 @@ def rows_of(module: Any, x_BTD: Any) -> tuple[tuple[int, ...], Any]:
     if module.float8 is None:
         return x.shape, rows
     rows = module.float8.round(rows) if x is x_BTD else x_BTD._replace(x=rows)
-    return x.shape, rows._replace(
-        values=module.float8.values(rows)
-    ) if module.lora_scale else rows
+    if not module.lora_scale:
+        return x.shape, rows
+    return x.shape, rows._replace(values=module.float8.values(rows))
 
 
 def _rows(x_BTD: jax.Array) -> jax.Array:

@@ -61,7 +61,8 @@ def rope(model: ModelConfig) -> Rope:
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, width - 1)
-    stretched = np.clip((pairs / 2 - low) / max(high - low, 0.001), 0, 1)
+    breadth = max(high - low, 0.001)
+    stretched = np.clip((pairs / 2 - low) / breadth, 0, 1)
     usual = 1.0 if model.mla.kv_rank else yarn_amplitude(factor)
     amplitude = model.rope_amplitude or usual
     frequency = frequency * (1 - stretched) + slow * stretched

@@ -31,6 +31,7 @@ from meshtrain.config.stacks import (
 )
 from meshtrain.families import FAMILIES
 
+Sizes = tuple[tuple[str, int], ...]  # of each axis
 Add = Callable[..., None]  # adds a weight to the table of all
 
 EXPERT_BLOCK = 128  # the most rows of a block of an expert (`model.experts`)
@@ -51,7 +52,7 @@ class Weight:
     """One weight of the canonical layout."""
 
     name: str  # its path in the tree of parameters
-    dims: tuple[tuple[str, int], ...]  # (axis, size) of each dimension, of one layer
+    dims: Sizes  # (axis, size) of each dimension, of one layer
     std: float  # of its normal initialisation; 0: all are `fill`
     fill: float | tuple[float, ...] = 0.0
     layers: int = 0  # that are stacked; 0: it stands outside the blocks
@@ -227,7 +228,7 @@ class WeightTable:
     def add(
         self,
         name: str,
-        dims: tuple[tuple[str, int], ...],
+        dims: Sizes,
         std: float = 0.0,
         fill: float = 0.0,
         **kind: Any,
@@ -421,7 +422,7 @@ def _add_linear_attention(model: ModelConfig, add: Add) -> None:
 
 def _add_gate(
     name: str,
-    of: tuple[tuple[str, int], ...],
+    of: Sizes,
     model: ModelConfig,
     add: Add,
 ) -> None:
@@ -434,7 +435,7 @@ def _add_gate(
     add(f"blocks.attention.{name}", (inputs, *of), model.init_std)
 
 
-def _add_decays(decays: tuple[tuple[str, int], ...], add: Add) -> None:
+def _add_decays(decays: Sizes, add: Add) -> None:
     """Adds the weights that turn numbers of heads, or of each head's channels, into decays."""
     heads = decays[0][1]
     parts = [(head + 0.5) / heads for head in range(heads)]

@@ -35,7 +35,11 @@ Tree = Any
 
 
 def accumulate(
-    forward: Forward, weights: Weights, batches: Batch, key: Array | None, seed: Array
+    forward: Forward,
+    weights: Weights,
+    batches: Batch,
+    key: Array | None,
+    seed: Array,
 ) -> LossAndGradients:
     """Returns the loss summed over the microbatches [M, b, T], and `seed` times its gradient: float32 for one
     microbatch, in `precision.gradient_sums` for several.
@@ -64,12 +68,17 @@ def accumulate(
 
 def _zeros(forward: Forward, weights: Weights, totals: Totals) -> LossAndGradients:
     """Returns the sums before the first microbatch, for totals of these types."""
-    totals = jax.tree.map(lambda x: vary(jnp.zeros(x.shape), varying(x)), totals)
+    zeros = lambda x: vary(jnp.zeros(x.shape), varying(x))
+    totals = jax.tree.map(zeros, totals)
     return LossAndGradients(totals, forward.zero.no_gradients(weights.differentiated))
 
 
 def accumulate_overlapped(
-    forward: Forward, weights: Weights, batches: Batch, key: Array | None, seed: Array
+    forward: Forward,
+    weights: Weights,
+    batches: Batch,
+    key: Array | None,
+    seed: Array,
 ) -> LossAndGradients:
     """Does the same, with matrices' gradients reduce-scattered during the last microbatch's backward
     (`zero.reduce_early`).
@@ -103,7 +112,11 @@ def accumulate_overlapped(
 
 
 def accumulate_in_place(
-    forward: Forward, weights: Weights, batches: Batch, key: Array | None, seed: Array
+    forward: Forward,
+    weights: Weights,
+    batches: Batch,
+    key: Array | None,
+    seed: Array,
 ) -> LossAndGradients:
     """Does the same, but adds each layer's gradients to their sums in place: a microbatch's gradients never all exist
     at once.

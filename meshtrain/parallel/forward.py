@@ -147,7 +147,12 @@ class Forward:
         return self._begin_stream(x)
 
     def add_embedding_gradient(
-        self, total: Tree, weights: Weights, batch: Batch, key: Array | None, gx: Array
+        self,
+        total: Tree,
+        weights: Weights,
+        batch: Batch,
+        key: Array | None,
+        gx: Array,
     ) -> Tree:
         """Adds the gradient of `embed`'s weights to `total`; `gx` is the cotangent of its output.
 
@@ -215,9 +220,8 @@ class Forward:
         )
         routing_at = self.routing(batch, active)
         dropout = self._dropout(key, batch)
-        adapter_dropout = Dropout(self.config.lora.dropout, key, batch["rows"]).at(
-            ADAPTER_SITE
-        )
+        lora_dropout = Dropout(self.config.lora.dropout, key, batch["rows"])
+        adapter_dropout = lora_dropout.at(ADAPTER_SITE)
 
         def layer(
             differentiated: Tree, x: Array, constant: Tree, index: Array
@@ -289,7 +293,12 @@ class Forward:
 
     @jax.named_scope(xla.HEAD)
     def loss(
-        self, weights: Weights, x: Array, batch: Batch, here: Array, seed: Array
+        self,
+        weights: Weights,
+        x: Array,
+        batch: Batch,
+        here: Array,
+        seed: Array,
     ) -> tuple[Array, Totals]:
         """Returns `seed` times the loss of a microbatch, to be differentiated, and its `total`. Both are zeros where
         not `here`, unless the stages share the vocabulary.
@@ -303,7 +312,12 @@ class Forward:
         return _where(here, (seeded, (total, measured)))
 
     def seeded_loss(
-        self, head: HeadWeights, x: Array, batch: Batch, here: Array, seed: Array
+        self,
+        head: HeadWeights,
+        x: Array,
+        batch: Batch,
+        here: Array,
+        seed: Array,
     ) -> tuple[Array, Array, dict[str, Array]]:
         """Returns `seed` times the loss of a microbatch, and its `total`, wherever x is from."""
         labels = batch[LABELS]
@@ -324,7 +338,11 @@ class Forward:
 
     @jax.named_scope(xla.HEAD)
     def label_losses(
-        self, weights: Weights, x: Array, batch: Batch, here: Array
+        self,
+        weights: Weights,
+        x: Array,
+        batch: Batch,
+        here: Array,
     ) -> LabelLosses:
         """Returns the loss of each label; of an image also whether the argmax is its class."""
         if not self.of_images:
@@ -348,7 +366,11 @@ class Forward:
         return own, embedding["tokens"]
 
     def _losses(
-        self, head: HeadWeights, x: Array, batch: Batch, here: Array
+        self,
+        head: HeadWeights,
+        x: Array,
+        batch: Batch,
+        here: Array,
     ) -> LabelLosses:
         """Returns the loss of each label, float32 [b, T]; x counts on the stage where `here`."""
         labels = batch[LABELS]
@@ -405,7 +427,8 @@ class Forward:
         ways = self.config.mesh.ways("data") * self.config.parallel.microbatches
         parts = self.collectives.context
         part = lax.axis_index(CONTEXT) if parts > 1 else 0
-        zeros = vary(jnp.zeros((ways * losses.shape[-2], parts)), varying(gaps))
+        rows = ways * losses.shape[-2]
+        zeros = vary(jnp.zeros((rows, parts)), varying(gaps))
         return zeros.at[batch["rows"].ravel(), part].add(gaps).ravel()
 
     def length(self, batch: Batch) -> int:
@@ -520,7 +543,8 @@ def _dealt(stacked: Tree, count: int) -> list[Tree]:
     """Deals out stacked layers in turn to `count` places: [turns * count, ..] to as many trees [turns, ..]."""
     if count == 1:
         return [stacked]
-    turns = jax.tree.map(lambda a: a.reshape(-1, count, *a.shape[1:]), stacked)
+    by_turn = lambda a: a.reshape(-1, count, *a.shape[1:])
+    turns = jax.tree.map(by_turn, stacked)
     places = range(count)
     return [jax.tree.map(lambda a, n=n: a[:, n], turns) for n in places]
 

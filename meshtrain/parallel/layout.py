@@ -69,7 +69,11 @@ class Storage:
         return gather(weight, shard)
 
     def round_once(
-        self, layout: "Layout", weight: Placed, shard: Any, gathers: bool
+        self,
+        layout: "Layout",
+        weight: Placed,
+        shard: Any,
+        gathers: bool,
     ) -> Any:
         """Returns a stacked weight in float8 for a whole step, of its shard in the compute dtype, whose shards it
         `gathers`; None where it is multiplied as it is, or rounded where it is multiplied.
@@ -80,7 +84,12 @@ class Storage:
         return constant
 
     def prepare(
-        self, block: Any, zero: Any, weights: Any, slot: "SlotKind", index: jax.Array
+        self,
+        block: Any,
+        zero: Any,
+        weights: Any,
+        slot: "SlotKind",
+        index: jax.Array,
     ) -> None:
         """Has the modules of layer `index` multiply as the `products` of its slot say: in the compute dtype."""
 
@@ -184,7 +193,8 @@ class StackLayers:
     def places(self) -> np.ndarray:
         """The live place of each canonical layer."""
         layers = self.layer_at.reshape(-1)
-        return np.argsort(np.where(layers < 0, layers.size, layers))[: len(self.layers)]
+        padding_last = np.where(layers < 0, layers.size, layers)
+        return np.argsort(padding_last)[: len(self.layers)]
 
     @cached_property
     def in_order(self) -> bool:
@@ -434,7 +444,8 @@ class Layout(Shown):
     def live_leaf(self, weight: Placed, x: jax.Array) -> jax.Array:
         if weight.stacked and not self.stack(weight).in_order:
             places = self.stack(weight).layer_at.reshape(-1)
-            holds_layer = jnp.asarray(places >= 0).reshape((-1,) + (1,) * (x.ndim - 1))
+            by_layer = (-1,) + (1,) * (x.ndim - 1)
+            holds_layer = jnp.asarray(places >= 0).reshape(by_layer)
             x = jnp.where(holds_layer, x[jnp.asarray(np.maximum(places, 0))], 0)
         pairs = zip(x.shape, weight.padded, strict=True)
         return jnp.pad(x, [(0, to - n) for n, to in pairs])

@@ -62,5 +62,7 @@ def judged(difference: float, compute: str) -> str:
 
 def relative_difference(a: Tree, b: Tree) -> jax.Array:
     """|a - b| / |b| over a whole tree of gradients."""
-    squares = lambda tree: sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(tree))
-    return jnp.sqrt(squares(jax.tree.map(jnp.subtract, a, b)) / squares(b))
+    square = lambda x: jnp.sum(jnp.square(x))
+    squares = lambda tree: sum(map(square, jax.tree.leaves(tree)))
+    difference = jax.tree.map(jnp.subtract, a, b)
+    return jnp.sqrt(squares(difference) / squares(b))

@@ -111,7 +111,11 @@ class LocalStep:
     """The functions of one layout on devices of one platform; all but the constructor are called inside shard_map."""
 
     def __init__(
-        self, layout: Layout, platform: str, hooks: Hooks, across: bool = True
+        self,
+        layout: Layout,
+        platform: str,
+        hooks: Hooks,
+        across: bool = True,
     ) -> None:
         """`across`: losses and gradients are summed over all of data, else over the data ranks of an island."""
         self.config = layout.config

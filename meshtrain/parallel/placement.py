@@ -109,7 +109,8 @@ class Placed:
 
     def on_device(self) -> int:
         """Elements on one device as the model uses it."""
-        return math.prod(n // w for n, w in zip(self.whole, self.ways, strict=True))
+        sizes = zip(self.whole, self.ways, strict=True)
+        return math.prod(size // devices for size, devices in sizes)
 
     def on_rank(self) -> int:
         """Elements on one device as it is held."""
@@ -206,7 +207,8 @@ def place(
     zero_axes = unused(mesh.token_axes(across=False), split)
     degree = _devices(mesh, zero_axes)
     if zero and degree > 1 and not weight.counts:
-        local = {d: whole[d] // ways[d] for d in range(weight.stacked, len(whole))}
+        dims = range(weight.stacked, len(whole))
+        local = {d: whole[d] // ways[d] for d in dims}
         zero_dim = _choose_zero_dim(local, ways, degree)
         if zero_dim is not None:
             padded[zero_dim] = round_up(local[zero_dim], degree) * ways[zero_dim]
@@ -437,8 +439,9 @@ def _slots_of(stacks: list[Stacks]) -> Stacks:
 def _slots_of_both(one: Stacks, other: Stacks) -> Stacks:
     """Returns the shortest sequence of kinds that has both in it, in their order: a common supersequence."""
     best: dict[tuple[int, int], Stacks] = {}
-    last_first = itertools.product(range(len(one), -1, -1), range(len(other), -1, -1))
-    for i, j in last_first:
+    ends_of_one = range(len(one), -1, -1)
+    ends_of_other = range(len(other), -1, -1)
+    for i, j in itertools.product(ends_of_one, ends_of_other):
         if i == len(one) or j == len(other):
             best[i, j] = one[i:] + other[j:]
         elif one[i] == other[j]:

@@ -40,15 +40,12 @@ def checkpointed(
     """
     if parallel.remat == "none" and not gathers:
         return layer
+    policy: Callable | None = _all_but_gathered
+    if parallel.remat != "none":
+        policy = _policy(parallel, rank)
     # In a loop nothing that XLA could merge stands beside it: the loop lies between what is computed and what is
     # computed again.
-    return jax.checkpoint(
-        layer,
-        policy=_all_but_gathered
-        if parallel.remat == "none"
-        else _policy(parallel, rank),
-        prevent_cse=not looped,
-    )
+    return jax.checkpoint(layer, policy=policy, prevent_cse=not looped)
 
 
 def _policy(parallel: ParallelConfig, rank: int) -> Callable | None:

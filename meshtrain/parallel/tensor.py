@@ -38,9 +38,8 @@ class MeshCollectives(VocabularyShards):
     def enter(self, x_BTD: jax.Array) -> jax.Array:
         if self.sequence_parallel:
             return lax.all_gather(x_BTD, TENSOR, axis=SEQUENCE, tiled=True)
-        return vary(
-            x_BTD, (TENSOR,)
-        )  # after a norm it does already: the norm's scale does (see layers.Norm)
+        # After a norm it does already: the norm's scale does (see layers.Norm).
+        return vary(x_BTD, (TENSOR,))
 
     def leave(self, y_BTD: jax.Array) -> jax.Array:
         if self.sequence_parallel:

@@ -68,7 +68,11 @@ class RunHook:
         """Ahead of everything that the step needs, its batch too."""
 
     def before_step(
-        self, step: int, compiled: jax.stages.Compiled, state: Any, batch: Batch
+        self,
+        step: int,
+        compiled: jax.stages.Compiled,
+        state: Any,
+        batch: Batch,
     ) -> tuple[Any, Batch]:
         """Ahead of the step's dispatch; returns the state and the batch that it takes."""
         return state, batch

@@ -23,7 +23,11 @@ class RunRecord(RunHook):
     """
 
     def __init__(
-        self, directory: Path, config: Config, start: int, lock: RunLock | None
+        self,
+        directory: Path,
+        config: Config,
+        start: int,
+        lock: RunLock | None,
     ) -> None:
         self.directory = directory
         self.start = start

@@ -164,7 +164,8 @@ def chosen_chunks(
     most = min(most, layers // stages, (MAX_ENTRIES // stages - stages) // microbatches)
     if stages == 1 or microbatches == 1:
         return 1
-    return max((v for v in range(2, most + 1) if longest % v == 0), default=1)
+    chunks = range(2, most + 1)
+    return max((v for v in chunks if longest % v == 0), default=1)
 
 
 def stamp(schedule: str) -> tuple[int, int] | None:

@@ -275,7 +275,8 @@ class Table(Shown):
                 words.append(f"{letter}{self.entry_text(microbatch, chunk)}")
         if self.paired:
             used = self.cells[clock, :, :, 0] >= 0
-            if used[stage, [F, B] if used[:, F].any() else [B, W]].all():
+            pair = [F, B] if used[:, F].any() else [B, W]
+            if used[stage, pair].all():
                 words[:2] = ["+".join(words[:2])]
         sent = [
             f"{SENT[kind]}{chunk}"
@@ -402,7 +403,11 @@ def parse_csv(text: str, source: str = "csv") -> Table:
 
 
 def _read_row(
-    row: list[str], table: Table, cells: np.ndarray, sends: np.ndarray, where: str
+    row: list[str],
+    table: Table,
+    cells: np.ndarray,
+    sends: np.ndarray,
+    where: str,
 ) -> dict[int, int]:
     """Writes the ops of a row into `cells` and returns its chunks by kind of collective; `sends`: of rows before."""
     sent: list[dict[int, int]] = []

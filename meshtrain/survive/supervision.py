@@ -123,7 +123,11 @@ class Supervision(RunHook):
         self.at("data", step - 1)
 
     def before_step(
-        self, step: int, compiled: jax.stages.Compiled, state: Tree, batch: Batch
+        self,
+        step: int,
+        compiled: jax.stages.Compiled,
+        state: Tree,
+        batch: Batch,
     ) -> tuple[Tree, Batch]:
         if self._batches is not None:
             self._batches.write(step, self._program.part(inputs(batch).shape)[0].start)

@@ -174,7 +174,11 @@ class Stage:
         return {**sums, "embedding": embedding}
 
     def loss(
-        self, y: Array, microbatch: Array, here: Array, seed: Array
+        self,
+        y: Array,
+        microbatch: Array,
+        here: Array,
+        seed: Array,
     ) -> tuple[Totals, Tree, Array]:
         """Returns the loss from the last stage's output y, zeros unless `here`, and two gradients of `seed` times it:
         that of the embedding's and the head's weights, and that of y.
@@ -212,7 +216,11 @@ class Stage:
         )
 
     def backward(
-        self, stash: Buffers, cotangent: Array, gradients: Tree, slot: Op
+        self,
+        stash: Buffers,
+        cotangent: Array,
+        gradients: Tree,
+        slot: Op,
     ) -> tuple[Array, Tree]:
         """B: returns the input gradient, and `gradients` with each layer's weight gradient added if the slot is
         active.
@@ -321,7 +329,11 @@ class Stage:
         return self._unless_padding(layer, at, run, lambda x: x)(x), None
 
     def _unless_padding(
-        self, layer: StackedLayer, at: Array, run: Callable, same: Callable
+        self,
+        layer: StackedLayer,
+        at: Array,
+        run: Callable,
+        same: Callable,
     ) -> Callable:
         """Returns `run`, or a function that is `same` where the layer is padding that is skipped.
 
@@ -365,7 +377,11 @@ class Stage:
         return self._unless_padding(layer, at, run, lambda *same: same)(*carry), None
 
     def input_layer(
-        self, layer: StackedLayer, at: Array, cotangent: Array, stashed: Tree
+        self,
+        layer: StackedLayer,
+        at: Array,
+        cotangent: Array,
+        stashed: Tree,
     ) -> tuple[Array, list[Array]]:
         """Returns a layer's input gradient, and the residuals of its weight gradient."""
         x, saved = stashed
@@ -615,7 +631,11 @@ class Stage:
         return LayerTrace(y, vjp, [depends(r) for r in residuals(vjp)])
 
     def _halves(
-        self, layer: StackedLayer, at: Array, x: Array, saved: list[Array]
+        self,
+        layer: StackedLayer,
+        at: Array,
+        x: Array,
+        saved: list[Array],
     ) -> "Halves":
         """Returns the layer's vjp in two halves, of which the second has no cotangent any more.
 

@@ -150,7 +150,8 @@ def padded(weight: Placed, g: jax.Array) -> jax.Array:
         return g
     dim = zero_dimension(weight, g)
     more = weight.padded[dim - g.ndim] - weight.whole[dim - g.ndim]
-    return jnp.pad(g, [(0, more if d == dim else 0) for d in range(g.ndim)])
+    behind = [more if d == dim else 0 for d in range(g.ndim)]
+    return jnp.pad(g, [(0, padding) for padding in behind])
 
 
 def unpadded(weight: Placed, g: jax.Array) -> jax.Array:

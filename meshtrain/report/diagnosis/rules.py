@@ -16,6 +16,8 @@ from meshtrain.report.diagnosis.evidence import Evidence, Finding
 from meshtrain.survive.stragglers import judge
 from meshtrain.telemetry.thresholds import BY_RULE
 
+Findings = Iterator[Finding]
+
 # A share of the step below which nothing is said: step times differ by as much from minute to minute.
 LEAST = 0.08
 # Of a machine's CPU time, used by others, where none is left idle.
@@ -30,7 +32,7 @@ COMPILED_ROWS = 4
 SAVE_OVERHEAD = 0.5
 SLOW_DISK = 3.0
 
-Rule = Callable[[Evidence], Iterator[Finding]]
+Rule = Callable[[Evidence], Findings]
 
 
 def _share_finding(
@@ -40,7 +42,7 @@ def _share_finding(
     return Finding(name, signal, share, LEAST, share, sentence, advice)
 
 
-def shared(evidence: Evidence) -> Iterator[Finding]:
+def shared(evidence: Evidence) -> Findings:
     """Others take CPU time that the run would have used.
 
     Pressure (PSI) does not tell whose it is: eight devices on two cores wait for each other all the time, and the
@@ -79,7 +81,7 @@ def shared(evidence: Evidence) -> Iterator[Finding]:
             )
 
 
-def memory(evidence: Evidence) -> Iterator[Finding]:
+def memory(evidence: Evidence) -> Findings:
     """Host memory near its limit.
 
     A process that is killed loses more than time: how near it is counts as the severity.
@@ -111,7 +113,7 @@ def memory(evidence: Evidence) -> Iterator[Finding]:
         yield Finding("memory", name, most, near, severity, sentence, advice)
 
 
-def faults(evidence: Evidence) -> Iterator[Finding]:
+def faults(evidence: Evidence) -> Findings:
     """Work that was done again after faults, and time without processes."""
     if evidence.lost is not None and evidence.lost >= LEAST:
         sentence = (
@@ -124,7 +126,7 @@ def faults(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def slow_rank(evidence: Evidence) -> Iterator[Finding]:
+def slow_rank(evidence: Evidence) -> Findings:
     """Ranks that keep the others waiting: the slowest, and how many more."""
     paces = judge(evidence.phases())
     slow = sorted((pace.score, rank) for rank, pace in paces.items() if pace.is_slow)
@@ -151,7 +153,7 @@ def slow_rank(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def compiling(evidence: Evidence) -> Iterator[Finding]:
+def compiling(evidence: Evidence) -> Findings:
     """Programs are compiled again and again, not once at the start."""
     seconds = np.nan_to_num(evidence.step("compile_seconds"))
     rows = int(np.sum(seconds > 0))
@@ -174,7 +176,7 @@ def compiling(evidence: Evidence) -> Iterator[Finding]:
     yield _share_finding("compiling", "compile_seconds", share, sentence, advice)
 
 
-def loader(evidence: Evidence) -> Iterator[Finding]:
+def loader(evidence: Evidence) -> Findings:
     """The step waits for data: what all ranks wait alike, since what one waits longer is the slow rank's."""
     if not evidence.seconds:
         return
@@ -195,7 +197,7 @@ def loader(evidence: Evidence) -> Iterator[Finding]:
         yield _share_finding("loader", "data_wait_seconds", share, sentence, advice)
 
 
-def saves(evidence: Evidence) -> Iterator[Finding]:
+def saves(evidence: Evidence) -> Findings:
     """Checkpoints hold up the steps: because the disk is slow, or because there are too many."""
     whole = evidence.seconds
     blocked = evidence.total("checkpoint_blocked_seconds")
@@ -237,7 +239,7 @@ def saves(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def host(evidence: Evidence) -> Iterator[Finding]:
+def host(evidence: Evidence) -> Findings:
     """The devices wait for Python: starting steps, writing rows. Counts the share that every rank spends."""
     share = min(
         (shares["dispatch"] + shares["log"] for shares in evidence.phases().values()),
@@ -251,7 +253,7 @@ def host(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def collapsed(evidence: Evidence) -> Iterator[Finding]:
+def collapsed(evidence: Evidence) -> Findings:
     """Routers send most tokens to the same experts: the others learn nothing, and their devices wait."""
     moe = evidence.config.model.moe
     loads = evidence.step("expert_load")
@@ -275,7 +277,7 @@ def collapsed(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def throttled(evidence: Evidence) -> Iterator[Finding]:
+def throttled(evidence: Evidence) -> Findings:
     """A device that slows itself down, most of the time. Its counters do not say by how much."""
     worst: tuple[float, str] | None = None
     for rank, columns in evidence.samples.items():
