@@ -44,6 +44,10 @@ from meshtrain.model.products import (
     unrounded,
 )
 from meshtrain.model.rope import Sequence, sequences
+from meshtrain.registry import late
+
+# imported when a model has such attention
+LATENT = late("meshtrain.model.latent:LatentAttention")
 
 
 class Embedding(nnx.Module):
@@ -240,11 +244,7 @@ def mixer_of(config: ModelConfig) -> Any:
     kind = kind_of(config)
     if kind != FULL:
         return KINDS[kind].module
-    if config.mla.kv_rank:
-        from meshtrain.model.latent import LatentAttention
-
-        return LatentAttention
-    return Attention
+    return LATENT if config.mla.kv_rank else Attention
 
 
 class Block(nnx.Module):

@@ -239,7 +239,7 @@ class Execution:
             wait for y                      ─┘
             W
 
-        What came is put into the inboxes before B, and at the end.
+        Messages are put into the inboxes before B, and at the end.
 
         A table of pairs has a clock of its own (`run_paired_clock`).
         """
