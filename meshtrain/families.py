@@ -84,14 +84,11 @@ class Family:
     router: str = "softmax"
     normalize: bool = True
     joint_qk_norm: bool = False  # qk_norm is over all heads together, not over each
-    biased_out: bool = (
-        False  # the output projection of attention has a bias though nothing else has
-    )
+    # the output projection of attention has a bias though nothing else has
+    biased_out: bool = False
     biased_experts: bool = False  # experts and their router have biases
-    sinks: bool = (
-        # The softmax of each head has one more score, which is learned and of no key
-        False
-    )
+    # The softmax of each head has one more score, which is learned and of no key
+    sinks: bool = False
     # What attention gives is multiplied by a sigmoid of its input
     gated_attention: bool = False
     # Likewise of the shared experts, one number a token

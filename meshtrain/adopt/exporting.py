@@ -56,9 +56,8 @@ from meshtrain.reader import read_model
 Tree = Any
 Step = int | Literal["newest", "best"]
 DtypeOf = Callable[[str], np.dtype]
-Tensor = tuple[
-    int | None, list[tuple[TensorMapping, int]]
-]  # layer, the weights that a tensor holds, each with its number among theirs
+# layer, the weights that a tensor holds, each with its number among theirs
+Tensor = tuple[int | None, list[tuple[TensorMapping, int]]]
 DTYPES = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),

@@ -108,9 +108,8 @@ class Links:
 
 
 Levels = tuple[tuple[str, Link], ...]  # innermost first, without those of no devices
-Legs = tuple[
-    tuple[int, int], ...
-]  # (devices, how far apart in the numbering), one for each axis of a group
+# (devices, how far apart in the numbering), one for each axis of a group
+Legs = tuple[tuple[int, int], ...]
 
 
 class Load(NamedTuple):
@@ -286,10 +285,8 @@ class Hop:
     fan: int
     latency: float
     bytes_per_second: float
-    members: (
-        # Devices of the group in one of the blocks that meet: they share the work of crossing
-        int
-    )
+    # Devices of the group in one of the blocks that meet: they share the work of crossing
+    members: int
     sums: bool = False
     paths: Paths | None = None  # on a torus; bytes_per_second is then what rings reach
     detour: float = 0.0  # seconds more for a message to a device of another rail

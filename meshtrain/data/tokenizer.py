@@ -22,9 +22,8 @@ class Tokenizer(Protocol):
     end_of_document: int
     digest: str
     special: tuple[str, ...]  # special tokens, as they are spelled
-    begin: tuple[
-        int, ...
-    ]  # what stands before every document, and before a prompt that no template makes
+    # what stands before every document, and before a prompt that no template makes
+    begin: tuple[int, ...]
     usual_end: int  # `end_of_document` as versions before data.end took it
 
     @property

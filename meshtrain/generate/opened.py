@@ -180,16 +180,13 @@ class Opened:
     longest: int = USUAL
     # of what a chat template has made: special tokens in it are themselves
     marked: Tokenizer = field(default_factory=ByteTokenizer)
-    without: str = (
-        # Why there is no template, where there is none
-        "the model has no chat template."
-    )
+    # Why there is no template, where there is none
+    without: str = "the model has no chat template."
     # How its makers have tokens chosen; None: they do not say
     sampling: Sampling | None = None
     asks: tuple[str, ...] = ()  # what there is to say of how they have it, sentences
-    weights: str | None = (
-        None  # what holds them, see `generate.held`; None: the dtype that computes
-    )
+    # what holds them, see `generate.held`; None: the dtype that computes
+    weights: str | None = None
     drafts: bool = False  # see `generate.drafting`
 
     @property

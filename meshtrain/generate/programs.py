@@ -38,9 +38,8 @@ from meshtrain.mesh import TENSOR, platform
 from meshtrain.parallel.layout import Layout
 from meshtrain.reader import Model
 
-Name = tuple[
-    str, int
-]  # ("prefill", tokens of its bucket) or ("decode", whether with log-probabilities)
+# ("prefill", tokens of its bucket) or ("decode", whether with log-probabilities)
+Name = tuple[str, int]
 
 
 def taken_over(
@@ -72,12 +71,10 @@ class Picked(NamedTuple):
     """
 
     tokens: jax.Array  # int32 [S]
-    logprobs: jax.Array | None = (
-        None  # float32 [S], of the model's own distribution (at temperature 1)
-    )
-    likeliest_ids: jax.Array | None = (
-        None  # int32 [S, MOST_LIKELY], or the whole vocabulary where that is smaller
-    )
+    # float32 [S], of the model's own distribution (at temperature 1)
+    logprobs: jax.Array | None = None
+    # int32 [S, MOST_LIKELY], or the whole vocabulary where that is smaller
+    likeliest_ids: jax.Array | None = None
     likeliest_logprobs: jax.Array | None = None  # float32 likewise
     accepted: jax.Array | None = None  # bool [S]
 

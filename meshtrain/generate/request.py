@@ -22,10 +22,8 @@ class Sampling:
 
     temperature: float = 0.0  # 0: the most likely one (greedy)
     top_k: int = 0  # among so many of the most likely; 0: all
-    top_p: float = (
-        # Among the fewest whose probabilities sum to this (nucleus: Holtzman et al. 2020)
-        1.0
-    )
+    # Among the fewest whose probabilities sum to this (nucleus: Holtzman et al. 2020)
+    top_p: float = 1.0
     seed: int = 0
 
     def check(self) -> None:
@@ -140,9 +138,8 @@ class EngineStatus:
     compiled: int = 0
     failures: int = 0  # of the device's programs
     last_step: float = 0.0  # time.monotonic() at the end of the last turn
-    turn_began: float | None = (
-        None  # of the turn that goes on; None: nothing is asked of the device
-    )
+    # of the turn that goes on; None: nothing is asked of the device
+    turn_began: float | None = None
     # In this turn a program is compiled, or what waits waits for that
     compiling: bool = False
     broken: str = ""  # why nothing can be generated any more, a sentence

@@ -50,14 +50,11 @@ class HfFamily:
     section: Callable[[Json, str], dict[str, Any]]
     config: Callable[[Json, int], dict[str, Any]]
     names: Callable[[Json], Iterable[WeightName]]
-    in_memory: Callable[[Json], Iterable[WeightName]] | None = (
-        None  # names that some files have in the place of those
-    )
+    # names that some files have in the place of those
+    in_memory: Callable[[Json], Iterable[WeightName]] | None = None
     model_type: str = ""  # theirs, where it is not the name
-    prefix: str = (
-        # Before the names of all but the head; the class without a head has them without
-        "model."
-    )
+    # Before the names of all but the head; the class without a head has them without
+    prefix: str = "model."
     qkv_bias: bool | None = False  # None: either
     qk_norm: bool | None = False  # None: either
     window: bool = True  # there may be one
@@ -68,10 +65,8 @@ class HfFamily:
     activation: str = ""  # the one that it can hold; "": any that has a name there
     window_by_turns: bool = False  # every n-th layer may see all positions
     gemma: bool = False
-    hybrid: bool = (
-        # Norms by 1 + scale, layers of several kinds, heads turned in part, shared experts
-        False
-    )
+    # Norms by 1 + scale, layers of several kinds, heads turned in part, shared experts
+    hybrid: bool = False
     score_cap: bool = False  # there may be one
     local_theta: bool = False  # there may be one
     # its first layers may be dense, and its routers have groups, shared experts, a scale and a bias

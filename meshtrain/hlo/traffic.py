@@ -40,12 +40,10 @@ class Collective:
     # Of the full buffer on one device: what is reduced, what is gathered, what is scattered, the message
     bytes: int
     dtype: str  # as HLO writes it: f32, bf16, ...
-    loops: tuple[
-        int | None, ...
-    ]  # turns of the enclosing loops, outermost first; None: not known before it runs
-    conditionals: tuple[
-        int, ...
-    ]  # for each enclosing conditional, how many of `loops` are around it
+    # turns of the enclosing loops, outermost first; None: not known before it runs
+    loops: tuple[int | None, ...]
+    # for each enclosing conditional, how many of `loops` are around it
+    conditionals: tuple[int, ...]
     source: str  # the JAX operation it came from
     lines: tuple[HloLine, ...] = ()  # of Python that it came from, the innermost first
     busy: float = 1.0  # share of the trips that are made: 1 unless in conditionals

@@ -86,10 +86,8 @@ class LabelLosses(NamedTuple):
     """The loss of each label, [.., b, T]: one of a token, or of an image."""
 
     losses: Array  # float32: what training minimises
-    nll: Array | None = (
-        # float32: the negative log-likelihood alone, without gradient, where losses hold more
-        None
-    )
+    # float32: the negative log-likelihood alone, without gradient, where losses hold more
+    nll: Array | None = None
     correct: Array | None = None  # of images: float32, 1 where the argmax is the label
 
 

@@ -17,10 +17,8 @@ from meshtrain.model.weights import EXPERT_BLOCK
 class ExpertSlots(NamedTuple):
     """The places of each expert's rows."""
 
-    places: (
-        jax.Array
-        # int32 [N, K]: the slot of each pair of a token and an expert; the number of slots: none
-    )
+    # int32 [N, K]: the slot of each pair of a token and an expert; the number of slots: none
+    places: jax.Array
     pairs: jax.Array  # int32 [S]: the pair in each slot; the number of pairs: none
     expert_of_block: jax.Array  # int32 [S / block]
     blocks: jax.Array  # int32: how many are in use

@@ -64,14 +64,11 @@ class Look:
     lagging: tuple[str, ...] = ()
     memory: float | None = None  # bytes of the fullest device
     left: float | None = None  # seconds until the last step
-    life: str = (
-        # Of a supervised run: which generation goes on, and who has been silent for longest
-        ""
-    )
+    # Of a supervised run: which generation goes on, and who has been silent for longest
+    life: str = ""
     faults: tuple[Failure, ...] = ()
-    sample: tuple[str, str] | None = (
-        None  # the prompt and the text of the newest evaluation's first
-    )
+    # the prompt and the text of the newest evaluation's first
+    sample: tuple[str, str] | None = None
 
     @property
     def ended(self) -> bool:

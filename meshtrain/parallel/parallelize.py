@@ -62,14 +62,10 @@ class Gradients(NamedTuple):
     feedback: Any = None  # a FeedbackState
     statistics: Statistics | Any = {}  # noqa: RUF012
     measured: Any = {}  # noqa: RUF012  by name, means of what else is measured
-    counted: Any = (
-        # How much counts in the batch, where it is asked for: tokens, images or pairs
-        None
-    )
-    maxima: Any = (
-        # Of live layers, each head's largest logit, where `optimizer.qk_clip` asks for it
-        None
-    )
+    # How much counts in the batch, where it is asked for: tokens, images or pairs
+    counted: Any = None
+    # Of live layers, each head's largest logit, where `optimizer.qk_clip` asks for it
+    maxima: Any = None
 
 
 def make_layout(

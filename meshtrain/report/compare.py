@@ -70,10 +70,8 @@ class Comparison:
     names: tuple[str, str]
     # Seconds a token, as a share of the first's: 0.1 is 10% slower
     time: Interval | None
-    loss: (
-        Interval | None
-        # The second's minus the first's, over the last quarter of the tokens that both have read
-    )
+    # The second's minus the first's, over the last quarter of the tokens that both have read
+    loss: Interval | None
     # Rows of the same step, if their losses are the same bit by bit; else 0
     identical: int
     tokens: float  # that both have read

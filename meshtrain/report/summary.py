@@ -60,10 +60,8 @@ class Summary:
     reward: float | None  # of the last rows
     # The largest of a token's log-probability between drawing and training
     gap: float | None
-    patience_left: (
-        int | None
-        # Evaluations without a lower loss until the run ends; None where it does not end so
-    )
+    # Evaluations without a lower loss until the run ends; None where it does not end so
+    patience_left: int | None
     speed: Speed | None
     bounds: Bounds | None
     wall: tuple[TimeShare, ...]  # where the run's wall time went, as far as it is known

@@ -74,10 +74,8 @@ class DrawnAnswers(NamedTuple):
     logprobs: Any  # float32 [S, most]
     counts: Any  # int32 [S], tokens of the answers
     experts: Any  # of `Drawing`
-    prompt_experts: (
-        # int32 [ranks x N, T, layers, top_k], that took the prompts' tokens; or None
-        Any
-    )
+    # int32 [ranks x N, T, layers, top_k], that took the prompts' tokens; or None
+    prompt_experts: Any
 
 
 class Rollouts:

@@ -90,14 +90,10 @@ class Buffers:
     last: np.ndarray  # this F is the last virtual stage
     # Microbatch whose F runs on virtual stage 0: its embedding is needed
     enter: np.ndarray
-    exit: (
-        np.ndarray
-        # Microbatch whose F runs on the last virtual stage: the loss head follows in the same clock
-    )
-    head_out: (
-        np.ndarray
-        # Backward inbox of the last virtual stage's stage: where the head leaves the cotangent
-    )
+    # Microbatch whose F runs on the last virtual stage: the loss head follows in the same clock
+    exit: np.ndarray
+    # Backward inbox of the last virtual stage's stage: where the head leaves the cotangent
+    head_out: np.ndarray
     leave: (
         np.ndarray
     )  # microbatch whose B runs on virtual stage 0: its cotangent is the embedding's

@@ -107,9 +107,8 @@ class ClockSection(NamedTuple):
     """Clocks beside which collectives over data travel, `repeats` times as many clocks with the same ops."""
 
     phases: list[Phase]  # of the first time
-    gathers: tuple[
-        int, ...
-    ]  # the chunk whose weights are gathered meanwhile, each time; empty: none
+    # the chunk whose weights are gathered meanwhile, each time; empty: none
+    gathers: tuple[int, ...]
     reduces: tuple[int, ...]  # likewise whose gradient is reduced
     repeats: int
     clocks: int  # of each time

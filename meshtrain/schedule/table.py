@@ -110,10 +110,8 @@ class Table(Shown):
     split: bool
     placement: str
     cells: np.ndarray
-    paired: bool = (
-        # Whether F and B of a clock run at once, and I and W where no stage has an F
-        False
-    )
+    # Whether F and B of a clock run at once, and I and W where no stage has an F
+    paired: bool = False
     sends: np.ndarray = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:

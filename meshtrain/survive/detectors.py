@@ -30,9 +30,8 @@ from meshtrain.survive.records import (
     SupervisorOptions,
 )
 
-Members = Sequence[
-    Node | None
-]  # of a plan, by rank; None for one whose supervisor is gone, or another one by now
+# of a plan, by rank; None for one whose supervisor is gone, or another one by now
+Members = Sequence[Node | None]
 
 # The cause is the first in this order; what stands later follows from what stands earlier, never the other way round: a
 # killed process makes its peers fail.

@@ -58,9 +58,8 @@ class Rank:
     step: int = 0
     phase: str = "start"
     pace: float | None = None
-    phases: dict[str, float] | None = (
-        None  # seconds so far in those of steps, `survive.heartbeat.STEPPING`
-    )
+    # seconds so far in those of steps, `survive.heartbeat.STEPPING`
+    phases: dict[str, float] | None = None
     seconds: dict[str, float] | None = None  # so far, by kind
     saved: int | None = None
     start: int | None = None

@@ -46,14 +46,12 @@ class Facts:
     module: str  # name of the compiled program
     platform: str  # cpu, gpu, tpu
     mesh: dict[str, int]  # axes and their sizes, in the mesh's order
-    devices: list[
-        int
-    ]  # ids of all devices by partition: HLO counts them by their place in the mesh
+    # ids of all devices by partition: HLO counts them by their place in the mesh
+    devices: list[int]
     local: list[int]  # those of the process that traced
     processes: int
-    masked: dict[
-        str, float
-    ]  # by slot, the share of its executions that the schedule's table leaves idle
+    # by slot, the share of its executions that the schedule's table leaves idle
+    masked: dict[str, float]
 
 
 class Tracer(RunHook):

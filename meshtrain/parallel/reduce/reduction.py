@@ -44,9 +44,8 @@ class ReducedGradient(NamedTuple):
 
     shard: jax.Array  # float32
     squares: list[jax.Array]  # see `left_out`
-    left_out: jax.Array | None = (
-        None  # what of this rank's gradient and residual did not come through
-    )
+    # what of this rank's gradient and residual did not come through
+    left_out: jax.Array | None = None
     q: jax.Array | None = None  # PowerSGD's
 
 

@@ -42,10 +42,8 @@ class Exchanged(NamedTuple):
 
     # pseudo-gradient of the fragment, in the places of the weights; zeros elsewhere
     mean: Tree
-    own: (
-        # The island's own weights: as they were, or where they are not finite the shared ones
-        Tree
-    )
+    # The island's own weights: as they were, or where they are not finite the shared ones
+    own: Tree
     # What the island has learned of and not sent, by fragment: nothing where it starts again
     counted: Any
     drift: Any  # norm of `mean`

@@ -32,9 +32,8 @@ from meshtrain.report.trace.attribution import (
 from meshtrain.report.trace.instructions import Instruction, instructions
 from meshtrain.report.trace.read import Span, Trace, TraceEvent
 
-Spending = tuple[
-    Kind, str
-]  # a kind, and of collectives whether they move, wait or cannot tell: both
+# a kind, and of collectives whether they move, wait or cannot tell: both
+Spending = tuple[Kind, str]
 Ranked = tuple[float, float, int, Spending]  # begin, end, rank, key: see `share`
 Instructions = Mapping[str, Instruction]
 Key = TypeVar("Key", bound=Hashable)
