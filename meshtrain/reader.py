@@ -66,7 +66,11 @@ class Model(Shown):
     """
 
     def __init__(
-        self, program: Program, params: Any, step: int, directory: Path
+        self,
+        program: Program,
+        params: Any,
+        step: int,
+        directory: Path,
     ) -> None:
         self.program = program
         self.params = params

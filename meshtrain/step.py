@@ -411,7 +411,10 @@ class Program(Shown):
         return self._map_batch(self.local.loss, params, batch)
 
     def _map_batch(
-        self, function: Callable[..., Any], params: Tree, batch: Batch
+        self,
+        function: Callable[..., Any],
+        params: Tree,
+        batch: Batch,
     ) -> Any:
         """Returns the result of `function(masters, batch)`, the same everywhere."""
         _refuse_state(params)

@@ -118,7 +118,12 @@ def forget() -> None:
 
 
 def _once(
-    address: str, method: str, seconds: float, fresh: bool, *given: Any, **more: Any
+    address: str,
+    method: str,
+    seconds: float,
+    fresh: bool,
+    *given: Any,
+    **more: Any,
 ) -> Any:
     system, path = _system(address, fresh)
     arguments = [path if one is PATH else one for one in given]

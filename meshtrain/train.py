@@ -289,7 +289,7 @@ def _read_ahead(
 
 
 def _add_chosen_hooks(loop: "Loop", directory: Path, closing: ExitStack) -> None:
-    """Adds the hooks that a config asks for."""
+    """Adds the hooks that a config asks for: those that change rows before all others, the rest behind them."""
     program = loop.program
     config = program.config
     if not isinstance(loop.loader, Loader):
@@ -422,7 +422,10 @@ class Loop:
             self.checkpointer.save(step, state, loss=row["loss"], eval_loss=eval_loss)
 
     def compile_step(
-        self, state: State, batch: Batch, step: int
+        self,
+        state: State,
+        batch: Batch,
+        step: int,
     ) -> jax.stages.Compiled:
         """Returns the program of the step that follows `step` steps, for this shape of batch.
 
@@ -517,7 +520,10 @@ class OffloadCheck(RunHook):
 
 
 def _opening(
-    program: Program, data: SplitBatches, start: int, evaluation: Evaluation
+    program: Program,
+    data: SplitBatches,
+    start: int,
+    evaluation: Evaluation,
 ) -> Iterator[str]:
     """Yields sentences on the model, the data, what was chosen for the user, what the config asks in vain, and what is
     left to do.

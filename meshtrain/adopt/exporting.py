@@ -250,7 +250,11 @@ def export(
 
 
 def export_adapter(
-    config: Config, source: Source, to: Path, dtype: str, base: str | None
+    config: Config,
+    source: Source,
+    to: Path,
+    dtype: str,
+    base: str | None,
 ) -> None:
     """Writes the adapters as PEFT does; `base`: where the model that they adapt is.
 
@@ -299,7 +303,11 @@ def _check_float8(model: ModelConfig) -> None:
 
 
 def _write_tensors(
-    model: ModelConfig, source: Source, to: Path | None, dtype_of: DtypeOf, part: int
+    model: ModelConfig,
+    source: Source,
+    to: Path | None,
+    dtype_of: DtypeOf,
+    part: int,
 ) -> None:
     from safetensors.numpy import save_file
 

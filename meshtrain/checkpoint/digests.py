@@ -90,12 +90,11 @@ def write(
         name: (size, ahead.known(directory / name) if ahead else [])
         for name, size in sizes.items()
     } | known
-    blocks = [
-        (n, start)
-        for n, size in sizes.items()
-        if n not in known
-        for start in range(len(files[n][1]) * BLOCK, max(size, 1), BLOCK)
-    ]
+    blocks = []
+    for name, size in sizes.items():
+        if name not in known:
+            starts = range(len(files[name][1]) * BLOCK, max(size, 1), BLOCK)
+            blocks += [(name, start) for start in starts]
     with ThreadPoolExecutor(THREADS) as pool:
         digests = pool.map(lambda b: digest_of(directory / b[0], b[1], BLOCK), blocks)
         for (name, _), digest in zip(blocks, digests, strict=True):

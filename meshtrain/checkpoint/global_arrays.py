@@ -385,12 +385,11 @@ class GlobalArrays:
                 ]
 
             shapes = [e.live.shape if to == "global" else e.shape for e in batch]
-            inputs = [
-                jax.ShapeDtypeStruct(
-                    shape, e.live.dtype, sharding=NamedSharding(self.mesh, spec)
-                )
-                for shape, e, spec in zip(shapes, batch, before, strict=True)
-            ]
+            inputs = []
+            for shape, e, spec in zip(shapes, batch, before, strict=True):
+                sharding = NamedSharding(self.mesh, spec)
+                struct = jax.ShapeDtypeStruct(shape, e.live.dtype, sharding=sharding)
+                inputs.append(struct)
             mapped = jax.shard_map(
                 run,
                 mesh=self.mesh,

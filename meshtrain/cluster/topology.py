@@ -326,7 +326,11 @@ class Group:
 
 @functools.lru_cache(maxsize=4096)
 def group(
-    levels: Levels, reached: float, network: Network, library: str, legs: Legs
+    levels: Levels,
+    reached: float,
+    network: Network,
+    library: str,
+    legs: Legs,
 ) -> Group:
     """The group of devices that legs span; `reached`: share of a link's bandwidth."""
     size = math.prod(n for n, _ in legs)
@@ -350,7 +354,11 @@ def group(
 
 
 def _shape_hop(
-    hop: Hop, levels: Levels, network: Network, block: int, stride: int
+    hop: Hop,
+    levels: Levels,
+    network: Network,
+    block: int,
+    stride: int,
 ) -> Hop:
     """The hop with what the network's shape does to it. `block`: devices of each of the blocks that meet there."""
     if network.torus and hop.level == network.torus_level:

@@ -121,7 +121,11 @@ def byte_boundaries(begin: str | None = None, end: str | None = None) -> Boundar
 
 
 def read_boundaries(
-    path: Path, tokenizer: Any, size: int, begin: str | None, end: str | None
+    path: Path,
+    tokenizer: Any,
+    size: int,
+    begin: str | None,
+    end: str | None,
 ) -> Boundaries:
     """Returns the boundaries of a tokenizer.json at `path`, from it and the files beside it.
 

@@ -71,7 +71,11 @@ class Packed:
     """The rows of an epoch: every piece of every document in exactly one of them."""
 
     def __init__(
-        self, corpus: Corpus, pieces: DocumentPieces, length: int, seed: int
+        self,
+        corpus: Corpus,
+        pieces: DocumentPieces,
+        length: int,
+        seed: int,
     ) -> None:
         self.corpus = corpus
         self.pieces = pieces

@@ -102,7 +102,11 @@ class StoredShards:
         self.limit = limit
 
     def corpus(
-        self, directory: Path, manifest: ShardManifest, split: str, verify: bool
+        self,
+        directory: Path,
+        manifest: ShardManifest,
+        split: str,
+        verify: bool,
     ) -> Corpus:
         """Opens the shards of a split, as `open_corpus` does."""
         dtype = np.dtype(manifest.dtype).newbyteorder("<")
@@ -127,7 +131,11 @@ class StoredShards:
         return Corpus(opened[::2], offsets, manifest.contents)
 
     def _file(
-        self, shard: Shard, file: tuple[Path, int, str], dtype: np.dtype, names: Any
+        self,
+        shard: Shard,
+        file: tuple[Path, int, str],
+        dtype: np.dtype,
+        names: Any,
     ) -> StoredTokens:
         path, size, digest = file
         entry = names.get(path.name)

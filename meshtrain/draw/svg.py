@@ -67,7 +67,11 @@ FONT = "system-ui, sans-serif"
 
 
 def svg(
-    width: float, height: float, body: Iterable[str], label: str, size: int = 11
+    width: float,
+    height: float,
+    body: Iterable[str],
+    label: str,
+    size: int = 11,
 ) -> str:
     """Returns a drawing of fixed size in pixels; `label` describes it to screen readers."""
     return _element(
@@ -81,7 +85,12 @@ def chart(height: float, body: Iterable[str], label: str, size: int = 13) -> str
 
 
 def _element(
-    width: float, height: float, extent: str, body: Iterable[str], label: str, size: int
+    width: float,
+    height: float,
+    extent: str,
+    body: Iterable[str],
+    label: str,
+    size: int,
 ) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" {extent} role="img" '

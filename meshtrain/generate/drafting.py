@@ -110,7 +110,11 @@ class Drafting(Decoding):
         )
 
     def _read_alone(
-        self, weights: Parts, tokens: jax.Array, lengths: jax.Array, how: SamplingArrays
+        self,
+        weights: Parts,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        how: SamplingArrays,
     ) -> tuple[Slots, Picked]:
         forward = self.forward
         read = forward.read(weights, tokens, lengths)

@@ -124,14 +124,22 @@ class DecodingForward:
         return jnp.take_along_axis(by_id, text[1:, None], axis=1)[:, 0]
 
     def step(
-        self, weights: Parts, caches: Caches, tokens: jax.Array, positions: jax.Array
+        self,
+        weights: Parts,
+        caches: Caches,
+        tokens: jax.Array,
+        positions: jax.Array,
     ) -> ReadTokens:
         """Reads one token of every slot at its position, both [S]."""
         read = self.read_on(weights, caches, tokens[:, None], positions[:, None])
         return read._replace(logits=read.logits[:, 0])
 
     def read_on(
-        self, weights: Parts, caches: Caches, tokens: jax.Array, positions: jax.Array
+        self,
+        weights: Parts,
+        caches: Caches,
+        tokens: jax.Array,
+        positions: jax.Array,
     ) -> ReadTokens:
         """Reads tokens of every slot at their positions, both [S, T]; the logits are those behind each, [S, T, V]."""
         model = self.config.model

@@ -177,7 +177,11 @@ class Decoding:
         return platform(self.mesh) == "cpu" and self.mesh.size > 1
 
     def prefill(
-        self, state: Slots, slot: int, tokens: np.ndarray, sampling: Sampling
+        self,
+        state: Slots,
+        slot: int,
+        tokens: np.ndarray,
+        sampling: Sampling,
     ) -> tuple[Slots, Picked]:
         """Reads a prompt, int [T], into a slot, and chooses the token behind it; the state is used up.
 
@@ -327,7 +331,11 @@ class Decoding:
         return rest._replace(cache=cache), jax.tree.map(lambda x: x[0], picked)
 
     def _read_alone(
-        self, weights: Parts, tokens: jax.Array, lengths: jax.Array, how: SamplingArrays
+        self,
+        weights: Parts,
+        tokens: jax.Array,
+        lengths: jax.Array,
+        how: SamplingArrays,
     ) -> tuple[Slots, Picked]:
         """Reads a prompt [1, T], and chooses the token behind it; the caches are as `put` takes them."""
         read = self.forward.read(weights, tokens, lengths)

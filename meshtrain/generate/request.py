@@ -175,7 +175,11 @@ class Running:
     """A request in a slot, as the host sees it."""
 
     def __init__(
-        self, ticket: Ticket, ends: frozenset[int], spelling: Spelling, length: int
+        self,
+        ticket: Ticket,
+        ends: frozenset[int],
+        spelling: Spelling,
+        length: int,
     ) -> None:
         """`ends`: tokens that end a text; `length`: positions of the slot."""
         request = ticket.request

@@ -205,7 +205,11 @@ class Resharding:
         ]
 
     def _move(
-        self, trained: Placed, decoded: Placed, x: jax.Array, dim: int
+        self,
+        trained: Placed,
+        decoded: Placed,
+        x: jax.Array,
+        dim: int,
     ) -> jax.Array:
         """Gives each tensor rank the pieces of `dim` that it is to have, or of the dimension that is split in its
         place; if none is, it gathers `dim` over tensor.

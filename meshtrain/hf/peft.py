@@ -135,7 +135,11 @@ def _projection(weight: Weight) -> str:
 
 
 def merged_delta(
-    model: ModelConfig, lora: LoraConfig, source: Source, weight: Weight, layer: int
+    model: ModelConfig,
+    lora: LoraConfig,
+    source: Source,
+    weight: Weight,
+    layer: int,
 ) -> np.ndarray | None:
     """Returns scale * A B of one layer of a projection, float32, in the projection's shape; None for one without
     adapters.

@@ -63,7 +63,11 @@ class NodeProcess:
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], piped: bool, listens: bool
+        self,
+        name: str,
+        command: Sequence[str],
+        piped: bool,
+        listens: bool,
     ) -> None:
         self.name = name
         pipe = subprocess.PIPE if piped else None

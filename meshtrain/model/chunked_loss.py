@@ -28,7 +28,11 @@ Loss = Callable[[Tree, jax.Array, jax.Array], LabelLosses]
 
 
 def chunk_losses(
-    loss: Loss, weights: Tree, x_BTD: jax.Array, labels_BL: jax.Array, chunk: int
+    loss: Loss,
+    weights: Tree,
+    x_BTD: jax.Array,
+    labels_BL: jax.Array,
+    chunk: int,
 ) -> LabelLosses:
     """Returns the loss of each label, [B, L], from chunks of at most `chunk` labels; L is T times the ranks that split
     the sequence.

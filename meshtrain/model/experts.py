@@ -296,7 +296,12 @@ class Experts(nnx.Module):
         return x_SD if self.float8 is None else self.float8.round(x_SD)
 
     def product(
-        self, name: str, rows: Any, experts: jax.Array, blocks: jax.Array, platform: str
+        self,
+        name: str,
+        rows: Any,
+        experts: jax.Array,
+        blocks: jax.Array,
+        platform: str,
     ) -> jax.Array:
         """Slots times the weights `name` of their experts."""
         weight = getattr(self, name)[...]

@@ -196,7 +196,11 @@ class Float8Recipe(NamedTuple):
         )
 
     def times(
-        self, a: Rounded, b: Rounded, summed: tuple[int, int], dtype: Any
+        self,
+        a: Rounded,
+        b: Rounded,
+        summed: tuple[int, int],
+        dtype: Any,
     ) -> jax.Array:
         """Returns the product in `dtype`, summed over one dimension of each."""
         dimensions = (((summed[0],), (summed[1],)), ((), ()))

@@ -345,7 +345,11 @@ def _positions(square: Square, block: int, origin: Any) -> tuple[jax.Array, jax.
 
 
 def _keys(
-    scoring: Scoring, length: int, block: int, i: Any, masks: Masks
+    scoring: Scoring,
+    length: int,
+    block: int,
+    i: Any,
+    masks: Masks,
 ) -> tuple[Any, Any]:
     """The first block of keys that query block i reads, and the one behind the last."""
     start, stop = _meeting(length, block, i, masks)
@@ -361,7 +365,11 @@ def _keys(
 
 
 def _queries(
-    scoring: Scoring, length: int, block: int, j: Any, masks: Masks
+    scoring: Scoring,
+    length: int,
+    block: int,
+    j: Any,
+    masks: Masks,
 ) -> tuple[Any, Any]:
     """The first block of queries that reads key block j, and the one behind the last."""
     start, stop = _meeting(length, block, j, masks)
@@ -420,7 +428,11 @@ def _through_cap(scoring: Scoring, scores: jax.Array, ds: jax.Array) -> jax.Arra
 
 
 def _dropout(
-    scoring: Scoring, masks: Masks, head: Any, square: Square, block: int
+    scoring: Scoring,
+    masks: Masks,
+    head: Any,
+    square: Square,
+    block: int,
 ) -> Callable[[jax.Array], jax.Array]:
     """Dropout on a block of a head's scores; linear."""
     rate = scoring.rate

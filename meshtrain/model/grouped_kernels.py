@@ -107,7 +107,15 @@ def weight_gradient(
 
 
 def _product_kernel(  # type: ignore[no-untyped-def]
-    transposed, place, tiles, step, rows, weight, experts, blocks, out
+    transposed,
+    place,
+    tiles,
+    step,
+    rows,
+    weight,
+    experts,
+    blocks,
+    out,
 ) -> None:
     block = jax.lax.div(place(pl.program_id(0))[0], jnp.int32(tiles))
     expert = experts[block]

@@ -106,7 +106,11 @@ class LinearAttention(nnx.Module):
         self.norm = GatedNorm(f"{name}.norm", config, rngs)
 
     def __call__(
-        self, x_BTD: Any, sequence: Sequence, collectives: Collectives, dropout: Dropout
+        self,
+        x_BTD: Any,
+        sequence: Sequence,
+        collectives: Collectives,
+        dropout: Dropout,
     ) -> Array:
         shape, rows = rows_of(self, x_BTD)
         of = partial(self.project_heads, shape[0], rows)

@@ -29,7 +29,11 @@ class Prediction(nnx.Module):
     project: nnx.Param
 
     def __init__(
-        self, name: str, config: ModelConfig, make_block: Callable, rngs: nnx.Rngs
+        self,
+        name: str,
+        config: ModelConfig,
+        make_block: Callable,
+        rngs: nnx.Rngs,
     ) -> None:
         self.embedding_norm = Norm(f"{name}.embedding_norm", config, rngs)
         self.stream_norm = Norm(f"{name}.stream_norm", config, rngs)

@@ -116,7 +116,12 @@ def _decays(refs: Refs) -> Decays:
 
 
 def _chunk_kernel(
-    refs: Refs, scores: Any, queries: Any, keys: Any, keep: Any, *solved: Any
+    refs: Refs,
+    scores: Any,
+    queries: Any,
+    keys: Any,
+    keep: Any,
+    *solved: Any,
 ) -> None:
     (i, j) = _places(len(refs.q))
     decays = _decays(refs)

@@ -108,13 +108,11 @@ def adapters(model: ModelConfig, lora: LoraConfig) -> tuple[Weight, ...]:
 
     They lie as W does: what splits W's outputs splits B, what splits its inputs splits A.
     """
-    return tuple(
-        factor
-        for stack, layers in layers_of_stacks(model).items()
-        for factor in _rename_to_stack(
-            _adapters_of_layer(model_of_stack(model, stack), lora), stack, layers
-        )
-    )
+    factors: list[Weight] = []
+    for stack, layers in layers_of_stacks(model).items():
+        of_layer = _adapters_of_layer(model_of_stack(model, stack), lora)
+        factors += _rename_to_stack(of_layer, stack, layers)
+    return tuple(factors)
 
 
 def _adapters_of_layer(model: ModelConfig, lora: LoraConfig) -> list[Weight]:

@@ -130,7 +130,12 @@ class ContextCollectives(MeshCollectives):
         return _gathered(latents)
 
     def attend_in_zigzag(
-        self, kernel: Any, scoring: Any, heads: Heads, masks: Any, sinks: Any = None
+        self,
+        kernel: Any,
+        scoring: Any,
+        heads: Heads,
+        masks: Any,
+        sinks: Any = None,
     ) -> tuple[Array, Array | None]:
         return zigzag_attention(kernel, scoring, self.rings, heads, masks, sinks)
 

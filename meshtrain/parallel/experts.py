@@ -96,7 +96,11 @@ class ExpertCollectives(ContextCollectives):
         return self
 
     def share_all_rows(
-        self, compute: Compute, here: int, room: int, chosen_NK: jax.Array
+        self,
+        compute: Compute,
+        here: int,
+        room: int,
+        chosen_NK: jax.Array,
     ) -> tuple[Round, jax.Array]:
         """Gathers all rows on all ranks, of which this one has `here` experts: returns a round of `room` of those that
         chose them, and the rows of the fullest rank.
@@ -117,7 +121,11 @@ class ExpertCollectives(ContextCollectives):
         return one, loads[: self.expert_ranks].max()
 
     def send_by_nodes(
-        self, compute: Compute, here: int, room: int, chosen_NK: jax.Array
+        self,
+        compute: Compute,
+        here: int,
+        room: int,
+        chosen_NK: jax.Array,
     ) -> tuple[Round, jax.Array]:
         """Gathers the rows of the ranks of this number in all nodes, and sends those to the ranks of their experts that
         chose any of this node: returns what `send_chosen_rows` does.
@@ -142,7 +150,11 @@ class ExpertCollectives(ContextCollectives):
         return one, most
 
     def send_chosen_rows(
-        self, compute: Compute, here: int, room: int, chosen_NK: jax.Array
+        self,
+        compute: Compute,
+        here: int,
+        room: int,
+        chosen_NK: jax.Array,
     ) -> tuple[Round, jax.Array]:
         """Sends each row to the ranks of its experts: returns a round, in which each sends an equal part of `room` to
         each, and the most rows that one sends to another.

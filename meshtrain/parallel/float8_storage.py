@@ -91,7 +91,11 @@ class Float8Storage(Storage):
         return groups_of(weight, self.config.precision.float8_recipe, turned)
 
     def round_once(
-        self, layout: Layout, weight: Placed, shard: Any, gathers: bool
+        self,
+        layout: Layout,
+        weight: Placed,
+        shard: Any,
+        gathers: bool,
     ) -> Any:
         if not weight.stacked or self.rounds(weight):
             return None
@@ -187,7 +191,11 @@ class Float8Storage(Storage):
                 )
 
     def _rounded_at_use(
-        self, weight: Placed, constant: Any, zero: "Zero", products: str
+        self,
+        weight: Placed,
+        constant: Any,
+        zero: "Zero",
+        products: str,
     ) -> RoundedWeight | None:
         """Returns a weight of a layer in float8; None where its products round it themselves, or not at all."""
         if self.rounds(weight):

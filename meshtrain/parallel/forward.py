@@ -224,7 +224,10 @@ class Forward:
         adapter_dropout = lora_dropout.at(ADAPTER_SITE)
 
         def layer(
-            differentiated: Tree, x: Array, constant: Tree, index: Array
+            differentiated: Tree,
+            x: Array,
+            constant: Tree,
+            index: Array,
         ) -> Array:
             weights = Weights(differentiated, constant)
             modules = self.zero.gather_at_use(kind.stack, weights)
@@ -246,7 +249,10 @@ class Forward:
             return vary(y, varying(x))
 
         def layer_or_padding(
-            differentiated: Tree, x: Array, constant: Tree, index: Array
+            differentiated: Tree,
+            x: Array,
+            constant: Tree,
+            index: Array,
         ) -> Array:
             def run(x: Array) -> Array:
                 return layer(differentiated, x, constant, index)

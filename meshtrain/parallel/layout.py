@@ -244,9 +244,8 @@ class Layout(Shown):
         layer_at = np.full((self.pipeline, self.chunks, rows.shape[1]), -1)
         for stage in range(self.pipeline):
             for chunk in range(self.chunks):
-                layer_at[stage, chunk] = rows[
-                    self.table.virtual(stage, chunk) if self.table else 0
-                ]
+                row = self.table.virtual(stage, chunk) if self.table else 0
+                layer_at[stage, chunk] = rows[row]
         return layer_at
 
     @cached_property

@@ -296,7 +296,10 @@ class LocalStep:
         return {**batches, "tokens": tokens, "reference": losses}
 
     def _label_losses(
-        self, forward: Forward, weights: Weights, batches: Batch
+        self,
+        forward: Forward,
+        weights: Weights,
+        batches: Batch,
     ) -> LabelLosses:
         """The labels of the microbatches one by one, [M, b, T] each."""
         executor = self._executor(forward)

@@ -120,7 +120,11 @@ class PredictionLosses:
             sequence = replace(sequence, routing=routing(jnp.int32(index)))
 
         def layer(
-            tree: Tree, norm: Tree, own: Tree, x: Array, embedded: Array
+            tree: Tree,
+            norm: Tree,
+            own: Tree,
+            x: Array,
+            embedded: Array,
         ) -> Array:
             module = nnx.merge(graph, tree)
             before = nnx.merge(forward.head_graph, {**own, "norm": norm}).norm

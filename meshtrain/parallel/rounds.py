@@ -66,7 +66,12 @@ def _total(
 # ready at once are taken for each other.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _add(
-    jaxpr: Any, apart: bool, y: jax.Array, rounds: jax.Array, operands: Any, closed: Any
+    jaxpr: Any,
+    apart: bool,
+    y: jax.Array,
+    rounds: jax.Array,
+    operands: Any,
+    closed: Any,
 ) -> jax.Array:
     one = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed))
     after_y = rounds + (y.reshape(-1)[0] > jnp.inf)

@@ -18,6 +18,7 @@ in the step:
 sums the accumulated gradients into shards.
 """
 
+import operator
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,14 +72,9 @@ class Weights(NamedTuple):
 
 def _unzipped(tree: Tree) -> Weights:
     """Returns two trees of a tree of `Weights` of one weight each."""
-    return Weights(
-        *(
-            jax.tree.map(
-                lambda one, n=n: one[n], tree, is_leaf=lambda x: isinstance(x, Weights)
-            )
-            for n in range(2)
-        )
-    )
+    is_pair = lambda x: isinstance(x, Weights)
+    take = lambda n: jax.tree.map(operator.itemgetter(n), tree, is_leaf=is_pair)
+    return Weights(take(0), take(1))
 
 
 class ReducedGradients(NamedTuple):
@@ -106,7 +102,10 @@ class Zero:
     """
 
     def __init__(
-        self, layout: Layout, reduction: Reduction, feedback: "Feedback | None" = None
+        self,
+        layout: Layout,
+        reduction: Reduction,
+        feedback: "Feedback | None" = None,
     ) -> None:
         config = layout.config
         self.layout = layout
@@ -189,7 +188,10 @@ class Zero:
         return vary(self.layout.map(zeros, weights), self.axes)
 
     def reduce_grads(
-        self, gradients: Tree, feedback: "FeedbackState | None", scale: jax.Array
+        self,
+        gradients: Tree,
+        feedback: "FeedbackState | None",
+        scale: jax.Array,
     ) -> ReducedGradients:
         """Inside shard_map: accumulated partial gradients, times `scale`, to float32 shards, summed over every axis
         that the weight lacks.
@@ -248,7 +250,10 @@ class Zero:
         return jax.tree.map(reduce, placed, gradients, is_leaf=is_placed)
 
     def add_gradient(
-        self, weight: Placed, total: jax.Array, add: Callable[[jax.Array], jax.Array]
+        self,
+        weight: Placed,
+        total: jax.Array,
+        add: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:
         """`total` of a weight's gradient with what `add` puts, number by number, into a full one in float32: straight
         into it where it is that, else into zeros, which are scattered in stages 2 and 3.
@@ -279,7 +284,10 @@ class Zero:
         return self.layout.storage.gather(weight, shard)
 
     def _gather_weight(
-        self, weight: Placed, differentiated: jax.Array | None, constant: Any
+        self,
+        weight: Placed,
+        differentiated: jax.Array | None,
+        constant: Any,
     ) -> jax.Array:
         if differentiated is None:
             assert constant is not None

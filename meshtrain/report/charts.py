@@ -358,7 +358,11 @@ def smoothed(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def binned(
-    x: np.ndarray, y: np.ndarray, first: float, last: float, bins: int = BINS
+    x: np.ndarray,
+    y: np.ndarray,
+    first: float,
+    last: float,
+    bins: int = BINS,
 ) -> tuple[np.ndarray, ...]:
     """Centre, least, mean and greatest of each bin of `x` between `first` and `last` that holds a value."""
     place = np.clip(

@@ -128,7 +128,11 @@ def _entries(table: Table, widths: list[float]) -> Iterator[str]:
 
 
 def _ops(
-    table: Table, cell: np.ndarray, left: float, wide: float, y: int
+    table: Table,
+    cell: np.ndarray,
+    left: float,
+    wide: float,
+    y: int,
 ) -> Iterator[str]:
     """Yields the ops of a cell, each with its part of the width, in the order in which the stage runs them."""
     done = [slot for slot in range(len(table.letters)) if cell[slot, 0] >= 0]

@@ -130,7 +130,11 @@ def _ring_wait(p: int, m: int) -> int:
 
 
 def _one_forward_one_backward(
-    p: int, m: int, v: int, split: bool = False, paired: bool = False
+    p: int,
+    m: int,
+    v: int,
+    split: bool = False,
+    paired: bool = False,
 ) -> ScheduleFacts:
     groups = max(1, m // p)
     largest = math.ceil(m / groups)  # group of microbatches, see `generators`

@@ -125,7 +125,11 @@ class Fields:
         return self.values[name]
 
     def typed(
-        self, name: str, kind: type | UnionType, legal: str, default: Any = None
+        self,
+        name: str,
+        kind: type | UnionType,
+        legal: str,
+        default: Any = None,
     ) -> Any:
         """Returns a value of some type; true does not count as a number, as in JSON."""
         if name not in self.values:
@@ -138,7 +142,12 @@ class Fields:
         return value
 
     def number(
-        self, name: str, least: int, most: int, default: float, above: bool = False
+        self,
+        name: str,
+        least: int,
+        most: int,
+        default: float,
+        above: bool = False,
     ) -> float:
         """Returns a number in bounds; `above`: greater than the least."""
         value = self.typed(name, int | float, "a number", default)

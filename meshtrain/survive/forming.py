@@ -204,7 +204,12 @@ def cluster_here(config: Config) -> str:
 
 
 def _sentence(
-    config: Config, new: Config, nodes: int, used: int, each: int, fits: bool
+    config: Config,
+    new: Config,
+    nodes: int,
+    used: int,
+    each: int,
+    fits: bool,
 ) -> str:
     """Returns, for one: data 15 of 16: 7 of 127 nodes idle, 1.1% more rows, microbatches 23 in place of 16"""
     mesh = new.mesh

@@ -162,7 +162,11 @@ def _rows(
 
 
 def _strip(
-    axis: _Axis, generation: GenerationTime, began: float, ended: float, height: float
+    axis: _Axis,
+    generation: GenerationTime,
+    began: float,
+    ended: float,
+    height: float,
 ) -> str:
     """Draws what a generation did between two times, at the top; half a pixel is drawn as what most of it is."""
     gap = min(2.0, height / 5)

@@ -56,7 +56,12 @@ class Board:
     """
 
     def __init__(
-        self, rank: int, host: str, run: str, totals: Mapping[str, float], every: float
+        self,
+        rank: int,
+        host: str,
+        run: str,
+        totals: Mapping[str, float],
+        every: float,
     ) -> None:
         self._rank = rank
         self._totals = totals

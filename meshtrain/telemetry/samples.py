@@ -116,7 +116,11 @@ class ResourceSampling:
     name = "sampling"
 
     def __init__(
-        self, directory: Path, rank: int, heartbeat: "Heartbeat", resources: Resources
+        self,
+        directory: Path,
+        rank: int,
+        heartbeat: "Heartbeat",
+        resources: Resources,
     ) -> None:
         self._rank = rank
         self._heartbeat = heartbeat

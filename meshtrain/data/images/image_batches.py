@@ -174,7 +174,11 @@ class ImageRows:
     """
 
     def __init__(
-        self, source: ImageSource, split: str, config: Config, pad: bool
+        self,
+        source: ImageSource,
+        split: str,
+        config: Config,
+        pad: bool,
     ) -> None:
         self.images = config.data.images
         self.model = config.model

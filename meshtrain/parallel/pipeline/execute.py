@@ -54,7 +54,11 @@ class Executor:
     # --- the two programs
 
     def train(
-        self, weights: Weights, batches: Batch, key: jax.Array | None, seed: jax.Array
+        self,
+        weights: Weights,
+        batches: Batch,
+        key: jax.Array | None,
+        seed: jax.Array,
     ) -> LossAndGradients:
         """Returns each data rank's loss summed over the microbatches [M, b, T], and `seed` times its gradient, in
         `precision.gradient_sums`.

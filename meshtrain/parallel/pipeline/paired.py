@@ -78,7 +78,11 @@ def run_pair(stage: Stage, pair: Pair, slots: PairSlots, split: bool) -> Pair:
 
 
 def _turn(
-    stage: Stage, ahead: int, back: int, slots: PairSlots, split: bool
+    stage: Stage,
+    ahead: int,
+    back: int,
+    slots: PairSlots,
+    split: bool,
 ) -> Callable:
     """Returns the loop's body: a layer of segment `ahead` forward, and one of segment `back` backward."""
     forward = _forward_half(stage, slots.f, ahead) if slots.f else lambda pair, i: pair

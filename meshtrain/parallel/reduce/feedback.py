@@ -153,7 +153,11 @@ class Feedback:
         return lax.psum(shard, weight.replicated) if weight.replicated else shard
 
     def _low_rank(
-        self, weight: Placed, compensated: jax.Array, q: jax.Array, across: bool
+        self,
+        weight: Placed,
+        compensated: jax.Array,
+        q: jax.Array,
+        across: bool,
     ) -> ReducedGradient:
         seen = as_matrix(self.config, weight)
         assert seen is not None

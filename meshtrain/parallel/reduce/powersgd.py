@@ -82,7 +82,11 @@ def summed(
 
 
 def _slice_rank(
-    weight: Placed, first: int, columns: int, p: jax.Array, q: jax.Array
+    weight: Placed,
+    first: int,
+    columns: int,
+    p: jax.Array,
+    q: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns P and Q with this data rank's part of the dimension that ZeRO shards, padded where it is."""
     dim = weight.zero_dim

@@ -63,7 +63,11 @@ class Outer:
         self.codec = codec_of(self.reduce)
 
     def exchange(
-        self, fragment: int, shared: Tree, own: Tree, counted: jax.Array
+        self,
+        fragment: int,
+        shared: Tree,
+        own: Tree,
+        counted: jax.Array,
     ) -> Exchanged:
         """One all-reduce across islands, of `shared - own` in a fragment; `counted` [fragments]: what this island has
         learned of since it last sent each.
@@ -131,7 +135,11 @@ class Outer:
         )
 
     def step(
-        self, fragment: int, shared: Tree, momentum: Tree, mean: Tree
+        self,
+        fragment: int,
+        shared: Tree,
+        momentum: Tree,
+        mean: Tree,
     ) -> tuple[Tree, Tree]:
         """The shared model and its momentum after SGD with Nesterov momentum on a fragment (as in PyTorch's SGD)."""
         rate = self.sync.outer_learning_rate
@@ -242,7 +250,11 @@ class Outer:
         return x if places is None else x.at[places].get(mode="fill", fill_value=0)
 
     def _put(
-        self, weight: Placed, x: jax.Array, part: jax.Array, fragment: int
+        self,
+        weight: Placed,
+        x: jax.Array,
+        part: jax.Array,
+        fragment: int,
     ) -> jax.Array:
         if not has_weight(self.config, fragment, weight):
             return x

@@ -85,7 +85,11 @@ class IslandSteps(Steps):
         )
 
     def _kept(
-        self, momentum: Tree, under_way: Tree, params: Tree, counted: Any
+        self,
+        momentum: Tree,
+        under_way: Tree,
+        params: Tree,
+        counted: Any,
     ) -> states.Islands:
         return states.Islands(
             params=params,
@@ -240,7 +244,11 @@ class IslandSteps(Steps):
         """
 
         def of_island(
-            own: Tree, shared: Tree, batch: Batch, step: jax.Array, scale: jax.Array
+            own: Tree,
+            shared: Tree,
+            batch: Batch,
+            step: jax.Array,
+            scale: jax.Array,
         ) -> Gradients:
             masters = self.layout.add_frozen(_first(own), shared)
             gradients = local.gradients(masters, batch, step, scale[0], counts=True)
@@ -366,7 +374,11 @@ class IslandSteps(Steps):
         )
 
     def _outer_step(
-        self, fragment: int, state: State, mean: Tree, own_share: float
+        self,
+        fragment: int,
+        state: State,
+        mean: Tree,
+        own_share: float,
     ) -> State:
         """`own_share`: of its own weights that an island keeps, see `outer.OWN_SHARE`."""
 

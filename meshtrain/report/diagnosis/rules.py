@@ -36,7 +36,11 @@ Rule = Callable[[Evidence], Findings]
 
 
 def _share_finding(
-    name: str, signal: str, share: float, sentence: str, advice: str
+    name: str,
+    signal: str,
+    share: float,
+    sentence: str,
+    advice: str,
 ) -> Finding:
     """The finding of a share of the time, all of which curing it would win."""
     return Finding(name, signal, share, LEAST, share, sentence, advice)
