@@ -225,7 +225,7 @@ from meshtrain.hlo import collectives
 alone = built("parallel.sync.every=4", "parallel.sync.outer_momentum=0.5")
 inner = collectives(alone.lower().compile(), alone.mesh)
 outer = collectives(
-    alone.islands.synchronize[0].lower(alone.state_shapes).compile(), alone.mesh
+    alone.steps.synchronize[0].lower(alone.state_shapes).compile(), alone.mesh
 )
 crossing = [
     sum(c.sent * c.times for c in program if "island" in c.axes)

@@ -314,7 +314,8 @@ def _adapt_layer(
     """Returns what `layer_bytes` does, as a platform holds it."""
     copies = _copies(config, platform)
     spared = experts.loops(config, platform) * experts.spared(config)
-    layer, residuals = copies * (layer - spared), copies * residuals
+    layer = copies * (layer - spared)
+    residuals *= copies
     if platform == "cpu" and runs_table(config):
         return _add_conditional(config, layer, residuals)
     return layer, residuals
