@@ -135,17 +135,13 @@ def edge_cost(
     head = _head_seconds(config, sizes, cluster, profile)
     sends, forward = _edge_sends(config, cluster)
     if model.mtp:
+        # A prediction of a further token is a layer, and embedding and head again.
         layer = layer_cost(last_config(config), cluster, profile)
-        again = (
-            layer.forward + layer.backward + join_seconds(config, cluster.accelerator)
-        )
-        head = (head + again) * model.mtp + head
-        of_edge = {axis: (1 + model.mtp) * seconds for axis, seconds in sends.items()}
+        join = join_seconds(config, cluster.accelerator)
+        head += (head + layer.forward + layer.backward + join) * model.mtp
         joins = sum(t.seconds(cluster, config.mesh) for _, t in join_transfers(config))
-        sends = {
-            **of_edge,
-            "tensor": of_edge["tensor"] + model.mtp * (layer.sends + joins),
-        }
+        sends = {axis: (1 + model.mtp) * seconds for axis, seconds in sends.items()}
+        sends["tensor"] += model.mtp * (layer.sends + joins)
     if profile.whole_logits:
         logits = shapes.labels(model, shapes.tokens(config)) * model.vocab_size
         nbytes = logits * shapes.itemsize(config.precision.compute)
@@ -208,19 +204,15 @@ def message_cost(
     if mesh.pipeline == 1:
         return MessageCost(0.0, 0.0)
     nbytes = shapes.stream(config) * shapes.itemsize(config.precision.compute)
-    parts = (
-        mesh.tensor
-        if profile.scatter_messages and not config.parallel.sequence_parallel
-        else 1
-    )
+    parts = 1
+    if profile.scatter_messages and not config.parallel.sequence_parallel:
+        parts = mesh.tensor
     seconds = best(PERMUTE, cluster.axis("pipeline", mesh), nbytes / parts).seconds
     if parts > 1:
         seconds += best(ALL_GATHER, cluster.axis("tensor", mesh), nbytes).seconds
-    return (
-        MessageCost(seconds, 0.0)
-        if profile.overlap_pipeline
-        else MessageCost(0.0, seconds)
-    )
+    if profile.overlap_pipeline:
+        return MessageCost(overlapped=seconds, waits=0.0)
+    return MessageCost(overlapped=0.0, waits=seconds)
 
 
 COMPUTE = ("matmul", "attention", "recompute", "head", "reference")
@@ -302,69 +294,81 @@ def data_seconds(
     config: Config, cluster: Cluster, profile: FrameworkProfile = DEFAULT_PROFILE
 ) -> float:
     """Gathers and reductions over data of one step, before any of it hides behind compute."""
+    if config.mesh.data * config.mesh.context == 1:
+        return 0.0
+    return (
+        gradient_traffic.sync_seconds(config, cluster)
+        + _gather_seconds(config, cluster, profile)
+        + _reduce_seconds(config, cluster, profile)
+    )
+
+
+def _gather_seconds(
+    config: Config, cluster: Cluster, profile: FrameworkProfile
+) -> float:
+    """Returns the seconds of gathering sharded weights, once a step or at use."""
+    if not config.parallel.zero_stage:
+        return 0.0
+    layers = stages(config).on_device
+    layer, outer = _gathered_bytes(config)
+    if not gathers_at_use(config):
+        return _gather(config, cluster, layers * layer + outer)
+    # Our backward gathers embedding and head no second time.
+    outer_passes = 1 if profile.compiled else 2
+    return config.parallel.microbatches * (
+        2 * layers * _gather(config, cluster, layer)
+        + outer_passes * _gather(config, cluster, outer)
+    )
+
+
+def _gathered_bytes(config: Config) -> tuple[float, float]:
+    """Returns the bytes of a layer's gathered weights, and of those of embedding and head."""
+    sharded = shapes.trained(config)
+    if config.parallel.zero_stage == 3:
+        sharded = shapes.resident(config)
+    layer = sharded.block.gathered * float8.weight_size(config)
+    return layer, sharded.outer.gathered * shapes.itemsize(config.precision.compute)
+
+
+def _gather(config: Config, cluster: Cluster, nbytes: float) -> float:
+    axes = config.mesh.token_axes(across=False)
+    return programs.seconds("psum", ALL_GATHER, axes, config.mesh, cluster, nbytes)
+
+
+def _reduce_seconds(
+    config: Config, cluster: Cluster, profile: FrameworkProfile
+) -> float:
+    """Returns the seconds of reducing all gradients: compressed, whole, or scattered and then summed over islands."""
     mesh = config.mesh
     parallel = config.parallel
-    layers = stages(config).on_device
-    if mesh.data * mesh.context == 1:
-        return 0.0
-    trained = shapes.trained(config)
-    tokens = mesh.token_axes(across=False)
-    weight_bytes = shapes.itemsize(config.precision.compute)
-    gradient_bytes = profile.gradient_bytes
+    size = profile.gradient_bytes
     if profile is DEFAULT_PROFILE:
-        gradient_bytes = shapes.itemsize(config.precision.reduce)
-    compressed = profile is DEFAULT_PROFILE and parallel.reduce.compression != "none"
+        if parallel.reduce.compression != "none":
+            return sum(gradient_traffic.seconds(config, cluster))
+        size = shapes.itemsize(config.precision.reduce)
+    trained = shapes.trained(config)
+    layers = stages(config).on_device
 
-    def send(
-        kind: str,
-        axes: tuple[str, ...],
-        nbytes: float,
-        algorithm: str = parallel.reduce.algorithm,
-    ) -> float:
+    def send(kind: str, axes: tuple[str, ...], elements: float) -> float:
+        nbytes = elements * size
+        algorithm = parallel.reduce.algorithm
         return programs.seconds(algorithm, kind, axes, mesh, cluster, nbytes)
 
-    def gather_or_scatter(
-        kind: str, size: int, elements: shapes.WeightParts, at_use: bool
-    ) -> float:
-        """Returns the seconds for all weights, of `size` bytes an element; `at_use`: for each layer by itself."""
-        gathers = kind == ALL_GATHER
-        algorithm = "psum" if gathers else parallel.reduce.algorithm
-        block = elements.block.gathered
-        outer = elements.outer.gathered
-        layer_size = float8.weight_size(config) if gathers else size
-        if not at_use:
-            nbytes = block * layers * layer_size + outer * size
-            return send(kind, tokens, nbytes, algorithm)
-        layer = send(kind, tokens, block * layer_size, algorithm)
-        around = send(kind, tokens, outer * size, algorithm)
-        passes = 2 if gathers else 1
-        # Our backward gathers embedding and head no second time.
-        around_passes = 1 if profile.compiled else passes
-        return parallel.microbatches * (
-            passes * layers * layer + around_passes * around
-        )
-
-    seconds = gradient_traffic.sync_seconds(config, cluster)
-    if not parallel.zero_stage and not compressed:
-        elements = trained.block.full * layers + trained.outer.full
-        return seconds + send(
-            ALL_REDUCE, summed_axes(config), elements * gradient_bytes
-        )
-    if compressed:
-        seconds += sum(gradient_traffic.seconds(config, cluster))
-    if parallel.zero_stage:
-        sharded = shapes.resident(config) if parallel.zero_stage == 3 else trained
-        seconds += gather_or_scatter(
-            ALL_GATHER, weight_bytes, sharded, gathers_at_use(config)
-        )
-    if compressed:
-        return seconds
-    seconds += gather_or_scatter(
-        REDUCE_SCATTER, gradient_bytes, trained, scatters_at_use(config)
-    )
+    if not parallel.zero_stage:
+        elements = layers * trained.block.full + trained.outer.full
+        return send(ALL_REDUCE, summed_axes(config), elements)
+    tokens = mesh.token_axes(across=False)
+    layer = trained.block.gathered
+    outer = trained.outer.gathered
+    if scatters_at_use(config):
+        microbatch = layers * send(REDUCE_SCATTER, tokens, layer)
+        microbatch += send(REDUCE_SCATTER, tokens, outer)
+        seconds = parallel.microbatches * microbatch
+    else:
+        seconds = send(REDUCE_SCATTER, tokens, layers * layer + outer)
     if mesh.islands > 1 and not parallel.sync.every:
-        elements = trained.block.shard * layers + trained.outer.shard
-        seconds += send(ALL_REDUCE, (ISLAND,), elements * gradient_bytes)
+        elements = layers * trained.block.shard + trained.outer.shard
+        seconds += send(ALL_REDUCE, (ISLAND,), elements)
     return seconds
 
 
@@ -434,21 +438,14 @@ def _held_seconds(config: Config, cluster: Cluster) -> tuple[float, float]:
     """A layer's share of the seconds of gathering all weights over data, and of reducing all gradients, where both are
     held over the step.
     """
-    trained = shapes.trained(config)
     layers = stages(config).on_device
-    sharded = shapes.resident(config) if config.parallel.zero_stage == 3 else trained
-    of_layers = sharded.block.gathered * float8.weight_size(config)
-    outer = sharded.outer.gathered * shapes.itemsize(config.precision.compute)
-    nbytes = of_layers * layers + outer
-    axes = config.mesh.token_axes(across=False)
-    gathers = programs.seconds("psum", ALL_GATHER, axes, config.mesh, cluster, nbytes)
-    reduces = (
-        data_seconds(config, cluster)
-        - gradient_traffic.sync_seconds(config, cluster)
-        - gathers
-    )
+    of_layer, outer = _gathered_bytes(config)
+    nbytes = layers * of_layer + outer
+    gathers = _gather(config, cluster, nbytes)
+    reduces = _reduce_seconds(config, cluster, DEFAULT_PROFILE)
+    trained = shapes.trained(config)
     share = trained.block.full / (trained.block.full * layers + trained.outer.full)
-    gather = gathers * of_layers / nbytes if nbytes else 0.0
+    gather = gathers * of_layer / nbytes if nbytes else 0.0
     return gather, reduces * share
 
 
