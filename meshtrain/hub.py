@@ -87,11 +87,9 @@ def repository_of(path: Path) -> str | None:
     kind, *parts = (
         path.absolute().parents[1].name.split("--", 2) if len(path.parts) > 2 else [""]
     )
-    return (
-        "/".join(parts)
-        if kind == "models" and path.parent.name == "snapshots"
-        else None
-    )
+    if kind == "models" and path.parent.name == "snapshots":
+        return "/".join(parts)
+    return None
 
 
 def reason(error: Exception) -> str:

@@ -363,8 +363,6 @@ def _config(
 
 
 def _set_precision(config: Config, precision: str | None) -> Config:
-    return (
-        config
-        if precision is None
-        else replaced(config, precision={"compute": precision})
-    )
+    if precision is None:
+        return config
+    return replaced(config, precision={"compute": precision})

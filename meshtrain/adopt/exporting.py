@@ -343,11 +343,9 @@ def _write_tensors(
 
 
 def _tensors(array: np.ndarray, dtype: np.dtype, name: str) -> dict[str, np.ndarray]:
-    return (
-        fp8.quantized(name, array)
-        if dtype == fp8.NUMPY
-        else {name: _cast(array, dtype, name)}
-    )
+    if dtype == fp8.NUMPY:
+        return fp8.quantized(name, array)
+    return {name: _cast(array, dtype, name)}
 
 
 def _cast(array: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:

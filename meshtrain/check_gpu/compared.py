@@ -37,11 +37,9 @@ class Difference:
         if self.problem:
             return self.problem
         limits = tolerance(self.name)
-        return (
-            ""
-            if self.is_right
-            else f"WRONG: at most {limits.loss:.0e} and {limits.norm:.0e}"
-        )
+        if self.is_right:
+            return ""
+        return f"WRONG: at most {limits.loss:.0e} and {limits.norm:.0e}"
 
 
 def difference(

@@ -300,8 +300,6 @@ def lender(accelerator: Accelerator) -> str | None:
     own = astuple(accelerator.efficiency)
     if not any(a == b for a, b in zip(own, astuple(known.efficiency), strict=True)):
         return None
-    return (
-        LENDERS.get(accelerator.name)
-        if accelerator.name in ACCELERATORS
-        else "no device in particular"
-    )
+    if accelerator.name in ACCELERATORS:
+        return LENDERS.get(accelerator.name)
+    return "no device in particular"

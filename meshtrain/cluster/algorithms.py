@@ -72,11 +72,11 @@ def butterfly(kind: str, group: Group, nbytes: float) -> float:
     """
     if group.paths:
         load = group.paths.butterfly
-        return (
-            (2 if kind == ALL_REDUCE else 1) * _torus_seconds(group, load, nbytes)
-            if load
-            else math.inf
-        )
+        if load:
+            return (2 if kind == ALL_REDUCE else 1) * _torus_seconds(
+                group, load, nbytes
+            )
+        return math.inf
     passes = 2 if kind == ALL_REDUCE else 1
     k = group.size.bit_length() - 1
     n = 1 << k

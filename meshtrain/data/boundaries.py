@@ -94,11 +94,9 @@ class Boundaries:
             return f"a text begins with nothing, {end}"
         begins = f"a text begins with {' '.join(map(str, self.begin))}"
         source = self.begin[0].source
-        return (
-            f"{begins}, {end}"
-            if source == self.end.source
-            else f"{begins}, of {source}; {end}"
-        )
+        if source == self.end.source:
+            return f"{begins}, {end}"
+        return f"{begins}, of {source}; {end}"
 
 
 class Spelled(Protocol):
@@ -270,11 +268,9 @@ def _begin(
                 "counts; data.begin names another"
             )
         return tuple(before)
-    return (
-        (bos._replace(source=f"add_bos_token in {CONFIG}"),)
-        if asked is True and bos is not None
-        else ()
-    )
+    if asked is True and bos is not None:
+        return (bos._replace(source=f"add_bos_token in {CONFIG}"),)
+    return ()
 
 
 def _named(key: str, text: str | None, tokenizer: Any) -> Mark | None:

@@ -391,11 +391,9 @@ def _prompt(prompt: Any, name: str) -> list[Turn]:
     if not isinstance(prompt, str):
         return turns_of([prompt] if isinstance(prompt, dict) else prompt, name)
     dialogue = _dialogue(prompt)
-    return (
-        dialogue[:-1]
-        if dialogue and not dialogue[-1].message["content"]
-        else dialogue or [said(USER, prompt)]
-    )
+    if dialogue and not dialogue[-1].message["content"]:
+        return dialogue[:-1]
+    return dialogue or [said(USER, prompt)]
 
 
 def _completed(fields: Fields) -> Turns:

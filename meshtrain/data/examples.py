@@ -276,11 +276,9 @@ def common_beginning(closed: str, before: str, upto: str) -> int | None:
     opened = OPENING.search(before, len(closed), shared)
     if opened is not None and before[shared:].lstrip().startswith(f"</{opened[1]}>"):
         shared = opened.start()
-    return (
-        shared
-        if before[len(closed) : shared].strip() and OPENED.match(before[shared:])
-        else None
-    )
+    if before[len(closed) : shared].strip() and OPENED.match(before[shared:]):
+        return shared
+    return None
 
 
 def unwritten(talk: Conversation, text: str) -> int:

@@ -63,11 +63,9 @@ def _thinking(message: Message) -> Message:
         (message[name] for name in THOUGHTS if message.get(name) is not None), None
     )
     # As transformers does from 5.24 on.
-    return (
-        message
-        if thought is None
-        else {"thinking": thought, **message, "reasoning_content": thought}
-    )
+    if thought is None:
+        return message
+    return {"thinking": thought, **message, "reasoning_content": thought}
 
 
 def best(first: Form, render: Callable[[Form], str]) -> Form:
@@ -271,11 +269,9 @@ def _change_arguments(call: Message, arguments: Any) -> Message:
 def _object(call: Message) -> Message:
     arguments = function_of(call).get("arguments")
     parsed = _parsed(arguments)
-    return (
-        _change_arguments(call, parsed)
-        if isinstance(arguments, str) and parsed is not None
-        else call
-    )
+    if isinstance(arguments, str) and parsed is not None:
+        return _change_arguments(call, parsed)
+    return call
 
 
 def _text(call: Message) -> Message:
@@ -299,11 +295,9 @@ def _flat(call: Message) -> Message:
 
 
 def _wrapped(call: Message) -> Message:
-    return (
-        {"type": "function", **call}
-        if "function" in call
-        else {"type": "function", "function": call}
-    )
+    if "function" in call:
+        return {"type": "function", **call}
+    return {"type": "function", "function": call}
 
 
 def _filled(message: Message) -> Any:
@@ -311,25 +305,19 @@ def _filled(message: Message) -> Any:
 
 
 def _emptied(message: Message) -> Any:
-    return (
-        None
-        if message["content"] == "" and message.get("tool_calls")
-        else message["content"]
-    )
+    if message["content"] == "" and message.get("tool_calls"):
+        return None
+    return message["content"]
 
 
 def _joined(message: Message) -> Any:
-    return (
-        text_of(message["content"])
-        if is_parts(message["content"])
-        else message["content"]
-    )
+    if is_parts(message["content"]):
+        return text_of(message["content"])
+    return message["content"]
 
 
 def _write_json(message: Message) -> Any:
     content = message["content"]
-    return (
-        text_of(content)
-        if isinstance(content, dict | list) and not is_parts(content)
-        else content
-    )
+    if isinstance(content, dict | list) and not is_parts(content):
+        return text_of(content)
+    return content

@@ -167,11 +167,9 @@ def size(value: Any) -> int:
     """Returns the work of taking a value in hand, without what is in it."""
     if isinstance(value, str | bytes):
         return len(value) + 1
-    return (
-        ENTRY * (len(value) + 1)
-        if isinstance(value, list | tuple | dict | range)
-        else ENTRY
-    )
+    if isinstance(value, list | tuple | dict | range):
+        return ENTRY * (len(value) + 1)
+    return ENTRY
 
 
 class Spending(NodeTransformer):
@@ -212,11 +210,9 @@ class Spending(NodeTransformer):
 
 
 def _filtered(node: nodes.Expr, name: str) -> nodes.Expr:
-    return (
-        node
-        if isinstance(node, nodes.Const)
-        else nodes.Filter(node, name, [], [], None, None)
-    )
+    if isinstance(node, nodes.Const):
+        return node
+    return nodes.Filter(node, name, [], [], None, None)
 
 
 def _step(characters: int) -> nodes.Expr:

@@ -151,11 +151,9 @@ def _choose_held_out(records: Sequence[UnitRecord | None]) -> tuple[int, float] 
         for place in record.first
     )
     # The only one is to be learned.
-    return (
-        (first[0][1], math.nextafter(first[0][0] / 2**64, 1))
-        if len(first) > 1
-        else None
-    )
+    if len(first) > 1:
+        return (first[0][1], math.nextafter(first[0][0] / 2**64, 1))
+    return None
 
 
 def _claim(output: Path, recipe: dict[str, str]) -> None:

@@ -475,10 +475,8 @@ def _spelt(tokenizer: Tokenizer, ids: Sequence[int], plain: bool = False) -> str
     if not ids:
         return "none" if plain else "nothing"
     texts = [tokenizer.spell(np.array([number])) or f"id {number}" for number in ids]
-    return (
-        texts[0]
-        if plain
-        else " ".join(
-            f"{text} ({number})" for text, number in zip(texts, ids, strict=True)
-        )
+    if plain:
+        return texts[0]
+    return " ".join(
+        f"{text} ({number})" for text, number in zip(texts, ids, strict=True)
     )

@@ -79,11 +79,9 @@ class Harness:
         """A context's tokens and those that follow in the two together: spaces at its end belong to what follows."""
         if not context:
             answer = self.tokens(continuation, begun=False)
-            return (
-                (answer[:1], answer[1:])
-                if answer[:1] == [self.prefix]
-                else ([self.prefix], answer)
-            )
+            if answer[:1] == [self.prefix]:
+                return (answer[:1], answer[1:])
+            return ([self.prefix], answer)
         bare = context.rstrip()
         before = self.tokens(bare)
         both = self.tokens(context + continuation)

@@ -70,11 +70,9 @@ class Scorer:
     def longest(self) -> int | None:
         """Tokens that a row may have before its last, None for any number."""
         model = self.model.config.model
-        return (
-            model.max_positions
-            if FAMILIES[model.family].positions == "learned"
-            else None
-        )
+        if FAMILIES[model.family].positions == "learned":
+            return model.max_positions
+        return None
 
     def __call__(
         self, rows: Sequence[TokenRow], progress: Progress = lambda done, total: None

@@ -158,9 +158,9 @@ class Decoding:
     @property
     def note(self) -> str:
         """A sentence on the weights' bytes, if they are held in 8 bits."""
-        return (
-            held.note(self.kind, self.weights, self.forward.dtype) if self.kind else ""
-        )
+        if self.kind:
+            return held.note(self.kind, self.weights, self.forward.dtype)
+        return ""
 
     def free(self) -> None:
         """Frees the weights; the programs can be run no more."""

@@ -173,9 +173,9 @@ class Resharding:
         )
         arrays = send(self.trained.unstored(trained, stored))
         by = held.groups(decoded) if self.kind else None
-        return (
-            arrays if by is None else [held.held(str(self.kind), x, by) for x in arrays]
-        )
+        if by is None:
+            return arrays
+        return [held.held(str(self.kind), x, by) for x in arrays]
 
     def _send(self, trained: Placed, decoded: Placed, x: jax.Array) -> list[jax.Array]:
         """Gathers a device's part of a weight, inside shard_map, and gives its layers."""

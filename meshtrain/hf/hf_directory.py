@@ -116,11 +116,9 @@ class TensorFiles:
 
     def metadata(self) -> dict[str, str]:
         """Returns the metadata of the first file."""
-        return (
-            dict(self._opened(min(self._file.values())).metadata() or {})
-            if self._file
-            else {}
-        )
+        if self._file:
+            return dict(self._opened(min(self._file.values())).metadata() or {})
+        return {}
 
     def shape(self, name: str) -> tuple[int, ...]:
         if name in self._mxfp4:

@@ -59,13 +59,9 @@ class TensorMapping:
         """Returns the place of a layer of the model in the stack, ABSENT if it has none; None outside of layers."""
         if (layer is None) == self.weight.stacked:
             return ABSENT
-        return (
-            None
-            if layer is None
-            else self.layers.index(layer)
-            if layer in self.layers
-            else ABSENT
-        )
+        if layer is None:
+            return None
+        return self.layers.index(layer) if layer in self.layers else ABSENT
 
     def tensors(self, layer: int | None) -> list[str]:
         """Returns the names of the tensors that hold it, of one layer of its stack where the weight is stacked."""
@@ -90,11 +86,9 @@ class TensorMapping:
         *inner, last = (math.prod(side) for side in self._sides())
         if self.name.layout == "third":
             last *= 3
-        return (
-            (last, *inner)
-            if self.name.layout in LINEAR
-            else (1,) * self.name.ones + (*inner, last)
-        )
+        if self.name.layout in LINEAR:
+            return (last, *inner)
+        return (1,) * self.name.ones + (*inner, last)
 
     def box(self, box: Box) -> Box:
         """Returns the slices of the tensor that hold a box of our weight; `cut` takes the box out of them."""
@@ -134,11 +128,9 @@ class TensorMapping:
     def converted(self, ours: np.ndarray, tensor: int = 0) -> np.ndarray:
         """Returns one of the tensors of one layer's full weight; of thirds this one alone."""
         array = ours.reshape([math.prod(side) for side in self._sides()])
-        return (
-            array.T
-            if self.name.layout in LINEAR
-            else array.reshape((1,) * self.name.ones + array.shape)
-        )
+        if self.name.layout in LINEAR:
+            return array.T
+        return array.reshape((1,) * self.name.ones + array.shape)
 
     def joined(self, arrays: Sequence[np.ndarray]) -> np.ndarray:
         """Returns the tensor that holds what `converted` gave of several weights, of which this is one."""
@@ -155,9 +147,9 @@ class TensorMapping:
         ):  # a bias of heads, or the scales of a norm over all of them
             return [sizes]
         if len(axes) == 3:
-            return (
-                [sizes[:2], sizes[2:]] if axes[1] == "head" else [sizes[:1], sizes[1:]]
-            )
+            if axes[1] == "head":
+                return [sizes[:2], sizes[2:]]
+            return [sizes[:1], sizes[1:]]
         return [[n] for n in sizes]
 
 

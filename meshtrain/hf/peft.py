@@ -127,11 +127,9 @@ def peft_modules(model: ModelConfig) -> list[PeftModule]:
 def _projection(weight: Weight) -> str:
     """Returns the name that a projection has in lora.targets, "" for any other weight."""
     last = weight.name.rpartition(".")[2]
-    return (
-        last
-        if last in PROJECTIONS and weight.stacked and "experts" not in weight.axes
-        else ""
-    )
+    if last in PROJECTIONS and weight.stacked and "experts" not in weight.axes:
+        return last
+    return ""
 
 
 def merged_delta(

@@ -134,11 +134,9 @@ def rope_section(config: Json, where: str, theta: float = THETA) -> Fields:
     for holder in (config, rope):
         refuse_unless(where, holder, "partial_rotary_factor", 1.0)
     model = {"rope_theta": float(base), "rope_scaling": ROPES[kind]}
-    return (
-        model
-        if kind == "default"
-        else model | _scaling_section(config, rope, kind, where)
-    )
+    if kind == "default":
+        return model
+    return model | _scaling_section(config, rope, kind, where)
 
 
 def _merge_rope(config: Json, where: str) -> Json:

@@ -176,20 +176,16 @@ def live_bytes(tree: Any, device: jax.Device | None = None) -> int:
     for array in jax.tree.leaves(tree):
         for shard in array.addressable_shards:
             per_device[shard.device] += shard.data.nbytes
-    return (
-        per_device[device]
-        if device is not None
-        else max(per_device.values(), default=0)
-    )
+    if device is not None:
+        return per_device[device]
+    return max(per_device.values(), default=0)
 
 
 def senders(op: Operation, devices: int) -> float:
     """Returns the share of the devices that send."""
-    return (
-        len(replica_groups(op.attributes, devices)) / devices
-        if op.kind == "collective-permute"
-        else 1.0
-    )
+    if op.kind == "collective-permute":
+        return len(replica_groups(op.attributes, devices)) / devices
+    return 1.0
 
 
 def axes_of(op: Operation, mesh: Mesh | AbstractMesh) -> tuple[tuple[str, ...], int]:

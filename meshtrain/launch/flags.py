@@ -202,11 +202,9 @@ def _left(preset: Preset, version: str, variables: Texts) -> str:
 
     early = parts(version) < parts(preset.since)
     late = preset.before and parts(version) >= parts(preset.before)
-    return (
-        f"{preset.library} {version} is not among the versions seen to take it"
-        if early or late
-        else ""
-    )
+    if early or late:
+        return f"{preset.library} {version} is not among the versions seen to take it"
+    return ""
 
 
 def environment(chosen: list[Setting], variables: Texts) -> dict[str, str]:

@@ -50,11 +50,9 @@ class Rounded(NamedTuple):
     @property
     def numbers(self) -> jax.Array:
         """The values in float8."""
-        return (
-            lax.bitcast_convert_type(self.values, E4M3)
-            if self.values.dtype == jnp.uint8
-            else self.values
-        )
+        if self.values.dtype == jnp.uint8:
+            return lax.bitcast_convert_type(self.values, E4M3)
+        return self.values
 
     def packed(self) -> "Rounded":
         """Returns the same as bytes."""
@@ -189,11 +187,9 @@ class Float8Recipe(NamedTuple):
         `summed`.
         """
         groups = self.groups(summed, weight)
-        return (
-            q
-            if self.groups(1 - summed, weight) == groups
-            else rounded(widened(q, jnp.float32), groups)
-        )
+        if self.groups(1 - summed, weight) == groups:
+            return q
+        return rounded(widened(q, jnp.float32), groups)
 
     def times(
         self,

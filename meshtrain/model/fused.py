@@ -337,11 +337,9 @@ def _positions(square: Square, block: int, origin: Any) -> tuple[jax.Array, jax.
     """Positions of the queries, [block, 1], and of the keys, [1, block]."""
     queries = _places(square.i, block)[:, None]
     keys = _places(square.j, block)[None, :]
-    return (
-        (queries, keys)
-        if origin is None
-        else (queries + origin[0, 0], keys + origin[0, 1])
-    )
+    if origin is None:
+        return (queries, keys)
+    return (queries + origin[0, 0], keys + origin[0, 1])
 
 
 def _keys(

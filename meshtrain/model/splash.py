@@ -99,11 +99,9 @@ def _mask(scoring: Scoring, square: tuple[int, int]) -> Any:
     """Returns the mask of a head's scores, whose shape is `square`."""
     if not scoring.causal:
         return FullMask(square)
-    return (
-        LocalMask(square, (scoring.window - 1, 0), 0)
-        if scoring.window
-        else CausalMask(square)
-    )
+    if scoring.window:
+        return LocalMask(square, (scoring.window - 1, 0), 0)
+    return CausalMask(square)
 
 
 def _swap_heads(*arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -92,11 +92,9 @@ def _scaled(model: ModelConfig, head_dim: int, weight: Any, depth: float) -> flo
         if model.qk_norm
         else ("attention.q", "attention.q_bias")
     )
-    return (
-        ((head_dim or model.head_dim) / model.head_dim) ** 0.5
-        if name in queries
-        else 1.0
-    )
+    if name in queries:
+        return ((head_dim or model.head_dim) / model.head_dim) ** 0.5
+    return 1.0
 
 
 def is_added(model: ModelConfig, weight: Any) -> bool:

@@ -231,11 +231,9 @@ class WatchedRun:
 
     def _read_nodes(self) -> dict[str, Node]:
         try:
-            return (
-                read_records(self.directory)[0]
-                if (self.directory / SURVIVE).is_dir()
-                else {}
-            )
+            if (self.directory / SURVIVE).is_dir():
+                return read_records(self.directory)[0]
+            return {}
         except ConfigError:
             return {}
 
@@ -351,11 +349,9 @@ def lagging(samples: Mapping[int, Sequence[Row]]) -> list[str]:
 
 def _spent(sample: Row) -> dict[str, float]:
     phases = sample.get("phase_seconds")
-    return (
-        {name: number(phases.get(name)) or 0.0 for name in STEPPING}
-        if isinstance(phases, dict)
-        else {}
-    )
+    if isinstance(phases, dict):
+        return {name: number(phases.get(name)) or 0.0 for name in STEPPING}
+    return {}
 
 
 def _newest_sample(rows: Iterable[Row]) -> tuple[str, str] | None:

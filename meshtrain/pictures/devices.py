@@ -352,11 +352,9 @@ def drawing(leaf: Any, scale: float = 1.0) -> str:
 
 
 def _extent(part: Bounds, dim: int | None, shape: Sequence[int]) -> tuple[float, float]:
-    return (
-        (0.0, 1.0)
-        if dim is None
-        else (part[dim][0] / shape[dim], part[dim][1] / shape[dim])
-    )
+    if dim is None:
+        return (0.0, 1.0)
+    return (part[dim][0] / shape[dim], part[dim][1] / shape[dim])
 
 
 def _part(

@@ -88,11 +88,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else flags.to_text(*known)
         )
         return 0
-    return (
-        _search(config, cluster, options, ranked)
-        if options.search
-        else _plan(config, cluster, options)
-    )
+    if options.search:
+        return _search(config, cluster, options, ranked)
+    return _plan(config, cluster, options)
 
 
 def parser() -> Parser:

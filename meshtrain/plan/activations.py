@@ -80,11 +80,9 @@ def widths(
         products=(heads + 2 * own) * k + gate,
         gate=gate,
     )
-    return (
-        _latent_widths(attention, model.mla, gathered)
-        if model.mla.kv_rank
-        else attention
-    )
+    if model.mla.kv_rank:
+        return _latent_widths(attention, model.mla, gathered)
+    return attention
 
 
 def _latent_widths(attention: Widths, mla: MlaConfig, gathered: int) -> Widths:
@@ -314,9 +312,9 @@ def kept(config: Config, remat: str) -> float:
 def offloaded(config: Config) -> float:
     """Bytes that one layer sends to the host of one microbatch, and has back for its backward."""
     names = config.parallel.remat_offload
-    return (
-        _bytes(config, "names", names) - _bytes(config, "names", ()) if names else 0.0
-    )
+    if names:
+        return _bytes(config, "names", names) - _bytes(config, "names", ())
+    return 0.0
 
 
 def _bytes(config: Config, remat: str, names: tuple[str, ...]) -> float:

@@ -47,11 +47,9 @@ RECENT = 64
 
 def stack_configs(config: Config) -> list[StackConfig]:
     """Returns the config of each stack; of a model with one stack the config itself."""
-    return (
-        [StackConfig(BLOCKS, config)]
-        if is_uniform(config.model)
-        else _known(config).stacks
-    )
+    if is_uniform(config.model):
+        return [StackConfig(BLOCKS, config)]
+    return _known(config).stacks
 
 
 def _known(config: Config) -> KnownConfig:

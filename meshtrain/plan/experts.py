@@ -239,11 +239,9 @@ class _Hop(NamedTuple):
 def expert_transfers(config: Config) -> list[Moment]:
     """Collectives over the axis `expert` of a chunk's layers, in one pass."""
     spread = config.mesh.expert > 1 and config.model.moe.experts
-    return (
-        [entry for hop in _hops(config) for entry in _transfers(config, hop)]
-        if spread
-        else []
-    )
+    if spread:
+        return [entry for hop in _hops(config) for entry in _transfers(config, hop)]
+    return []
 
 
 def _hops(config: Config) -> list[_Hop]:

@@ -123,9 +123,9 @@ class Transfer:
 
     def group(self, cluster: Cluster, mesh: MeshConfig) -> Group:
         """The devices that talk to each other."""
-        return (
-            cluster.join_legs(self.legs) if self.legs else cluster.axis(self.axis, mesh)
-        )
+        if self.legs:
+            return cluster.join_legs(self.legs)
+        return cluster.axis(self.axis, mesh)
 
 
 Moment = tuple[str, Transfer]  # a pass (see Iterations.passes), and what is sent in it

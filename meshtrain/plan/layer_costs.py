@@ -184,11 +184,9 @@ def _time_layer(config: Config, cluster: Cluster, profile: FrameworkProfile) -> 
         activations.gathered_ranks(config),
     )
     layer = compute.layer(shape, cluster.accelerator, profile)
-    return (
-        add_experts(config, layer, cluster, profile)
-        if config.model.moe.experts
-        else layer
-    )
+    if config.model.moe.experts:
+        return add_experts(config, layer, cluster, profile)
+    return layer
 
 
 def _kernel_length(config: Config) -> int:

@@ -170,11 +170,9 @@ def _fastest(groups: list["_Group"], count: int) -> list[Candidate]:
 
 
 def _batch_rule(config: Config) -> str:
-    return (
-        "be at most the first"
-        if config.train.uneven_batch == "pad"
-        else "divide the first, or train.uneven_batch be pad"
-    )
+    if config.train.uneven_batch == "pad":
+        return "be at most the first"
+    return "divide the first, or train.uneven_batch be pad"
 
 
 def candidates(

@@ -252,11 +252,9 @@ def labels(model: ModelConfig, tokens: int) -> int:
 
 def read(model: ModelConfig, tokens: int) -> int:
     """The tokens, of so many, that the head reads: all, but of images with a class token these alone."""
-    return (
-        labels(model, tokens)
-        if FAMILIES[model.family].images and model.pool == "class"
-        else tokens
-    )
+    if FAMILIES[model.family].images and model.pool == "class":
+        return labels(model, tokens)
+    return tokens
 
 
 def loss_chunk(config: Config) -> int:

@@ -268,11 +268,9 @@ def practised_count(what: str, count: float, profile: FrameworkProfile) -> float
         return 0.0
     # What computes a layer again as a whole sums both its outputs again, though no backward reads the second.
     whole = profile.recomputes is not None and profile.recomputes[0] == 1
-    return (
-        2.0
-        if whole and what in (OUTPUTS_SUMMED_AGAIN, OUTPUTS_SCATTERED_AGAIN)
-        else count
-    )
+    if whole and what in (OUTPUTS_SUMMED_AGAIN, OUTPUTS_SCATTERED_AGAIN):
+        return 2.0
+    return count
 
 
 def edge_transfers(config: Config) -> list[Moment]:

@@ -134,9 +134,9 @@ def _config(options: argparse.Namespace) -> Config | None:
         )
     if options.config:
         return load(options.config, options.set, reading=True)
-    return (
-        replace(Config(), mesh=MeshConfig.read(options.mesh)) if options.mesh else None
-    )
+    if options.mesh:
+        return replace(Config(), mesh=MeshConfig.read(options.mesh))
+    return None
 
 
 def _algorithms(options: argparse.Namespace) -> tuple[str, ...]:

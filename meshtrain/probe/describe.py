@@ -62,11 +62,9 @@ def cluster_pairs(probe: Probe) -> Clustered | None:
         return None
     together = clustered(probe.pairs.sizes, probe.pairs.seconds)
     every = not np.isnan(probe.pairs.seconds[:, ~np.eye(probe.size, dtype=bool)]).any()
-    return (
-        together
-        if len(together.levels) > 1 and (every or together.is_ordered)
-        else None
-    )
+    if len(together.levels) > 1 and (every or together.is_ordered):
+        return together
+    return None
 
 
 def _is_inside(probe: Probe, blocks: Iterable[Iterable[int]]) -> bool:

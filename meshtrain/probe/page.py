@@ -159,8 +159,6 @@ def _cell(probe: Probe, a: int, b: int, score: float, side: int) -> str:
 
 def _colour(score: float) -> str:
     """Blue at 1 and above, orange at half and below; grey where nothing is to be held against."""
-    return (
-        GREY
-        if np.isnan(score)
-        else mixed(ORANGE, SKY, min(max((score - 0.5) / 0.5, 0.0), 1.0))
-    )
+    if np.isnan(score):
+        return GREY
+    return mixed(ORANGE, SKY, min(max((score - 0.5) / 0.5, 0.0), 1.0))

@@ -227,11 +227,11 @@ def blocks(values: np.ndarray) -> np.ndarray:
     length = max(math.ceil(REMEMBERED * memory(values)), math.ceil(values.size / MOST))
     count = values.size // length
     # What is left over is at the begin.
-    return (
-        np.median(values[values.size - count * length :].reshape(count, length), axis=1)
-        if count
-        else np.empty(0)
-    )
+    if count:
+        return np.median(
+            values[values.size - count * length :].reshape(count, length), axis=1
+        )
+    return np.empty(0)
 
 
 def memory(values: np.ndarray) -> float:

@@ -178,11 +178,9 @@ def findings(diagnosis: Mapping[str, Any]) -> Section | None:
 
 
 def _texts(entries: Any) -> list[str]:
-    return (
-        [text for entry in entries if (text := histories.text(entry))]
-        if isinstance(entries, list)
-        else []
-    )
+    if isinstance(entries, list):
+        return [text for entry in entries if (text := histories.text(entry))]
+    return []
 
 
 def _speed(facts: RunFacts, speed: Speed, bounds: Bounds | None) -> Section:
@@ -351,11 +349,9 @@ def _traced(diagnosis: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _part(seconds: float | None, share: float) -> str:
-    return (
-        "-"
-        if seconds is None
-        else f"{units.duration(seconds) if seconds else '0'} {share:.0%}"
-    )
+    if seconds is None:
+        return "-"
+    return f"{units.duration(seconds) if seconds else '0'} {share:.0%}"
 
 
 def _memory(facts: RunFacts, held: Sequence[MemoryUse]) -> Iterator[Figure]:

@@ -196,11 +196,9 @@ def _label(timeline: Timeline, i: int) -> str:
 def _usual(timeline: Timeline) -> float:
     """Length that nearly all cells have at least."""
     took = (timeline.end - timeline.start)[timeline.kind < HEAD]
-    return (
-        float(np.quantile(took[took > 0], 0.1))
-        if (took > 0).any()
-        else timeline.makespan or 1.0
-    )
+    if (took > 0).any():
+        return float(np.quantile(took[took > 0], 0.1))
+    return timeline.makespan or 1.0
 
 
 def gantt_svg(
@@ -439,11 +437,9 @@ def gantt_text(timeline: Timeline, width: int = 120) -> str:
 
 def _fit(line: str, columns: int) -> str:
     half = (columns - 3) // 2
-    return (
-        line
-        if len(line) <= columns
-        else f"{line[: columns - 3 - half]} … {line[-half:]}"
-    )
+    if len(line) <= columns:
+        return line
+    return f"{line[: columns - 3 - half]} … {line[-half:]}"
 
 
 def _sparkline(timeline: Timeline, columns: int) -> str:

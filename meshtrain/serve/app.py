@@ -258,11 +258,9 @@ class Routes:
                 chunks = _chunks(answering, shape, prompt, asked.usage)
                 return EventStream(chunks, deadline, ending.pop_all().close)
             task = asyncio.create_task(_whole(answering, shape, prompt, deadline))
-            return (
-                await task
-                if await unless_gone(task, request.receive)
-                else Response(status_code=GONE)
-            )
+            if await unless_gone(task, request.receive):
+                return await task
+            return Response(status_code=GONE)
 
 
 async def _chunks(

@@ -109,9 +109,9 @@ class Service:
         """The status of each engine, by model; empty while the first models are loaded."""
         if self.models is not None:
             return {name: model.status for name, model in self.models.by_name.items()}
-        return (
-            {} if self.served is None else {self.served.name: self.served.engine.status}
-        )
+        if self.served is None:
+            return {}
+        return {self.served.name: self.served.engine.status}
 
     @property
     def loaded(self) -> list[ServedModel]:
@@ -150,11 +150,9 @@ class Service:
 
     def counting(self, model: str | None) -> Counted:
         """Returns what counts requests for a model, or those that name none."""
-        return (
-            self.counted
-            if self.models is None or model is None
-            else self.counted_of[model]
-        )
+        if self.models is None or model is None:
+            return self.counted
+        return self.counted_of[model]
 
     async def use(self, name: str) -> ServedModel:
         """Returns a model of `statuses`, until `done`."""

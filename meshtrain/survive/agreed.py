@@ -38,11 +38,9 @@ def agreed(run: Path, after: int) -> int | None:
     plan = decode(
         RestartPlan, retried(lambda: read_file(plans[number], LARGEST, NO_RECORD))
     )
-    return (
-        plan.code
-        if plan is not None and plan.state == "over" and is_final(plan.code)
-        else None
-    )
+    if plan is not None and plan.state == "over" and is_final(plan.code):
+        return plan.code
+    return None
 
 
 def _plans(run: Path) -> dict[int, Path]:

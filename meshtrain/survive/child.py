@@ -254,11 +254,9 @@ class TrainingProcess:
         main = re.findall(
             r'Current thread .*\n\s+File "([^"]+)", line (\d+) in (\S+)', text
         )
-        return (
-            f"{os.path.basename(main[-1][0])}:{main[-1][1]} in {main[-1][2]}"
-            if main
-            else ""
-        )
+        if main:
+            return f"{os.path.basename(main[-1][0])}:{main[-1][1]} in {main[-1][2]}"
+        return ""
 
 
 def train_command(config: Path) -> list[str]:

@@ -298,8 +298,6 @@ def _step_at_work(rank: Rank) -> int:
 
 def _collectives(rank: Rank) -> str:
     is_in_step = rank.phase in ("dispatch", "wait")
-    return (
-        f". The step's collectives: {rank.collectives}"
-        if rank.collectives and is_in_step
-        else ""
-    )
+    if rank.collectives and is_in_step:
+        return f". The step's collectives: {rank.collectives}"
+    return ""

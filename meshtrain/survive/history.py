@@ -96,11 +96,9 @@ def number(value: object) -> float | None:
 
 
 def integer(value: object) -> int | None:
-    return (
-        value
-        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < FAR
-        else None
-    )
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < FAR:
+        return value
+    return None
 
 
 def text(value: object) -> str:

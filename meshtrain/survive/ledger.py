@@ -109,9 +109,9 @@ class Ledger:
         return self._share("step", "data", "eval", "checkpoint")
 
     def _share(self, *kinds: str) -> float:
-        return (
-            sum(self.seconds[kind] for kind in kinds) / self.wall if self.wall else 0.0
-        )
+        if self.wall:
+            return sum(self.seconds[kind] for kind in kinds) / self.wall
+        return 0.0
 
 
 def ledger(history: History) -> Ledger:

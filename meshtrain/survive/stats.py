@@ -182,9 +182,9 @@ def _nodes(history: History, alive: set[str], waited: float | None) -> str:
 def _last_sign(node: Node, waited: float | None) -> str:
     """Returns when a node gave its last sign of life; `waited`: for how long it was watched."""
     last = f"{date(node.wall):%Y-%m-%d %H:%M:%S} UTC"
-    return (
-        last if waited is None else f"none in {duration(waited)}; the last says {last}"
-    )
+    if waited is None:
+        return last
+    return f"none in {duration(waited)}; the last says {last}"
 
 
 def _state(node: Node) -> str:
@@ -350,9 +350,9 @@ def _maybe(value: float | None, form: str = "") -> str:
     """Returns a number as text, seconds where it has no form; a dash where it is not known."""
     if value is None:
         return "-"
-    return (
-        form.format(value) if form else "any" if math.isinf(value) else duration(value)
-    )
+    if form:
+        return form.format(value)
+    return "any" if math.isinf(value) else duration(value)
 
 
 def _right(rows: list[list[str]], *numbers: int) -> str:

@@ -233,11 +233,9 @@ def read_file(
     """
     try:
         with open(path, "rb", opener=opened) as file:
-            return (
-                file.read(most)
-                if stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-                else b""
-            )
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return file.read(most)
+            return b""
     except OSError as error:
         if passed_over is not None and error.errno not in passed_over:
             raise

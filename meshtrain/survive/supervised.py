@@ -236,11 +236,9 @@ class _Pauses:
 
 
 def _switches() -> int:
-    return (
-        resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-        if hasattr(resource, "RUSAGE_THREAD")
-        else 0
-    )
+    if hasattr(resource, "RUSAGE_THREAD"):
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+    return 0
 
 
 class BatchLog:

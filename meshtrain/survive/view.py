@@ -114,11 +114,9 @@ class View:
         return replace(node, age=age, known=known, ended_for=ended_for, differs=differs)
 
     def _age(self, node: Node) -> float:
-        return (
-            self._watched - self._changed[node.name]
-            if node.name in self._changed
-            else float("inf")
-        )
+        if node.name in self._changed:
+            return self._watched - self._changed[node.name]
+        return float("inf")
 
     def _read(self, own: Node) -> None:
         for name, text in self.store.nodes().items():

@@ -212,11 +212,9 @@ def _label(name: str) -> str:
 
 def _value(metric: Metric) -> str:
     """Returns the query that draws a metric: the rate a second if it is a counter."""
-    return (
-        f"rate({metric.sample}[$__rate_interval])"
-        if metric.kind == "counter"
-        else metric.sample
-    )
+    if metric.kind == "counter":
+        return f"rate({metric.sample}[$__rate_interval])"
+    return metric.sample
 
 
 def _title(metric: Metric) -> str:

@@ -324,15 +324,13 @@ class Resources:
             name: seconds - before.get(name, 0.0)
             for name, seconds in self._spent.items()
         }
-        return (
-            {
+        if spent:
+            return {
                 "phase_seconds": {
                     name: seconds for name, seconds in spent.items() if seconds > 0
                 }
             }
-            if spent
-            else {}
-        )
+        return {}
 
 
 def _cards(root: Path) -> set[str]:

@@ -45,11 +45,9 @@ class Signal(Protocol):
 def number(row: Row, name: str) -> float | None:
     """Returns a finite number of a row; None if it has none."""
     value = row.get(name)
-    return (
-        float(value)
-        if isinstance(value, int | float) and math.isfinite(value)
-        else None
-    )
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    return None
 
 
 def phases_of(row: Row, heard: Heard) -> Mapping[str, float] | None:

@@ -86,9 +86,9 @@ class Threshold:
         return value > self.fires if self.fires >= self.clears else value < self.fires
 
     def is_good(self, value: float) -> bool:
-        return (
-            value <= self.clears if self.fires >= self.clears else value >= self.clears
-        )
+        if self.fires >= self.clears:
+            return value <= self.clears
+        return value >= self.clears
 
     def prometheus_rule(self, span: Span) -> dict[str, Any]:
         # What stands still has no value that grows: it must have stood so for as long.

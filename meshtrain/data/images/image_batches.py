@@ -235,11 +235,9 @@ class ImageRows:
                 MIX: np.array(shares, np.float32)[:, None],
             }
         batch[PATCHES] = patches(images, self.model.patch_size)
-        return (
-            {**batch, WEIGHTS: np.ones((len(places), 1), np.float32)}
-            if self.pad
-            else batch
-        )
+        if self.pad:
+            return {**batch, WEIGHTS: np.ones((len(places), 1), np.float32)}
+        return batch
 
     def _partners(self, items: np.ndarray) -> np.ndarray:
         """The items that these are mixed with: of the same batch, whatever part of it is read here."""

@@ -79,11 +79,9 @@ class ImageSource:
 
     def indices(self, split: str) -> np.ndarray:
         """Numbers of the images of train, validation or all."""
-        return (
-            np.concatenate(list(self.splits.values()))
-            if split == "all"
-            else self.splits[split]
-        )
+        if split == "all":
+            return np.concatenate(list(self.splits.values()))
+        return self.splits[split]
 
     def digest(self, split: str) -> str:
         """Equal digests, equal images with equal classes in the same order."""

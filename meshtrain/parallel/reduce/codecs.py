@@ -224,6 +224,6 @@ def _filled_up(rows: jax.Array, k: int) -> jax.Array:
     """Rows with zeros behind them, up to k numbers."""
     import jax.numpy as jnp
 
-    return (
-        jnp.pad(rows, ((0, 0), (0, k - rows.shape[1]))) if k > rows.shape[1] else rows
-    )
+    if k > rows.shape[1]:
+        return jnp.pad(rows, ((0, 0), (0, k - rows.shape[1])))
+    return rows

@@ -52,11 +52,9 @@ class Exchange(Uncompressed):
         return scatter(weight, g, self.codec)
 
     def all_reduce_islands(self, weight: Placed, shard: jax.Array) -> Reduced | None:
-        return (
-            all_reduce(shard, self.codec)
-            if self.codec is not None and self.crosses(weight)
-            else None
-        )
+        if self.codec is not None and self.crosses(weight):
+            return all_reduce(shard, self.codec)
+        return None
 
 
 def scatter(weight: Placed, g: jax.Array, codec: Codec) -> Reduced:

@@ -178,11 +178,9 @@ class Feedback:
         fed_back = self.config.parallel.reduce.feedback
 
         def residual(_: Placed, x: ReducedGradient | None) -> jax.Array | None:
-            return (
-                x.left_out[None] / scale
-                if fed_back and x is not None and x.left_out is not None
-                else None
-            )
+            if fed_back and x is not None and x.left_out is not None:
+                return x.left_out[None] / scale
+            return None
 
         return FeedbackState(
             self.layout.map(residual, reduced),

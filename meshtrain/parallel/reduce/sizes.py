@@ -94,11 +94,9 @@ def compressed_part(config: Config, weight: Placed) -> Spread:
 def summed_over(config: Config, weight: Placed) -> tuple[str, ...]:
     """The mesh axes whose devices have a gradient each of what is compressed, to be summed over them."""
     across = (ISLAND,) if config.mesh.islands > 1 else ()
-    return (
-        across
-        if over_islands(config)
-        else (*across, *weight.zero_axes, *weight.replicated)
-    )
+    if over_islands(config):
+        return across
+    return (*across, *weight.zero_axes, *weight.replicated)
 
 
 def residual_spread(config: Config, weight: Placed) -> Spread | None:

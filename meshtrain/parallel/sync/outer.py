@@ -266,11 +266,9 @@ class Outer:
         if not has_weight(self.config, fragment, weight):
             return 0
         rows = self._rows[weight.stack][fragment] if weight.stacked else None
-        return (
-            elements
-            if rows is None
-            else elements // (weight.padded[0] // weight.ways[0]) * rows.shape[1]
-        )
+        if rows is None:
+            return elements
+        return elements // (weight.padded[0] // weight.ways[0]) * rows.shape[1]
 
     # --- what a whole island says
 

@@ -112,8 +112,6 @@ def _combine_islands(
     # Where no island learned from anything, each has the same voice.
     weights = weights if weights.any() else np.ones(len(numbers))
     heard = np.isfinite(numbers) & (weights > 0)
-    return (
-        float(np.average(numbers[heard], weights=weights[heard]))
-        if heard.any()
-        else math.nan
-    )
+    if heard.any():
+        return float(np.average(numbers[heard], weights=weights[heard]))
+    return math.nan

@@ -84,8 +84,6 @@ def _cluster(jobs: Jobs, name: str) -> Cluster:
         return resized(cluster, together(1))
     if jobs.nodes:
         return resized(cluster, jobs.nodes * cluster.devices_per_node)
-    return (
-        resized(cluster, together(cluster.devices_per_node))
-        if name in known()
-        else cluster
-    )
+    if name in known():
+        return resized(cluster, together(cluster.devices_per_node))
+    return cluster

@@ -196,11 +196,9 @@ class Packing:
         """
         free = self.free
         per_node = self.cluster.devices_per_node
-        return (
-            1 - max(max(free), free.count(per_node) * per_node) / sum(free)
-            if sum(free)
-            else 0.0
-        )
+        if sum(free):
+            return 1 - max(max(free), free.count(per_node) * per_node) / sum(free)
+        return 0.0
 
     @property
     def balance(self) -> float:

@@ -163,13 +163,9 @@ def words(strategy: str) -> str:
 
 
 def when(hours: float) -> str:
-    return (
-        "not known"
-        if math.isinf(hours)
-        else units.duration(hours * 3600)
-        if hours
-        else "now"
-    )
+    if math.isinf(hours):
+        return "not known"
+    return units.duration(hours * 3600) if hours else "now"
 
 
 def reason(result: Result, request: JobRequest) -> str:

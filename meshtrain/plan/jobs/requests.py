@@ -135,9 +135,9 @@ def configured(job: JobSpec) -> Config:
 
 def wanted(job: JobSpec) -> int:
     """The most devices that a job may take."""
-    return (
-        max(job.any_of) if job.any_of else job.devices or configured(job).mesh.devices
-    )
+    if job.any_of:
+        return max(job.any_of)
+    return job.devices or configured(job).mesh.devices
 
 
 class _DoesNotFit(Exception):

@@ -126,9 +126,9 @@ def kind_of(source: str) -> Kind:
         if word in (xla.LAYER, AGAIN):
             break
     else:
-        return (
-            "backward" if xla.BACKWARD in words and "transpose" in words else "schedule"
-        )
+        if xla.BACKWARD in words and "transpose" in words:
+            return "backward"
+        return "schedule"
     if AGAIN in words:
         return "recomputation"
     return "backward" if "transpose(" in source or xla.BACKWARD in words else "forward"
