@@ -225,4 +225,5 @@ def drops(config: Config) -> bool:
 
 def microbatch_rows(config: Config) -> int:
     """Returns the rows of one microbatch on one data rank, padding included."""
-    return padded_batch_size(config) // row_shards(config)
+    # A batch that does not divide is padded, or refused.
+    return -(-config.train.global_batch_size // row_shards(config))

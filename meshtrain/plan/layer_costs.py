@@ -206,11 +206,11 @@ def _layer_parts(
     device = cluster.accelerator
     adapters = compute.adapters(config, device)
     rounding = float8.differences(config, device, profile)
-    copies = experts = Seconds(), Seconds()
+    ours = []
     if _is_ours_on_gpus(device, profile):
-        copies = _copies(config, device)
+        ours.append(LayerPart("copies", *_copies(config, device)))
         if config.model.moe.experts:
-            experts = own_passes(config, cluster)
+            ours.append(LayerPart("experts", *own_passes(config, cluster)))
     backward = compute.layer_backward(
         layer.forward,
         device,
@@ -228,8 +228,7 @@ def _layer_parts(
     return [
         LayerPart("layer", layer.forward, backward),
         LayerPart("adapters", adapters, adapters * 2),
-        LayerPart("copies", *copies),
-        LayerPart("experts", *experts),
+        *ours,
         LayerPart("weights", backward=compute.weight_passes(config, device, profile)),
         LayerPart("recompute", backward=recompute),
         LayerPart("float8", rounding.forward, rounding.backward),
