@@ -78,18 +78,6 @@ Metrics = dict[str, jax.Array]
 Tree = Any
 
 
-def _refuse_settings() -> None:
-    """Raises ConfigError for a setting of JAX under which no step can run."""
-    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-        raise ConfigError(
-            "JAX_DISABLE_JIT is set, but a step is one compiled program; unset it."
-        )
-    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
-        raise ConfigError(
-            "JAX_ENABLE_X64 is set, but a step computes in precision.compute; unset it."
-        )
-
-
 class Program(Shown):
     """`init`, `train_step`, `eval_step` and `logits` of one config on one mesh, by default that of `make_mesh`.
 
@@ -109,7 +97,10 @@ class Program(Shown):
         loss: LossHook | None = None,
         masters: bool = True,
     ) -> None:
-        _refuse_settings()
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            raise ConfigError(
+                "JAX_DISABLE_JIT is set, but a step is one compiled program; unset it."
+            )
         config = a_config(config, "mt.Program")
         mesh = make_mesh(config) if mesh is None else mesh
         if dict(mesh.shape) != config.mesh.shape:

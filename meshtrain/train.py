@@ -231,6 +231,10 @@ def _open(
 
 def _build(config: Config, supervision: Supervision, parts: dict[str, Any]) -> Program:
     """Builds the program, with the caller's `parts` of the model in place of the built-in ones."""
+    if jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise ConfigError(
+            "JAX_ENABLE_X64 is set, but a run computes in precision.compute; unset it."
+        )
     supervision.heartbeat.phase("init")
     is_policy = config.train.objective == "grpo"
     kind = _answering().PolicyProgram if is_policy else Program

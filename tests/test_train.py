@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
 import yaml
 from refusals import tells
@@ -140,6 +141,12 @@ def test_a_command_on_one_device_reads_what_the_last_one_compiled_and_removes_th
 
 
 @pytest.mark.thorough
+def test_a_run_in_64_bits_is_refused_by_the_name_of_the_setting(tmp_path, capsys):
+    with jax.enable_x64(True):
+        assert main(write(tmp_path)) == 2
+    assert tells(capsys.readouterr().err, "JAX_ENABLE_X64", "precision.compute")
+
+
 def test_a_run_that_is_done_adds_nothing_when_run_again(tmp_path):
     arguments = write(tmp_path)
     assert main(arguments) == 0
