@@ -376,7 +376,7 @@ def interrupted(monkeypatch, owner, name, number=signal.SIGTERM):
         (train, "open_data", signal.SIGTERM),
         (train, "Program", signal.SIGINT),
         (Checkpointer, "restore_or_init", signal.SIGTERM),
-        (train.Loop, "compiled", signal.SIGHUP),
+        (train.Loop, "compile_step", signal.SIGHUP),
     ],
 )
 def test_a_signal_before_the_first_step_gives_up_at_once_and_loses_nothing(
