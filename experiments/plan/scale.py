@@ -17,8 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from experiments import bench
-from experiments.bench import Table
-from meshtrain.config import load
+from experiments.bench import Table, config_of
 
 from . import sources
 from .published import COMPILED, EAGER_A100, FUSED, Run
@@ -71,17 +70,10 @@ def _run(
     """`sizes`: devices, sequences a step and their length, microbatches."""
     devices, batch, length, microbatches = sizes
     names = "layers", "d_model", "heads", "kv_heads", "d_ff"
+    shape = dict(zip(names, SHAPES[model], strict=True)) | {"vocab_size": 32000}
     parallel = {"zero_stage": 3, "zero_hold": False, "remat": "full"}
-    config = load(
-        {
-            "model": dict(zip(names, SHAPES[model], strict=True))
-            | {"vocab_size": 32000},
-            "mesh": {"data": devices},
-            "parallel": parallel | {"microbatches": microbatches},
-            "precision": {"compute": "bfloat16"},
-            "train": {"global_batch_size": batch, "sequence_length": length},
-        }
-    )
+    parallel["microbatches"] = microbatches
+    config = config_of(shape, {"data": devices}, batch, length, parallel)
     seconds = batch * length / devices / reported
     name = f"{model} on {devices}"
     words = f"{reported:,.0f} tokens/s"

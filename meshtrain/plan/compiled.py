@@ -94,7 +94,7 @@ class Compiled:
         sent = Counter[str]()
         for collective in self.collectives:
             sent[collective["axis"]] += collective["sent_bytes"]
-        return dict(sent)
+        return dict(sorted(sent.items()))
 
     def as_json(self) -> dict[str, Any]:
         names = (
