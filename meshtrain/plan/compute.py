@@ -611,7 +611,5 @@ def optimizer(
         elements_gathered = (
             resident.block.full * stages(config).on_device + resident.outer.full
         )
-        moved += (
-            4 + 8 + 2 * shapes.itemsize(config.precision.compute)
-        ) * elements_gathered
+        moved += (4 + 8 + 2 * shapes.compute_size(config)) * elements_gathered
     return moved / accelerator.memory_rate

@@ -57,7 +57,7 @@ def _exchange(config: Config) -> ContextExchange:
     """Returns the messages of a strategy."""
     n = config.mesh.context
     parallel = config.parallel
-    size = shapes.itemsize(config.precision.compute)
+    size = shapes.compute_size(config)
     tokens = shapes.tokens(config)
     w = activations.widths(config.model, config.mesh.tensor, parallel.sequence_parallel)
     # of one rank
@@ -142,7 +142,7 @@ def _linear_transfers(config: Config) -> list[Moment]:
     """
     n = config.mesh.context
     sizes = config.model.linear
-    size = shapes.itemsize(config.precision.compute)
+    size = shapes.compute_size(config)
     rows = shapes.microbatch_rows(config)
     heads = sizes.value_heads // config.mesh.tensor
     keys = sizes.key_heads // config.mesh.tensor * sizes.key_dim

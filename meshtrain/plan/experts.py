@@ -146,7 +146,7 @@ def own_passes(config: Config, cluster: Cluster) -> tuple[Seconds, Seconds]:
     f = width(config)
     slots = rows(config).slots
     local = config.model.moe.experts // expert_ranks(config)
-    numbers = shapes.itemsize(config.precision.compute) * config.model.d_model
+    numbers = shapes.compute_size(config) * config.model.d_model
     second = numbers / cluster.accelerator.memory_rate
     sent = config.mesh.expert > 1 and config.parallel.experts.dispatch == "all_to_all"
     less = (7 if sent else 3) * slots

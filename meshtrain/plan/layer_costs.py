@@ -271,7 +271,7 @@ def _copies(config: Config, device: Accelerator) -> tuple[Seconds, Seconds]:
     keeps into the stash; and of several sequences that were gathered over tensor, or are to be scattered, into the
     order of the other side.
     """
-    size = shapes.itemsize(config.precision.compute)
+    size = shapes.compute_size(config)
     sliced = 0.0
     if not gathers_at_use(config):
         _, rounded = float8.held_once(config)

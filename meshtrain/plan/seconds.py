@@ -144,7 +144,7 @@ def edge_cost(
         sends["tensor"] += model.mtp * (layer.sends + joins)
     if profile.whole_logits:
         logits = shapes.labels(model, shapes.tokens(config)) * model.vocab_size
-        nbytes = logits * shapes.itemsize(config.precision.compute)
+        nbytes = logits * shapes.compute_size(config)
         links = cluster.axis("tensor", config.mesh)
         sends["tensor"] += best(ALL_GATHER, links, nbytes).seconds
     return EdgeCost(
@@ -203,7 +203,7 @@ def message_cost(
     mesh = config.mesh
     if mesh.pipeline == 1:
         return MessageCost(0.0, 0.0)
-    nbytes = shapes.stream(config) * shapes.itemsize(config.precision.compute)
+    nbytes = shapes.stream(config) * shapes.compute_size(config)
     parts = 1
     if profile.scatter_messages and not config.parallel.sequence_parallel:
         parts = mesh.tensor
@@ -327,7 +327,7 @@ def _gathered_bytes(config: Config) -> tuple[float, float]:
     if config.parallel.zero_stage == 3:
         sharded = shapes.resident(config)
     layer = sharded.block.gathered * float8.weight_size(config)
-    return layer, sharded.outer.gathered * shapes.itemsize(config.precision.compute)
+    return layer, sharded.outer.gathered * shapes.compute_size(config)
 
 
 def _gather(config: Config, cluster: Cluster, nbytes: float) -> float:
